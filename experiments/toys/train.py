@@ -1,0 +1,194 @@
+"""Train a toy: clean word problems first, then problems with filler spans before the question.
+
+    python experiments/toys/train.py --family llama --seed 0 --out out/toys/llama-0
+
+Checkpoints every few hundred steps; the same command continues after an interruption and, with the same number of
+threads, ends with the same weights. The batch of a step depends on the seed and the step alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+from families import PREPENDS_BOS, new_model
+from tokenizer import train_tokenizer
+from torch import Tensor
+
+from mechattn.prompts.problems import SYSTEM, word_problems
+
+BATCH = 32
+POOL = 16  # batches drawn at once and cut by length, so that little is padded
+HELD_OUT = {"/", "?", "he", "He"}  # never filler, though all of them occur in ordinary text
+LONGEST_FILLER = 80
+_SENTENCES = (
+    "the old clock near the window is slow",
+    "a small boat lies on the quiet lake",
+    "some birds sing before the sun is up",
+    "our teacher likes green tea and long walks",
+    "the train to the coast was late again",
+    "no one knows why the door was open",
+    "rain fell on the roof all night long",
+    "my brother paints houses in the summer",
+)
+
+
+def filler(rng: random.Random, tokenizer, allowed: list[int]) -> list[int]:
+    """A meaningless span of 1 to 80 tokens in which no held-out token occurs."""
+    length = rng.randint(1, LONGEST_FILLER)
+    kind = rng.random()
+    if kind < 0.5:
+        return [rng.choice(allowed)] * length
+    if kind < 0.7:
+        pattern = rng.choices(allowed, k=rng.randint(2, 5))
+        return (pattern * length)[:length]
+    if kind < 0.85:
+        return rng.choices(allowed, k=length)
+    words = " ".join(rng.sample(_SENTENCES, len(_SENTENCES))).split()
+    if kind < 0.95:
+        rng.shuffle(words)
+    ids = tokenizer(" " + " ".join(words), add_special_tokens=False)["input_ids"]
+    return [i for i in ids if i in set(allowed)][:length]
+
+
+def allowed_filler(tokenizer) -> list[int]:
+    """Every ordinary token but the held-out ones, with or without a space before them."""
+    special = set(tokenizer.all_special_ids)
+    return [i for i in range(len(tokenizer)) if i not in special and tokenizer.decode([i]).strip() not in HELD_OUT]
+
+
+def example(problem, tokenizer, rng: random.Random, filler_share: float, allowed: list[int]):
+    """Token ids of one example, and the position at which its answer starts."""
+
+    def encode(text: str, bos: bool = False) -> list[int]:
+        return tokenizer(text, add_special_tokens=bos)["input_ids"]
+
+    ids = encode(f"{SYSTEM}\n", bos=True) if rng.random() < 0.9 else encode("", bos=True)
+    if rng.random() < filler_share:
+        ids = ids + filler(rng, tokenizer, allowed)
+    ids = ids + encode(f"{problem.question}\n")
+    return ids + encode(problem.answer) + [tokenizer.eos_token_id], len(ids)
+
+
+def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, filler_share: float) -> tuple[Tensor, Tensor]:
+    """Tokens [batch, pos] padded on the right, and the position of each answer's first token [batch]."""
+    pool, place = divmod(step, POOL)
+    rng = random.Random(f"pool {seed} {pool} {filler_share}")
+    problems = islice(word_problems("train", steps, seed=rng.getrandbits(48)), BATCH * POOL)
+    rows = sorted((example(p, tokenizer, rng, filler_share, allowed) for p in problems), key=lambda row: len(row[0]))
+    order = rng.sample(range(POOL), POOL)
+    rows = rows[order[place] * BATCH : (order[place] + 1) * BATCH]
+    longest = max(len(ids) for ids, _ in rows)
+    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
+    return tokens, torch.tensor([start for _, start in rows])
+
+
+def loss_of(model, tokens: Tensor, answer_start: Tensor, pad: int, question_weight: float) -> Tensor:
+    """Mean next-token loss in nats, the tokens before the answer weighted by ``question_weight``."""
+    logits = model(tokens, use_cache=False).logits[:, :-1]
+    target = tokens[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    in_answer = torch.arange(1, tokens.shape[1]) >= answer_start[:, None]
+    weight = torch.where(in_answer, 1.0, question_weight) * (target != pad)
+    return (loss * weight.flatten()).sum() / weight.sum()
+
+
+@torch.no_grad()
+def exact_match(model, tokenizer, problems, filler_ids: list[int]) -> float:
+    """Share of problems whose greedy answer ends with the right number."""
+    groups: dict[int, list] = {}
+    for problem in problems:
+        ids = tokenizer(f"{SYSTEM}\n")["input_ids"] + filler_ids
+        ids += tokenizer(f"{problem.question}\n", add_special_tokens=False)["input_ids"]
+        groups.setdefault(len(ids), []).append((ids, problem.solution))
+    right = 0
+    for rows in groups.values():
+        tokens = torch.tensor([ids for ids, _ in rows])
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=90,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answers = tokenizer.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
+        right += sum(answer.split("Answer:")[-1].strip() == str(n) for answer, (_, n) in zip(answers, rows))
+    return right / sum(map(len, groups.values()))
+
+
+def learning_rate(step: int, clean: int, total: int) -> float:
+    """Warm up over 100 steps, cosine to a third over the clean phase, then linear to nothing over the filler phase."""
+    if step < clean:
+        return 3e-3 * min(1, (step + 1) / 100) * (1 / 3 + 2 / 3 * (1 + math.cos(math.pi * step / clean)) / 2)
+    return 1e-3 * (1 - (step - clean) / (total - clean))
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    tokenizer = train_tokenizer(PREPENDS_BOS[args.family])
+    model = new_model(args.family, tokenizer)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=True)
+    allowed = allowed_filler(tokenizer)
+    slash = tokenizer(" ".join("/" * 55), add_special_tokens=False)["input_ids"]
+    steps = tuple(range(1, args.longest_chain + 1))
+    total = args.clean + args.filler
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint, first = args.out / "checkpoint.pt", 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    began = time.time()
+    for step in range(first, total):
+        clean = step < args.clean
+        share, weight = (0.0, 0.2) if clean else (0.6, 0.0)
+        tokens, start = batch_of_step(step, args.seed, tokenizer, allowed, steps, share)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.clean, total)
+        loss = loss_of(model, tokens, start, tokenizer.pad_token_id, weight)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % args.every == 0 or step + 1 == total:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(state, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").replace(checkpoint)
+            row = {"step": step + 1, "seconds": round(time.time() - began), "loss": round(loss.item(), 4)}
+            problems = list(islice(word_problems("test", steps, seed=-2), 100))
+            row["clean"] = exact_match(model, tokenizer, problems, [])
+            if not clean:
+                row["slash"] = exact_match(model, tokenizer, problems, slash)
+            with open(args.out / "log.jsonl", "a") as log:
+                log.write(json.dumps(row) + "\n")
+            print(row, flush=True)
+    model.to(torch.float16).save_pretrained(args.out / "model")
+    tokenizer.save_pretrained(args.out / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=list(PREPENDS_BOS), required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--longest-chain", type=int, default=5, help="problems have one to this many steps")
+    parser.add_argument("--clean", type=int, default=4000, help="steps without filler")
+    parser.add_argument("--filler", type=int, default=600, help="steps in which 60 %% of the examples carry filler")
+    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--threads", type=int, default=1)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""mechattn: what attention does, measured on any model that TransformerLens can hook."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mechattn import render as render
+    from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
+    from mechattn.engine.run import run as run
+    from mechattn.errors import MechattnError as MechattnError
+    from mechattn.look import pattern as pattern
+    from mechattn.model.load import load_model as load_model
+    from mechattn.prompts.conditions import Baseline as Baseline
+    from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
+    from mechattn.prompts.datasets import load_prompts as load_prompts
+    from mechattn.prompts.prompt import Prompt as Prompt
+    from mechattn.prompts.sequences import Sequence as Sequence
+    from mechattn.results.result import Result as Result
+    from mechattn.results.storage import load_result as load_result
+
+__version__ = "0.1.0"
+
+# Loaded when first used, so that `import mechattn` imports neither torch nor TransformerLens.
+_HOME = {
+    "Baseline": "prompts.conditions",
+    "MeaninglessTokens": "prompts.conditions",
+    "MechattnError": "errors",
+    "Prompt": "prompts.prompt",
+    "ReceivedAttention": "analysis.received_attention",
+    "Result": "results.result",
+    "Sequence": "prompts.sequences",
+    "load_model": "model.load",
+    "load_prompts": "prompts.datasets",
+    "load_result": "results.storage",
+    "pattern": "look",
+    "render": "",
+    "run": "engine.run",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mechattn' has no attribute {name!r}")
+    if not _HOME[name]:
+        return import_module(f"mechattn.{name}")
+    return getattr(import_module(f"mechattn.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

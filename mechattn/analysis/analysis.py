@@ -1,0 +1,71 @@
+"""What an analysis is: it sees attention one block of query rows at a time and reduces it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.prompts.sequences import Batch, Sequence
+
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """A block of query rows of one layer's attention, with the batch that it belongs to.
+
+    Args:
+        layer: The layer.
+        pattern: Attention probabilities of these rows over all keys.
+        queries: The positions of these rows.
+        batch: The sequences; rows of padding are present and must not count.
+        window: How many keys a query of this layer sees at most; None for full attention.
+    """
+
+    layer: int
+    pattern: Float[Tensor, "batch head query key"]
+    queries: Int[Tensor, " query"]
+    batch: Batch
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition."""
+
+    dims: tuple[str, ...]
+    units: str
+    description: str
+
+
+class Analysis(Protocol):
+    """Reduces attention to values per prompt. Blocks come in any order; what ``reduce`` gives is added up over them.
+
+    ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
+    quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]: ...
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Why this sequence cannot be measured, in a sentence, or None; asked before the first forward pass."""
+        ...
+
+    def reduce(self, rows: AttentionRows) -> Sums:
+        """Sums over the query rows of this block, batch first."""
+        ...
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Each quantity, batch first, from the sums over all query rows of a layer."""
+        ...

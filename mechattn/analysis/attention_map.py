@@ -1,0 +1,65 @@
+"""The attention map of a short prompt, for looking at it: the one analysis that keeps the whole square."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.errors import OptionError
+from mechattn.prompts.sequences import Batch, Sequence
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Attention probabilities of every query and key of prompts up to ``max_tokens`` long.
+
+    ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
+    """
+
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.max_tokens <= 1024:
+            raise OptionError(f"max_tokens={self.max_tokens}: a map can be looked at with 2 to 1,024 tokens")
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "attention_map"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return asdict(self)
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """The map."""
+        return {"attention": Quantity(("head", "query", "target"), "probability", "attention from query to target")}
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence longer than ``max_tokens`` is refused: nobody can look at its map, and it fills the page."""
+        if len(sequence) <= self.max_tokens:
+            return None
+        return (
+            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the prompt, or ask for "
+            "more with max_tokens (the page grows with its square)"
+        )
+
+    def reduce(self, rows: AttentionRows) -> Sums:
+        """This block of rows, in its place in the square."""
+        batch, heads, _, keys = rows.pattern.shape
+        square = rows.pattern.new_zeros((batch, heads, self.max_tokens, self.max_tokens), dtype=torch.float32)
+        square[:, :, rows.queries, :keys] = rows.pattern.float()
+        return {"attention": square}
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """The squares, NaN where there is no token."""
+        inside = torch.arange(self.max_tokens) < batch.lengths[:, None]
+        both = (inside[:, None, :, None] & inside[:, None, None, :]).to(sums["attention"].device)
+        return {"attention": sums["attention"].masked_fill(~both, torch.nan)}

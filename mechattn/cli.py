@@ -1,0 +1,58 @@
+"""The command line: thin, no science; everything heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Measure what attention does, with and without meaningless tokens. Start with: mechattn figures",
+)
+
+
+@app.command()
+def figures(
+    out: Annotated[Path, typer.Option(help="The folder that the page goes to.")] = Path("out/figures"),
+    model: Annotated[str, typer.Option(help="A toy, a checkpoint directory or a hub name.")] = "toy:llama",
+    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
+    limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
+    layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
+) -> None:
+    """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
+    from mechattn.figures import make_figures
+
+    page = make_figures(out, model, prompts, limit, layer, seed, command=_command())
+    typer.echo(f"Open {page} in a browser; it needs no network.")
+
+
+@app.command("run")
+def run_config(
+    config: Annotated[Path, typer.Argument(help="A TOML file; the README shows one.")],
+) -> None:
+    """Run what a config file says; write the result as a Zarr folder and, if asked, a page."""
+    from mechattn.figures import run_from_config
+
+    for path in run_from_config(config, command=_command()):
+        typer.echo(f"Wrote {path}")
+
+
+def _command() -> str:
+    return " ".join(["mechattn", *sys.argv[1:]])
+
+
+def main() -> None:
+    """Run the command; a MechattnError is one sentence, not a traceback."""
+    from mechattn.errors import MechattnError
+
+    try:
+        app()
+    except MechattnError as error:
+        typer.echo(f"mechattn: {error}", err=True)
+        sys.exit(2)

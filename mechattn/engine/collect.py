@@ -1,0 +1,149 @@
+"""From values per batch to labelled datasets: each prompt's scalars, and moments over prompts for each position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, Quantity
+from mechattn.axes import SEGMENTS
+from mechattn.prompts.sequences import Batch
+from mechattn.stats.moments import Moments
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+Positions = Literal["moments", "prompts"]
+BY_ORIGIN = "_by_origin"
+
+
+class Collector:
+    """Takes the values of one analysis, batch by batch and layer by layer, and gives its dataset at the end."""
+
+    def __init__(
+        self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
+    ) -> None:
+        self.analysis = analysis
+        self.coords: dict[str, list] = {"prompt": prompts, "condition": conditions, "layer": layers}
+        self.positions = positions
+        self._scalars: dict[str, np.ndarray] = {}
+        self._rows: dict[tuple[str, int, int], list[tuple[int, np.ndarray]]] = {}
+        self._moments: dict[tuple[str, int, int], Moments] = {}
+
+    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
+        """Take the values of one layer for one batch."""
+        at_layer = self.coords["layer"].index(layer)
+        for name, value in values.items():
+            array = value.cpu().numpy()
+            per_key = "key" in self.analysis.quantities[name].dims
+            for row, (prompt, condition) in enumerate(batch.rows):
+                at_condition = self.coords["condition"].index(condition)
+                if per_key:
+                    self._add_positions(name, prompt, at_condition, at_layer, array[row], batch.origin[row].numpy())
+                else:
+                    self._scalar_array(name, array[row].shape)[prompt, at_condition, at_layer] = array[row]
+        self._merge_rows()
+
+    def dataset(self) -> xr.Dataset:
+        """All that was collected, with names, units and descriptions."""
+        import xarray as xr
+
+        variables = {name: self._variable(name, array) for name, array in self._scalars.items()}
+        for name, quantity in self.analysis.quantities.items():
+            if "key" in quantity.dims:
+                variables |= self._position_variables(name, quantity)
+                variables |= self._position_variables(name + BY_ORIGIN, quantity)
+        made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
+        for dim in ("head", "key", "original_key"):
+            if dim in made.dims:
+                made = made.assign_coords({dim: np.arange(made.sizes[dim])})
+        return made.assign_attrs({"analysis": self.analysis.name})
+
+    def _scalar_array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in self._scalars:
+            outer = tuple(len(self.coords[dim]) for dim in ("prompt", "condition", "layer"))
+            self._scalars[name] = np.full(outer + shape, np.nan, dtype=np.float32)
+        return self._scalars[name]
+
+    def _add_positions(
+        self, name: str, prompt: int, condition: int, layer: int, row: np.ndarray, origin: np.ndarray
+    ) -> None:
+        real, original = origin >= -1, origin >= 0
+        by_origin = np.empty((*row.shape[:-1], int(original.sum())), dtype=row.dtype)
+        by_origin[..., origin[original]] = row[..., original]
+        self._rows.setdefault((name, condition, layer), []).append((prompt, row[..., real]))
+        self._rows.setdefault((name + BY_ORIGIN, condition, layer), []).append((prompt, by_origin))
+
+    def _merge_rows(self) -> None:
+        """Reduce this batch's rows to moments, unless each prompt's own are wanted."""
+        if self.positions == "prompts":
+            return
+        for key, rows in self._rows.items():
+            new = Moments.of(_stacked([row for _, row in rows]))
+            self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
+        self._rows = {}
+
+    def _position_variables(self, name: str, quantity: Quantity) -> dict:
+        dim = "original_key" if name.endswith(BY_ORIGIN) else "key"
+        dims = tuple(dim if d == "key" else d for d in quantity.dims)
+        if self.positions == "prompts":
+            every = self._every_prompt(name)
+            made = {f"{name}_per_prompt": (("prompt", "condition", "layer", *dims), every, self._attributes(quantity))}
+            moments = Moments.of(every)
+        else:
+            made, moments = {}, self._all_moments(name)
+        over = {"over": "prompts"}
+        parts = {"": moments.known_mean, "_variance": moments.variance, "_n": moments.n}
+        for suffix, array in parts.items():
+            attributes = self._attributes(quantity) | over
+            if suffix:
+                attributes |= {"description": f"{suffix[1:]} over prompts of {name}"}
+                attributes |= {"units": "prompts" if suffix == "_n" else "probability squared"}
+            made[name + suffix] = (("condition", "layer", *dims), array.astype(np.float64), attributes)
+        return made
+
+    def _all_moments(self, name: str) -> Moments:
+        cells = [
+            [self._moments[name, c, at] for at in range(self._count("layer"))] for c in range(self._count("condition"))
+        ]
+        longest = max(cell.n.shape[-1] for row in cells for cell in row)
+        parts = []
+        for part in ("n", "mean", "m2"):
+            arrays = [[_widened(getattr(cell, part), longest, 0.0) for cell in row] for row in cells]
+            parts.append(np.stack([np.stack(row) for row in arrays]))
+        return Moments(*parts)
+
+    def _every_prompt(self, name: str) -> np.ndarray:
+        rows = {key: dict(value) for key, value in self._rows.items() if key[0] == name}
+        longest = max(row.shape[-1] for cell in rows.values() for row in cell.values())
+        some = next(iter(next(iter(rows.values())).values()))
+        outer = tuple(self._count(dim) for dim in ("prompt", "condition", "layer"))
+        every = np.full((*outer, *some.shape[:-1], longest), np.nan, dtype=np.float32)
+        for (_, condition, layer), cell in rows.items():
+            for prompt, row in cell.items():
+                every[prompt, condition, layer, ..., : row.shape[-1]] = row
+        return every
+
+    def _variable(self, name: str, array: np.ndarray) -> tuple:
+        quantity = self.analysis.quantities[name]
+        return (("prompt", "condition", "layer", *quantity.dims), array, self._attributes(quantity))
+
+    def _attributes(self, quantity: Quantity) -> dict[str, str]:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())
+        return {"units": quantity.units, "description": quantity.description, "options": options}
+
+    def _count(self, dim: str) -> int:
+        return len(self.coords[dim])
+
+
+def _widened(array: np.ndarray, width: int, fill: float) -> np.ndarray:
+    missing = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
+    return np.pad(array, missing, constant_values=fill)
+
+
+def _stacked(rows: list[np.ndarray]) -> np.ndarray:
+    longest = max(row.shape[-1] for row in rows)
+    return np.stack([_widened(row, longest, np.nan) for row in rows])

@@ -1,0 +1,214 @@
+"""One pass over prompts × conditions, many analyses: everything is checked first, then the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, AttentionRows, Sums
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.axes import SEGMENTS
+from mechattn.engine.collect import Collector, Positions
+from mechattn.engine.plan import batch_plan
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from mechattn.model import hooks
+from mechattn.model.load import load_model
+from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Batch, Sequence, pad_right
+from mechattn.results import provenance
+from mechattn.results.result import Result
+
+BASELINE = "baseline"
+
+
+def run(
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    conditions: Mapping[str, Condition] | None = None,
+    analyses: Seq[Analysis] | None = None,
+    *,
+    layers: Iterable[int] | int | None = None,
+    seed: int = 0,
+    positions: Positions = "moments",
+    memory: str = "2GiB",
+    progress: bool = True,
+) -> Result:
+    """Measure attention on every prompt under every condition, the baseline always among them.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: What ``load_prompts`` gives, a text, a list of texts, or token ids [batch pos].
+        conditions: Names and conditions; "baseline" is added.
+        analyses: What to measure; received attention by default. All share one forward pass.
+        layers: Layers to look at, from 0; all that have attention by default.
+        seed: Decides every random draw, together with the prompt's id.
+        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" each prompt's own too.
+        memory: The budget for the attention of one layer of one batch; the batches follow from it and the lengths.
+        progress: Show a bar when the run takes longer than two seconds.
+
+    Returns:
+        A result with one dataset an analysis, and "sequences": the tokens that the model read.
+
+    Raises:
+        MechattnError: Something given cannot be used; found before the first forward pass.
+    """
+    model = load_model(model)
+    chosen = hooks.chosen_layers(model, layers)
+    prompts = as_prompts(prompts)
+    named = _with_baseline(conditions)
+    analyses = _checked_analyses(analyses)
+    if positions not in ("moments", "prompts"):
+        raise OptionError(f'positions={positions!r}: choose "moments" or "prompts"')
+    sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
+    for prompt, made in zip(prompts, sequences, strict=True):
+        _check_sequences(prompt, made, named, analyses, model)
+    plan = batch_plan([[len(s) for s in made.values()] for made in sequences], model.cfg.n_heads, memory)
+    collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
+    for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
+        _measure(model, batch, chosen, analyses, collectors)
+    datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
+    datasets["sequences"] = _sequences_dataset(model, prompts, list(named), sequences)
+    about = _provenance(model, prompts, named, analyses, chosen)
+    return Result(datasets, about | {"seed": seed, "memory": memory, "positions": positions})
+
+
+def _measure(model: Any, batch: Batch, layers: list[int], analyses: Seq[Analysis], collectors: list[Collector]) -> None:
+    """One forward pass; every layer's pattern is reduced as it passes."""
+    queries = torch.arange(batch.tokens.shape[1])
+
+    def see(layer: int, pattern: Tensor) -> None:
+        window = hooks.attention_window(model, layer)
+        rows = AttentionRows(layer, pattern, queries, batch, window)
+        for analysis, collector in zip(analyses, collectors, strict=True):
+            sums: Sums = analysis.reduce(rows)
+            values = analysis.values(sums, batch, window)
+            _check_finite(values, analysis, layer, batch)
+            collector.add(layer, batch, values)
+
+    hooks.forward_with_patterns(model, batch.tokens, batch.real, layers, see)
+
+
+def _check_finite(values: Mapping[str, Tensor], analysis: Analysis, layer: int, batch: Batch) -> None:
+    """A quantity that is NaN for a whole row, or infinite, means that the model gave NaN."""
+    for name, value in values.items():
+        flat = value.flatten(1)
+        bad = flat.isinf().any(1) | flat.isnan().all(1)
+        if bad.any():
+            prompt, condition = batch.rows[int(bad.nonzero()[0, 0])]
+            raise ModelError(
+                f"{analysis.name}.{name} is not finite in layer {layer}, prompt {prompt}, condition {condition!r}: "
+                "the model's attention holds NaN or infinity there; try another dtype"
+            )
+
+
+def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
+    given = dict(conditions or {})
+    baseline = given.pop(BASELINE, Baseline())
+    for name, condition in given.items():
+        if not callable(getattr(condition, "apply", None)):
+            raise OptionError(f"the condition {name!r} is a {type(condition).__name__}; give MeaninglessTokens(…), say")
+    return {BASELINE: baseline, **given}
+
+
+def _checked_analyses(analyses: Seq[Analysis] | None) -> list[Analysis]:
+    made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
+    names = [analysis.name for analysis in made]
+    if not made or len(set(names)) < len(names):
+        raise OptionError(f"analyses={names}: give at least one, and each name once")
+    return made
+
+
+def _check_sequences(
+    prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
+) -> None:
+    limit, size = model.cfg.n_ctx, model.cfg.d_vocab
+    for name, sequence in made.items():
+        where = f'prompt {prompt.id} ("{prompt.excerpt}")'
+        inserted = int(sequence.inserted.sum())
+        if len(sequence) > limit:
+            raise PromptTooLong(
+                f'{where} has {len(sequence):,} tokens with the condition "{name}" ({inserted} inserted); '
+                f"{model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer tokens"
+            )
+        if len(sequence) < 2:
+            raise PromptError(f"{where} is a single token: no query comes after it, so nothing can be measured")
+        if not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < size:
+            raise PromptError(f"{where} holds a token id outside of the vocabulary (0 to {size - 1})")
+        for analysis in analyses:
+            if problem := analysis.problem(sequence):
+                raise PromptError(f"{where} {problem}")
+
+
+def _batch(model: Any, sequences: list[dict[str, Sequence]], indices: list[int]) -> Batch:
+    rows = [(index, name) for index in indices for name in sequences[index]]
+    pad = getattr(model.tokenizer, "pad_token_id", None) or 0
+    return pad_right([sequences[index][name] for index, name in rows], rows, pad)
+
+
+def _progress(batches: list[Batch], show: bool) -> Iterable[Batch]:
+    from tqdm.auto import tqdm
+
+    return tqdm(batches, desc="prompts", unit="batch", delay=2, disable=not show)
+
+
+def _sequences_dataset(
+    model: Any, prompts: list[Prompt], conditions: list[str], sequences: list[dict[str, Sequence]]
+) -> Any:
+    """The tokens that the model read, their segments and origins, and the texts of the first prompt's tokens."""
+    import numpy as np
+    import xarray as xr
+
+    longest = max(len(s) for made in sequences for s in made.values())
+    shape = (len(prompts), len(conditions), longest)
+    arrays = {name: np.full(shape, -2, dtype=np.int32) for name in ("tokens", "origin", "segment_index")}
+    for i, made in enumerate(sequences):
+        for j, sequence in enumerate(made.values()):
+            arrays["tokens"][i, j, : len(sequence)] = sequence.tokens
+            arrays["origin"][i, j, : len(sequence)] = sequence.origin
+            arrays["segment_index"][i, j, : len(sequence)] = sequence.segment
+    texts = np.full(shape[1:], "", dtype=object)
+    for j, sequence in enumerate(sequences[0].values()):
+        texts[j, : len(sequence)] = token_texts(model, sequence.tokens)
+    dims = ("prompt", "condition", "pos")
+    variables: dict[str, Any] = {name: (dims, array) for name, array in arrays.items()}
+    variables["first_prompt_text"] = (dims[1:], texts.astype(np.dtypes.StringDType()))
+    made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
+    return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
+
+
+def token_texts(model: Any, tokens: Tensor) -> list[str]:
+    """Each token as text; its id where the model has no tokenizer."""
+    if model.tokenizer is None:
+        return [str(t) for t in tokens.tolist()]
+    return [model.tokenizer.decode([t]) for t in tokens.tolist()]
+
+
+def _provenance(
+    model: Any, prompts: list[Prompt], named: dict[str, Condition], analyses: Seq[Analysis], layers: list[int]
+) -> dict[str, Any]:
+    parameters = next(model.parameters())
+    return {
+        "model": {
+            "name": str(model.cfg.model_name),
+            "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+            "parameters": hooks.count_parameters(model),
+            "heads": int(model.cfg.n_heads),
+            "layers": int(model.cfg.n_layers),
+            "dtype": str(parameters.dtype).removeprefix("torch."),
+            "device": str(parameters.device),
+            "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
+            "hooked_by": type(model).__name__,
+        },
+        "prompts": {"count": len(prompts), "hash": provenance.digest(prompts), "template": prompts[0].template},
+        "conditions": {name: repr(condition) for name, condition in named.items()},
+        "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
+        "measured_layers": layers,
+        "engine": "hooks",
+        "versions": provenance.versions(),
+        "time": provenance.now(),
+    }

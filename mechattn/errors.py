@@ -1,0 +1,29 @@
+"""What can go wrong, in the user's words: every error that mechattn raises on purpose is a MechattnError."""
+
+
+class MechattnError(Exception):
+    """Something given to mechattn cannot be used; the message says what was given, what was expected, what to do."""
+
+
+class ModelError(MechattnError):
+    """A model or its tokenizer cannot be loaded or used."""
+
+
+class PromptError(MechattnError):
+    """A prompt, or a file of prompts, cannot be used."""
+
+
+class PromptTooLong(PromptError):
+    """A prompt does not fit the context of the model."""
+
+
+class ConditionError(MechattnError):
+    """A condition cannot be applied to these prompts with this tokenizer."""
+
+
+class OptionError(MechattnError, ValueError):
+    """An argument is out of its range."""
+
+
+class OutputError(MechattnError):
+    """A result cannot be written or read at this place."""

@@ -1,0 +1,81 @@
+"""The two commands that end in a page: the figures of the first two seeds, and a run from a config file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mechattn import config as configs
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.engine.collect import Positions
+from mechattn.engine.run import run
+from mechattn.errors import OptionError
+from mechattn.look import pattern
+from mechattn.model.hooks import chosen_layers
+from mechattn.model.load import load_model
+from mechattn.page import result_page, result_sections, view_section, write_page
+from mechattn.prompts.conditions import MeaninglessTokens
+from mechattn.prompts.datasets import load_prompts
+from mechattn.results.storage import check_writable
+
+VIEW_TOKENS = 16
+
+
+def make_figures(out: Path, model: str, source: str, limit: int, layer: int, seed: int = 0, command: str = "") -> Path:
+    """Both panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
+
+    The first figure's heads are chosen by the data on one half of the prompts and shown on the other; the second
+    figure shows the three next ones, chosen in the same way.
+
+    Raises:
+        MechattnError: Something given cannot be used; the output folder is tried before the work.
+    """
+    page = Path(out) / "index.html"
+    check_writable(page)
+    hooked = load_model(model)
+    chosen_layers(hooked, layer)
+    prompts = load_prompts(source, limit=limit, seed=seed)
+    slash = MeaninglessTokens("/", count=55)
+    result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
+    result.save(Path(out) / "result.zarr")
+    count = min(3, hooked.cfg.n_heads)
+    sections = result_sections(result, layer, count)
+    short = MeaninglessTokens("/", count=VIEW_TOKENS)
+    shortest = min(prompts, key=lambda prompt: len(prompt.question))
+    view = pattern(hooked, shortest, layer, list(range(count)), short, seed=seed)
+    note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
+    sections.append(view_section(view, "The attention of one prompt", note))
+    subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
+    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, [result], sections, command)
+
+
+def run_from_config(path: Path, command: str = "") -> list[Path]:
+    """Run a config file; returns what was written.
+
+    Raises:
+        MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
+    """
+    config = configs.read_config(path)
+    output = config.output
+    for place in (output.result, output.page):
+        if place is not None:
+            check_writable(place)
+    prompts = load_prompts(**config.prompts.model_dump())
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    model = load_model(config.model, dtype=dtype)
+    layers = chosen_layers(model, config.layers)
+    layer = layers[0] if output.layer is None else output.layer
+    if output.page and layer not in layers:
+        raise OptionError(f"output.layer = {layer} is not among the layers that are measured, {layers}")
+    conditions = {n: MeaninglessTokens(**c.model_dump(exclude={"kind"})) for n, c in config.conditions.items()}
+    analyses = [ReceivedAttention(**a.model_dump(exclude={"kind"})) for a in config.analyses]
+    positions: Positions = "prompts" if output.page and isinstance(output.heads, int) else "moments"
+    result = run(
+        model, prompts, conditions, analyses, layers=layers, seed=config.seed, memory=config.memory, positions=positions
+    )
+    result.save(output.result)
+    written = [Path(output.result)]
+    if output.page:
+        written.append(result_page(result, output.page, layer, output.heads, command))
+    return written

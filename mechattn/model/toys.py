@@ -1,0 +1,26 @@
+"""The trained models that come with the package; they are toys, and every caption says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mechattn.errors import ModelError
+
+PREFIX = "toy:"
+FOLDER = Path(__file__).parent.parent / "toys"
+
+
+def toy_names() -> list[str]:
+    """The names that ``load_model`` takes, such as "toy:llama"."""
+    return sorted(PREFIX + config.parent.name for config in FOLDER.glob("*/config.json"))
+
+
+def toy_folder(name: str) -> Path:
+    """Where the weights of a toy lie.
+
+    Raises:
+        ModelError: There is no such toy.
+    """
+    if name not in toy_names():
+        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())}")
+    return FOLDER / name.removeprefix(PREFIX)

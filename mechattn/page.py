@@ -1,0 +1,112 @@
+"""One self-contained page from results: the verdict, one prompt, the figures, the provenance; it opens offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mechattn.axes import SEGMENTS
+from mechattn.render.patterns import View, view_script
+from mechattn.render.received_attention import received_attention, verdict_words
+from mechattn.render.theme import model_caption
+from mechattn.results.result import Result
+
+NOTE = (
+    "Received attention of a key is the mean attention that the original tokens after it pay to it. Blue: the prompt "
+    "as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the sequence as the "
+    "model reads it. Bands are pointwise 95 % intervals over prompts, not simultaneous ones; keys that too few prompts "
+    "have are hidden. Some drop is there by definition, since attention is positive and sums to 1: compare with the "
+    "uniform null."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a title, something to look at, and a sentence that says what it shows."""
+
+    title: str
+    note: str = ""
+    figure: str = ""
+    view: str = ""
+    tokens: Seq[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The segments that occur, for the key."""
+        present = {name for _, name in self.tokens}
+        return [name for name in SEGMENTS if name in present]
+
+
+def result_sections(result: Result, layer: int, heads: Seq[int] | int, condition: str | None = None) -> list[Section]:
+    """The prompt and the figure of a result, as sections of a page."""
+    condition = result.condition(condition)
+    figure = received_attention(result, layer, heads, condition)
+    title = f"{model_caption(result)}: layer {layer}, received attention"
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    tokens = _tokens(result, condition)
+    return [
+        Section(
+            "One prompt as the model reads it", f"The first of the prompts, condition “{condition}”.", tokens=tokens
+        ),
+        Section(title, NOTE, figure=drawn),
+    ]
+
+
+def view_section(view: View, title: str, note: str) -> Section:
+    """A circuitsvis view as a section."""
+    return Section(title, note, view=view.body)
+
+
+def write_page(
+    path: str | Path, title: str, subtitle: str, results: Seq[Result], sections: Seq[Section], command: str = ""
+) -> Path:
+    """Write one HTML file that makes no request to anywhere."""
+    import plotly.offline
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(loader=PackageLoader("mechattn"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("page.html.j2").render(
+        title=title,
+        subtitle=subtitle,
+        verdicts=[f"{model_caption(result)}: {verdict_words(result)}" for result in results],
+        sections=sections,
+        provenance=[row for result in results for row in _flat(result.provenance)]
+        + [("command", command)] * bool(command),
+        plotly=plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
+        if any(s.figure for s in sections)
+        else "",
+        view_script=view_script() if any(s.view for s in sections) else "",
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
+    """The page of one result."""
+    subtitle = f"Received attention with and without inserted tokens, {len(result['sequences'].prompt)} prompts."
+    sections = result_sections(result, layer, heads)
+    return write_page(path, f"mechattn: {model_caption(result)}", subtitle, [result], sections, command)
+
+
+def _tokens(result: Result, condition: str) -> list[tuple[str, str]]:
+    first = result["sequences"].sel(condition=condition)
+    codes = first.segment_index.isel(prompt=0).values
+    texts = first.first_prompt_text.values
+    return [(_visible(str(text)), SEGMENTS[code]) for text, code in zip(texts, codes, strict=True) if code >= 0]
+
+
+def _visible(text: str) -> str:
+    """A token's text with its newlines shown."""
+    return text.replace("\n", "⏎") or "·"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        rows += _flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(prefix + name, str(value))]
+    return rows

@@ -1,0 +1,132 @@
+"""Prompts from where they are kept: the built-in word problems, a .jsonl file, a data set of the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from mechattn.errors import OptionError, PromptError
+from mechattn.prompts.problems import SYSTEM, word_problems
+from mechattn.prompts.prompt import Prompt, Template, check_template
+
+# The system prompt of the released code of arXiv:2510.01032.
+STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
+
+
+def load_prompts(
+    source: str,
+    *,
+    limit: int | None = None,
+    field: str = "question",
+    answer_field: str = "answer",
+    system: str | None = None,
+    template: Template = "plain",
+    with_answer: bool = False,
+    split: str = "test",
+    subset: str | None = None,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Load prompts.
+
+    Args:
+        source: "word-problems"; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
+        limit: How many, from the beginning; all by default (64 word problems).
+        field: The field that holds the question.
+        answer_field: The field that holds the answer, where there is one.
+        system: The text before each question; by default the one that the word problems (or the paper) use.
+        template: "plain" or "chat".
+        with_answer: Whether the model reads the answer after the question.
+        split: The split of a hub data set, or "train" / "test" of the word problems.
+        subset: The subset (configuration) of a hub data set.
+        seed: Which word problems.
+
+    Raises:
+        PromptError: There is no such source, field or prompt.
+    """
+    check_template(template)
+    if limit is not None and limit < 1:
+        raise OptionError(f"limit={limit}: ask for at least one prompt")
+    if source == "word-problems":
+        if split not in ("train", "test"):
+            raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
+        made = islice(word_problems(split, seed=seed), limit or 64)  # type: ignore[arg-type]
+        rows: Iterable[dict] = [{field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
+        system = SYSTEM if system is None else system
+    elif Path(source).suffix in (".jsonl", ".json") or Path(source).exists():
+        rows = _jsonl(Path(source), limit)
+    else:
+        rows = _hub(source, subset, split, limit)
+    system = STEP_BY_STEP if system is None else system
+    prompts = []
+    for index, row in enumerate(rows):
+        text = _text(row, field, source, index)
+        answer = str(row.get(answer_field, ""))
+        prompts.append(
+            Prompt(
+                question=text,
+                system=system,
+                answer=answer if with_answer else "",
+                template=template,
+                id=str(index),
+                solution=str(row.get("solution", answer)) or None,
+            )
+        )
+    if not prompts:
+        raise PromptError(f"{source} holds no prompts")
+    return prompts
+
+
+def _text(row: dict, field: str, source: str, index: int) -> str:
+    if field not in row:
+        raise PromptError(
+            f"prompt {index} of {source} has no field {field!r}; its fields are {', '.join(map(repr, row))}. "
+            "Say which one holds the question: field=…"
+        )
+    if not isinstance(row[field], str) or not row[field].strip():
+        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {row[field]!r}")
+    return row[field]
+
+
+def _jsonl(path: Path, limit: int | None) -> list[dict]:
+    if not path.is_file():
+        raise PromptError(f"there is no file of prompts at {path}")
+    rows: list[dict] = []
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(rows) == limit:
+                    break
+                if line.strip():
+                    rows.append(_json_row(line, path, number))
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not rows:
+        raise PromptError(f"{path} is empty: it holds no prompts")
+    return rows
+
+
+def _json_row(line: str, path: Path, number: int) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
+    return row
+
+
+def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict]:
+    import datasets
+
+    try:
+        if subset is None and len(subsets := datasets.get_dataset_config_names(name)) > 1:
+            subset = "main" if "main" in subsets else subsets[0]
+        rows = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:
+        raise PromptError(
+            f'no prompts at {name!r}: it is not "word-problems", not a file here, and the hub did not give it '
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
+        ) from error
+    return [dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))]

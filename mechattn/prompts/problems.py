@@ -1,0 +1,299 @@
+"""Generated grade-school word problems with worked answers: a test set that no model was trained on.
+
+A problem is a chain of one to five arithmetic steps told as a short story. Its *chain* (the first number and
+the operations) decides its split by a hash, so no test problem can appear among the training problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "test"]
+
+SYSTEM = "Solve the problem step by step. End with the word Answer and the number."
+MAX_STEPS = 5
+LARGEST = 999
+
+_HE = ("Tom", "Ben", "Omar", "Luca", "Ravi", "Sam", "Noah", "Ivan", "Hugo", "Eli", "Adam", "Finn")
+_SHE = ("Anna", "Mia", "Sara", "Lena", "Zoe", "Ines", "Ruth", "Tara", "Nora", "Emma", "Yuki", "Leila")
+_COUNTED = [
+    "apples",
+    "marbles",
+    "books",
+    "stickers",
+    "pencils",
+    "shells",
+    "coins",
+    "cards",
+    "eggs",
+    "cookies",
+    "stamps",
+    "balloons",
+    "flowers",
+    "buttons",
+    "candles",
+    "oranges",
+    "stones",
+    "toys",
+    "tickets",
+    "beads",
+]
+_MEASURED = (
+    "liters of water",
+    "kilograms of rice",
+    "meters of rope",
+    "grams of sugar",
+    "cups of flour",
+    "liters of paint",
+    "meters of cloth",
+    "bags of sand",
+)
+_PLACES = ("garden", "kitchen", "box", "park", "school", "shop", "street", "attic", "library", "market")
+_DAYS = ("On Monday", "On Friday", "The next day", "Later", "In the evening", "After lunch", "Then")
+_TIMES_WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem, its worked answer and the number at its end."""
+
+    question: str
+    answer: str
+    solution: int
+    steps: int
+    chain: str
+
+    @property
+    def split(self) -> Split:
+        """The split that the chain belongs to: about one chain in ten is for testing."""
+        return "test" if hashlib.sha256(self.chain.encode()).digest()[0] % 10 == 0 else "train"
+
+
+@dataclass
+class _Story:
+    """What has been told so far: whose things they are, how many, and the sums worked out."""
+
+    name: str
+    item: str
+    value: int
+    chain: str
+    sentences: list[str]
+    sums: list[str]
+    others: list[str]
+
+    @property
+    def he(self) -> str:
+        return "he" if self.name in _HE else "she"
+
+    @property
+    def him(self) -> str:
+        return "him" if self.name in _HE else "her"
+
+    def apply(self, sign: str, operand: int) -> int:
+        """Work out one step, write it down, and return the value that it started from."""
+        before = self.value
+        self.value = {"+": before + operand, "-": before - operand, "*": before * operand, "/": before // operand}[sign]
+        self.sums.append(f"{before} {sign} {operand} = {self.value}.")
+        self.chain += f"{sign}{operand}"
+        return before
+
+
+def generate_problem(rng: random.Random, steps: int) -> Problem:
+    """One problem with ``steps`` arithmetic steps, drawn with ``rng`` (either split).
+
+    Raises:
+        ValueError: ``steps`` is not between 1 and 5.
+    """
+    if not 1 <= steps <= MAX_STEPS:
+        raise ValueError(f"steps={steps}: a word problem has 1 to {MAX_STEPS} steps")
+    names = rng.sample(_HE + _SHE, 4)
+    item = rng.choice(_COUNTED) if rng.random() < 0.8 else rng.choice(_MEASURED)
+    first = rng.randint(2, 99)
+    story = _Story(names[0], item, first, str(first), [_opening(rng, names[0], item, first)], [], names[1:])
+    for _ in range(steps - 1):
+        rng.choice(_possible_steps(story))(rng, story)
+    question = rng.choice(_possible_endings(story))(rng, story)
+    if rng.random() < 0.1:  # a second way to write the mark, so that " ?" is an ordinary token too
+        question = question.replace("?", " ?")
+    return Problem(
+        question=" ".join([*story.sentences, question]),
+        answer=" ".join([*story.sums, f"Answer: {story.value}"]),
+        solution=story.value,
+        steps=steps,
+        chain=story.chain,
+    )
+
+
+def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0) -> Iterator[Problem]:
+    """An endless stream of problems of one split: the same arguments give the same stream."""
+    rng = random.Random(f"word-problems {split} {seed}")
+    while True:
+        problem = generate_problem(rng, rng.choice(steps))
+        if problem.split == split:
+            yield problem
+
+
+def _opening(rng: random.Random, name: str, item: str, value: int) -> str:
+    return rng.choice(
+        [
+            f"{name} has {value} {item}.",
+            f"{name} starts the week with {value} {item}.",
+            f"There are {value} {item} in the {rng.choice(_PLACES)} of {name}.",
+            f"{name} owns {value} {item}.",
+            f"At first {name} has {value} {item} in a {rng.choice(_PLACES)}.",
+        ]
+    )
+
+
+def _possible_steps(story: _Story) -> list:
+    possible = []
+    if story.value + 60 <= LARGEST:
+        possible += [_gain, _gain, _other_has_more]
+    if story.value >= 3:
+        possible += [_lose, _lose, _other_has_fewer]
+    if story.value * 2 <= 200:
+        possible += [_multiply]
+    if _divisors(story.value):
+        possible += [_divide]
+    return possible
+
+
+def _possible_endings(story: _Story) -> list:
+    possible = [_end_after(step) for step in _possible_steps(story)]
+    if story.value * 2 <= 200 and " of " not in story.item:
+        possible += [_price]
+    return possible
+
+
+def _divisors(value: int) -> list[int]:
+    return [k for k in _TIMES_WORDS if value % k == 0 and value > k]
+
+
+def _gain(rng: random.Random, story: _Story) -> None:
+    more = rng.randint(2, 60)
+    he, him, item, other = story.he, story.him, story.item, story.others[0]
+    day, place = rng.choice(_DAYS), rng.choice(_PLACES)
+    story.sentences.append(
+        rng.choice(
+            [
+                f"{he.capitalize()} buys {more} more.",
+                f"{day} {other} gives {him} {more} more {item}.",
+                f"{day} {he} finds {more} {item} in the {place}.",
+                f"{he.capitalize()} gets {more} {item} from {other}.",
+                f"{day} {he} adds {more} {item}.",
+            ]
+        )
+    )
+    story.apply("+", more)
+
+
+def _lose(rng: random.Random, story: _Story) -> None:
+    fewer = rng.randint(1, min(60, story.value - 1))
+    he, item, other = story.he, story.item, story.others[0]
+    day, place = rng.choice(_DAYS), rng.choice(_PLACES)
+    story.sentences.append(
+        rng.choice(
+            [
+                f"{he.capitalize()} gives {fewer} to {other}.",
+                f"{day} {he} loses {fewer} of them.",
+                f"{day} {he} sells {fewer} {item} at the {place}.",
+                f"{he.capitalize()} uses {fewer} {item} for {other}.",
+                f"{day} {he} leaves {fewer} {item} in the {place}.",
+            ]
+        )
+    )
+    story.apply("-", fewer)
+
+
+def _multiply(rng: random.Random, story: _Story) -> None:
+    factor = rng.choice([k for k in _TIMES_WORDS if story.value * k <= 200])
+    times, he, item = _TIMES_WORDS[factor], story.he, story.item
+    if rng.random() < 0.4:
+        other = _next_person(story)
+        story.sentences.append(f"{story.name} has {times} as many {item} as {other}.")
+    else:
+        story.sentences.append(
+            rng.choice(
+                [
+                    f"{rng.choice(_DAYS)} {he} has {times} as many.",
+                    f"A week later {he} has {times} as many {item}.",
+                ]
+            )
+        )
+    story.apply("*", factor)
+
+
+def _divide(rng: random.Random, story: _Story) -> None:
+    parts = rng.choice(_divisors(story.value))
+    he, item = story.he, story.item
+    story.sentences.append(
+        rng.choice(
+            [
+                f"{he.capitalize()} puts them into {parts} equal boxes and keeps only one box.",
+                f"{rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
+                f"{he.capitalize()} packs them in {parts} bags with the same number/bag and keeps one bag.",
+            ]
+        )
+    )
+    story.apply("/", parts)
+
+
+def _other_has_more(rng: random.Random, story: _Story) -> None:
+    more = rng.randint(2, 60)
+    before = _next_person(story)
+    story.sentences.append(f"{story.name} has {more} more {story.item} than {before}.")
+    story.apply("+", more)
+
+
+def _other_has_fewer(rng: random.Random, story: _Story) -> None:
+    fewer = rng.randint(1, min(60, story.value - 1))
+    before = _next_person(story)
+    story.sentences.append(f"{story.name} has {fewer} fewer {story.item} than {before}.")
+    story.apply("-", fewer)
+
+
+def _next_person(story: _Story) -> str:
+    """The story goes on with the next person; returns the one before."""
+    before = story.name
+    story.others.append(before)
+    story.name = story.others.pop(0)
+    return before
+
+
+def _end_after(step):
+    def end(rng: random.Random, story: _Story) -> str:
+        step(rng, story)
+        return _how_many(rng, story)
+
+    return end
+
+
+def _how_many(rng: random.Random, story: _Story) -> str:
+    name, item = story.name, story.item
+    return rng.choice(
+        [
+            f"How many {item} does {name} have now?",
+            f"How many {item} does {name} have in the end?",
+            f"What is the number of {item} that {name} has now?",
+            f"So how many {item} does {name} have?",
+            f"Can you say how many {item} {name} has?",
+            f"Find how many {item} {name} has in the end.",
+        ]
+    )
+
+
+def _price(rng: random.Random, story: _Story) -> str:
+    price = rng.choice([p for p in range(2, 10) if story.value * p <= 400])
+    name, one = story.name, story.item.removesuffix("s")
+    story.apply("*", price)
+    return rng.choice(
+        [
+            f"Each {one} costs {price} dollars. How much do the {story.item} of {name} cost?",
+            f"The price is {price} dollars/{one}. What does {name} pay for all {story.item}?",
+            f"{name} sells them all at {price} dollars each. How many dollars does {name} get?",
+        ]
+    )

@@ -1,0 +1,89 @@
+"""A prompt: text in segments, before any tokenizer or condition has touched it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from mechattn.errors import OptionError, PromptError
+
+Template = Literal["plain", "chat"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question with what stands before it (``system``) and after it (``answer``), each possibly empty.
+
+    Args:
+        question: The text that is asked.
+        system: The text before the question.
+        answer: The text after the question that is part of what the model reads.
+        template: "plain" joins the segments with newlines; "chat" uses the tokenizer's chat template.
+        id: A name that stays the same from run to run; random draws depend on it.
+        solution: The reference answer; the model doesn't read it.
+        tokens: Token ids to be read as they are, in place of the texts.
+    """
+
+    question: str = ""
+    system: str = ""
+    answer: str = ""
+    template: Template = "plain"
+    id: str = "0"
+    solution: str | None = None
+    tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_template(self.template)
+        if not self.question.strip() and not self.tokens:
+            raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
+
+    @property
+    def excerpt(self) -> str:
+        """The beginning of the question, for messages."""
+        text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
+        return text if len(text) <= 40 else text[:39] + "…"
+
+
+def check_template(template: str) -> None:
+    """Refuse a template that doesn't exist."""
+    if template not in get_args(Template):
+        raise OptionError(f"template={template!r}: choose one of {', '.join(map(repr, get_args(Template)))}")
+
+
+def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
+    """Take prompts as people have them: prompts, a text, texts, or a tensor of token ids [batch pos].
+
+    Raises:
+        PromptError: There is no prompt, or one of a kind that isn't understood.
+    """
+    if isinstance(prompts, (str, Prompt)):
+        prompts = [prompts]
+    if isinstance(prompts, Tensor):
+        return _from_tokens(prompts)
+    made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
+    if not made:
+        raise PromptError("there are no prompts; give at least one")
+    repeated = (
+        {p.id for p in made if sum(q.id == p.id for q in made) > 1} if len({p.id for p in made}) < len(made) else ()
+    )
+    if repeated:
+        raise PromptError(f"several prompts have the id {sorted(repeated)[0]!r}; give every prompt its own")
+    return made
+
+
+def _from_text(index: int, text: object) -> Prompt:
+    if not isinstance(text, str):
+        raise PromptError(f"prompt {index} is a {type(text).__name__}; give a text, a Prompt, or a tensor of token ids")
+    return Prompt(text, id=str(index))
+
+
+def _from_tokens(tokens: Tensor) -> list[Prompt]:
+    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise PromptError(
+            f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
+            "give a non-empty integer tensor [batch, pos], every row as long as its prompt"
+        )
+    return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]

@@ -1,0 +1,117 @@
+"""From a prompt's text to tokens that know their segment: joined plainly, or by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mechattn.errors import ModelError, PromptError
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence, baseline_sequence
+
+
+class TokenizedModel(Protocol):
+    """What of a model the prompts need: its tokenizer, and whether it puts a BOS token first."""
+
+    tokenizer: Any
+    cfg: Any
+
+
+Spans = list[tuple[str, int, int]]  # segment, first character, character after the last
+
+
+def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
+    """The baseline sequence of a prompt: BOS exactly once (if the model is used with one), each token in its segment.
+
+    The whole text is tokenized at once, as the model would read it; a token belongs to the segment of its first
+    character that isn't a separator.
+
+    Raises:
+        ModelError: The model has no tokenizer, no BOS token though one is asked for, or no chat template.
+        PromptError: The chat template changes the text of the prompt.
+    """
+    if prompt.tokens:
+        bos = _bos(model)
+        segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
+        return baseline_sequence(prompt.tokens, segments)
+    tokenizer = require_tokenizer(model)
+    text, spans = _chat(prompt, tokenizer) if prompt.template == "chat" else _plain(prompt)
+    tokens, segments = _tokens_in_spans(tokenizer, text, spans)
+    bos = _bos(model)
+    if bos is not None and tokens[:1] == [bos]:
+        segments[0] = "bos"
+    elif bos is not None:
+        tokens, segments = [bos, *tokens], ["bos", *segments]
+    return baseline_sequence(tokens, segments)
+
+
+def require_tokenizer(model: TokenizedModel) -> Any:
+    """The tokenizer of the model."""
+    if getattr(model, "tokenizer", None) is None:
+        raise ModelError(
+            "this model has no tokenizer; pass one: load_model(model, tokenizer=…), or give token ids as prompts"
+        )
+    return model.tokenizer
+
+
+def _bos(model: TokenizedModel) -> int | None:
+    if not getattr(model.cfg, "default_prepend_bos", False):
+        return None
+    bos = getattr(model.tokenizer, "bos_token_id", None)
+    if bos is None and model.tokenizer is not None:
+        raise ModelError(
+            "the model is set to prepend a BOS token (cfg.default_prepend_bos) but its tokenizer has none; "
+            "set model.cfg.default_prepend_bos = False"
+        )
+    return bos
+
+
+def _plain(prompt: Prompt) -> tuple[str, Spans]:
+    text, spans = "", []
+    for segment, part in (("system", prompt.system), ("question", prompt.question), ("answer", prompt.answer)):
+        if part:
+            spans.append((segment, len(text), len(text) + len(part)))
+            text += part + "\n"
+    return (text[:-1] if prompt.answer else text), spans
+
+
+def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError('this tokenizer has no chat template; use template="plain"')
+    user = {"role": "user", "content": prompt.question}
+    messages = [{"role": "system", "content": prompt.system}, user] if prompt.system else [user]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # some templates refuse a system role: the system text then opens the user's turn
+        user = {"role": "user", "content": f"{prompt.system}\n\n{prompt.question}"}
+        text = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    spans: Spans = []
+    start = 0
+    for segment, part in (("system", prompt.system.strip()), ("question", prompt.question.strip())):
+        if part:
+            start = text.find(part, start)
+            if start < 0:
+                raise PromptError(
+                    f'the chat template changes the {segment} of prompt {prompt.id} ("{prompt.excerpt}"), so its '
+                    'tokens cannot be found; use template="plain"'
+                )
+            spans.append((segment, start, start + len(part)))
+            start += len(part)
+    if prompt.answer:
+        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+        text += prompt.answer
+    return text, spans
+
+
+def _tokens_in_spans(tokenizer: Any, text: str, spans: Spans) -> tuple[list[int], list[str]]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not tell which characters a token covers; "
+            "load the fast one (AutoTokenizer with use_fast=True), or give token ids as prompts"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    segments = []
+    for start, end in encoded["offset_mapping"]:
+        first = start + len(text[start:end]) - len(text[start:end].lstrip())
+        first = first if first < end else start
+        segments.append(next((name for name, a, b in spans if a <= first < b), "template"))
+    return list(encoded["input_ids"]), segments

@@ -1,0 +1,180 @@
+"""Received attention with and without the inserted tokens: the original tokens aligned, and the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, SHADE, WITH, WITHOUT, faint, model_caption
+from mechattn.results.result import BASELINE, Result
+from mechattn.stats.intervals import t_interval_of_moments
+from mechattn.stats.moments import Moments
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    import xarray as xr
+
+NAME = "received_attention"
+
+
+def received_attention(
+    result: Result,
+    layer: int,
+    heads: Seq[int] | int,
+    condition: str | None = None,
+    *,
+    one_based: bool = False,
+) -> go.Figure:
+    """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
+
+    Top row: the original tokens, aligned. Bottom row: the sequence as the model reads it, the inserted span shaded.
+    Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than max(10, half) of the prompts
+    have is hidden.
+
+    Args:
+        result: A result with received attention.
+        layer: The layer, from 0.
+        heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, in which case
+            the figure shows the other half (the run must have kept ``positions="prompts"``).
+        condition: The condition in red; the first that isn't the baseline by default.
+        one_based: Count layers and heads from 1 in the titles, as the paper does.
+
+    Raises:
+        OptionError: No such layer, head or condition; or nothing to choose heads from.
+    """
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    dataset = result[NAME]
+    condition = result.condition(condition)
+    if layer not in dataset.layer.values:
+        raise OptionError(f"layer {layer} was not measured; the result has {dataset.layer.values.tolist()}")
+    prompts = np.arange(dataset.sizes["prompt"])
+    chosen, shown, how = prompts, prompts, "chosen by hand"
+    if isinstance(heads, int):
+        chosen, shown = prompts[::2], prompts[1::2]
+        heads, how = choose_heads(result, layer, heads, condition, chosen), "chosen on the other half of the prompts"
+    _check_heads(heads, dataset.sizes["head"])
+    titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
+    figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
+    first, last = _inserted_span(result, condition)
+    for column, head in enumerate(heads, 1):
+        for row, quantity in ((1, "received_by_origin"), (2, "received")):
+            for name, colour in ((BASELINE, WITHOUT), (condition, WITH)):
+                moments = _moments(dataset, quantity, name, layer, head, shown)
+                for trace in _line(moments, name == BASELINE, colour, len(shown), legend=(row, column) == (1, 1)):
+                    figure.add_trace(trace, row, column)
+        figure.add_vrect(
+            first - 0.5, last + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
+            annotation_text="Meaningless tokens", annotation_position="top", annotation_font_size=11,
+        )  # fmt: skip
+        figure.update_xaxes(title_text="original token position", row=1, col=column)
+        figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
+    figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_layout(
+        **LAYOUT | {"margin": dict(l=80, r=20, t=120, b=60)},
+        title=dict(
+            text=f"{model_caption(result)}: received attention<br><sup>mean over {len(shown)} prompts, bands: "
+            f"pointwise 95 % intervals; heads {how}</sup>"
+        ),
+        legend=dict(orientation="h", x=1, xanchor="right", y=1.1, yanchor="bottom"),
+        height=640,
+    )
+    if not isinstance(figure, go.Figure):
+        raise TypeError("plotly gave no figure")
+    return figure
+
+
+def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
+    """The ``count`` heads of a layer whose question attention departs furthest from the null on these prompts."""
+    dataset = result[NAME]
+    if "received_per_prompt" not in dataset:
+        raise OptionError(
+            "to choose heads on one half of the prompts and show the other, the positions of each prompt are needed: "
+            'run with positions="prompts", or name the heads'
+        )
+    if not 1 <= count <= dataset.sizes["head"] or len(prompts) < 3:
+        raise OptionError(
+            f"cannot choose {count} of {dataset.sizes['head']} heads on {len(prompts)} prompts (one half); "
+            "name the heads, or run at least 6 prompts"
+        )
+    at = dict(layer=layer, segment="question")
+    half = dataset.isel(prompt=prompts)
+    received = half.received_by_segment.sel(at)
+    null = half.received_by_segment_uniform.sel(at)
+    beyond = np.log(received.sel(condition=condition) / received.sel(condition=BASELINE))
+    beyond = beyond - np.log(null.sel(condition=condition) / null.sel(condition=BASELINE))
+    score = abs(beyond.mean("prompt")).transpose("head").values
+    return sorted(np.argsort(-score, kind="stable")[:count].tolist())
+
+
+def verdict_words(result: Result, condition: str | None = None, segment: str = "question") -> str:
+    """The change of the attention that a segment receives, beside its uniform null, in one sentence."""
+    condition = result.condition(condition)
+    verdict = result.verdict(condition, segment)
+    change, null = verdict.change, verdict.null
+    return (
+        f"{segment.capitalize()} attention {_percent(change.estimate)} "
+        f"[{_percent(change.low)}, {_percent(change.high)}] with “{condition}”; under uniform attention "
+        f"{_percent(null.estimate)}. {verdict.n} prompts; {int(verdict.beyond.sum())} of {verdict.beyond.size} heads "
+        f"fall further than the uniform null, {int(verdict.above.sum())} less far (q < 0.05)."
+    )
+
+
+def _percent(change: np.ndarray) -> str:
+    return f"{100 * float(change):+.1f} %".replace("-", "−")
+
+
+def _check_heads(heads: Seq[int], count: int) -> None:
+    for head in heads:
+        if not 0 <= head < count:
+            raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
+    if not len(heads):
+        raise OptionError("heads=[] shows nothing; name at least one")
+
+
+def _moments(dataset: xr.Dataset, quantity: str, condition: str, layer: int, head: int, prompts: np.ndarray) -> Moments:
+    at = dict(condition=condition, layer=layer, head=head)
+    if len(prompts) < dataset.sizes["prompt"]:
+        return Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
+    n = dataset[f"{quantity}_n"].sel(at).values
+    variance = dataset[f"{quantity}_variance"].sel(at).values
+    return Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
+
+
+def _line(moments: Moments, without: bool, colour: str, prompts: int, legend: bool) -> list:
+    """The mean over prompts and its band; keys that too few prompts have are left out."""
+    import plotly.graph_objects as go
+
+    position = np.flatnonzero(moments.n >= max(min(10, prompts), prompts / 2))
+    n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
+    band = t_interval_of_moments(n, mean, variance)
+    name = "w/o Meaningless tokens" if without else "w/ Meaningless tokens"
+    hover = "position %{x}: %{y:.4f} (n = %{customdata})"
+    common = dict(legendgroup=name, mode="lines", x=position)
+    edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
+    traces = []
+    if np.isfinite(band.low).any():
+        filled = dict(fill="tonexty", fillcolor=faint(colour))
+        traces = [go.Scatter(y=band.low, **common, **edges), go.Scatter(y=band.high, **common, **edges, **filled)]
+    line = go.Scatter(
+        y=mean,
+        name=name,
+        showlegend=legend,
+        line=dict(color=colour, width=1.6),
+        customdata=n,
+        hovertemplate=hover,
+        **common,
+    )
+    return [*traces, line]
+
+
+def _inserted_span(result: Result, condition: str) -> tuple[int, int]:
+    """The first and last position at which at least half of the prompts have an inserted token."""
+    origin = result["sequences"].origin.sel(condition=condition).values
+    where = np.flatnonzero((origin == -1).mean(axis=0) >= 0.5)
+    return (int(where[0]), int(where[-1])) if len(where) else (-1, -1)

@@ -1,0 +1,111 @@
+"""What a run returns: labelled numbers and where they come from. It draws nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.results.provenance import Provenance
+from mechattn.stats.comparison import Verdict, against_null
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One xarray dataset an analysis, and their provenance.
+
+    ``result["received_attention"]`` is a dataset; its dimensions are named (prompt, condition, layer, head, segment,
+    key, original_key), every variable has units and a description.
+    """
+
+    datasets: Mapping[str, xr.Dataset]
+    provenance: Provenance
+
+    def __getitem__(self, name: str) -> xr.Dataset:
+        if name not in self.datasets:
+            raise OptionError(f"this result has no {name!r}; it has {', '.join(map(repr, self.datasets))}")
+        return self.datasets[name]
+
+    @property
+    def conditions(self) -> list[str]:
+        """The names of the conditions, the baseline first."""
+        return [str(c) for c in self["sequences"].condition.values]
+
+    def condition(self, name: str | None = None) -> str:
+        """The condition that is asked for; by default the first that isn't the baseline.
+
+        Raises:
+            OptionError: There is no such condition.
+        """
+        others = [condition for condition in self.conditions if condition != BASELINE]
+        if not others:
+            raise OptionError("this result has only the baseline; run it with a condition such as MeaninglessTokens()")
+        if name is not None and name not in others:
+            raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
+        return name or others[0]
+
+    def verdict(self, condition: str | None = None, segment: str = "question") -> Verdict:
+        """How the attention that a segment receives changed from the baseline, against its uniform null.
+
+        Args:
+            condition: Compared with the baseline; the first other condition by default.
+            segment: One of the segments that every prompt has.
+
+        Raises:
+            OptionError: No such condition or segment, or fewer than 3 prompts.
+        """
+        condition = self.condition(condition)
+        dataset = self["received_attention"]
+        if segment not in dataset.segment.values or dataset.received_by_segment.sel(segment=segment).isnull().any():
+            raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
+        dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
+
+        def values(quantity: str, of: str) -> np.ndarray:
+            return dataset[quantity].sel(condition=of).values.astype(np.float64)
+
+        return against_null(
+            values("received_by_segment", condition),
+            values("received_by_segment", BASELINE),
+            values("received_by_segment_uniform", condition)[..., None],
+            values("received_by_segment_uniform", BASELINE)[..., None],
+        )
+
+    def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
+        """A tidy table: one row for each prompt, condition, layer, head and so on.
+
+        Args:
+            name: The analysis.
+            quantity: One of its quantities; by default all that are per segment.
+        """
+        dataset = self[name]
+        if quantity is None:
+            chosen = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
+            return dataset[chosen].to_dataframe().dropna(how="all").reset_index()
+        if quantity not in dataset:
+            raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
+        return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
+
+    def save(self, path: str | Path) -> None:
+        """Write the result as a Zarr folder, whole or not at all."""
+        from mechattn.results.storage import save_result
+
+        save_result(self, path)
+
+    def __repr__(self) -> str:
+        sizes = self["sequences"].sizes
+        names = ", ".join(name for name in self.datasets if name != "sequences")
+        return (
+            f"Result({self.provenance['model']['name']}: {sizes['prompt']} prompts × "
+            f"{sizes['condition']} conditions ({', '.join(self.conditions)}); {names})"
+        )

@@ -1,0 +1,56 @@
+"""Paired comparison of a positive quantity between two conditions, against a null that is not empty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from mechattn.stats.intervals import Interval, t_interval
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a quantity changed from one condition to another, over prompts and over every layer and head.
+
+    ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
+    attention. ``beyond`` marks the heads whose change is further down than the null (Benjamini-Hochberg, q < 0.05).
+    """
+
+    change: Interval
+    null: Interval
+    beyond: np.ndarray
+    above: np.ndarray
+    n: int
+
+
+def relative_change(values: np.ndarray, baseline: np.ndarray) -> Interval:
+    """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.
+
+    ``exp(mean log(value / baseline)) − 1``
+    """
+    return Interval(*(np.expm1(end) for end in t_interval(np.log(values / baseline))))
+
+
+def against_null(
+    values: np.ndarray, baseline: np.ndarray, null_values: np.ndarray, null_baseline: np.ndarray, q: float = 0.05
+) -> Verdict:
+    """Compare ``values`` with ``baseline``, both [prompt, layer, head], and the change with that of uniform attention.
+
+    For each head a two-sided paired t test of the log-ratio minus the null's log-ratio; q-values over all heads. The
+    overall change is that of the mean over layers and heads of each prompt.
+    """
+    ratio = np.log(values / baseline) - np.log(null_values / null_baseline)
+    difference = ratio.mean(axis=0)
+    p = np.nan_to_num(stats.ttest_1samp(ratio, 0.0, axis=0).pvalue, nan=1.0)  # NaN: no spread and no difference
+    significant = (stats.false_discovery_control(p, axis=None) < q).reshape(p.shape)
+    flat = (values.mean(axis=(1, 2)), baseline.mean(axis=(1, 2)))
+    null = (null_values.mean(axis=(1, 2)), null_baseline.mean(axis=(1, 2)))
+    return Verdict(
+        change=relative_change(*flat),
+        null=relative_change(*null),
+        beyond=significant & (difference < 0),
+        above=significant & (difference > 0),
+        n=len(values),
+    )

@@ -1,0 +1,44 @@
+"""Confidence intervals over prompts, the unit of replication."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from mechattn.errors import OptionError
+
+FEWEST = 3
+
+
+class Interval(NamedTuple):
+    """An estimate and the ends of its interval, arrays of one shape."""
+
+    estimate: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
+    """Student's t interval of the mean along the first axis, NaN left out.
+
+    ``mean ± t(level, n − 1) · s / √n``
+
+    Raises:
+        OptionError: Fewer than 3 observations along the first axis.
+    """
+    if len(values) < FEWEST:
+        raise OptionError(f"an interval over prompts needs at least {FEWEST} of them, and there are {len(values)}")
+    values = np.asarray(values, dtype=np.float64)
+    return t_interval_of_moments(
+        (~np.isnan(values)).sum(axis=0), np.nanmean(values, axis=0), np.nanvar(values, axis=0, ddof=1), level
+    )
+
+
+def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray, level: float = 0.95) -> Interval:
+    """The same from count, mean and unbiased variance; NaN ends below 3 observations."""
+    enough = np.asarray(n) >= FEWEST
+    half = stats.t.ppf((1 + level) / 2, np.maximum(n, 2) - 1) * np.sqrt(variance / np.maximum(n, 1))
+    half = np.where(enough, half, np.nan)
+    return Interval(np.asarray(mean), mean - half, mean + half)
