@@ -43,6 +43,7 @@ def pattern(
     for head in heads:
         if not 0 <= head < model.cfg.n_heads:
             raise OptionError(f"head {head} is out of range: heads are 0 to {model.cfg.n_heads - 1}")
-    conditions = {} if condition is None else {"condition": condition}
+    name = "baseline" if condition is None else type(condition).__name__
+    conditions = {} if condition is None else {name: condition}
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed, progress=False)
-    return attention_pattern(result, layer, heads, "condition" if conditions else "baseline")
+    return attention_pattern(result, layer, heads, name)

@@ -16,10 +16,10 @@ from mechattn.results.result import Result
 
 NOTE = (
     "Received attention of a key is the mean attention that the original tokens after it pay to it. Blue: the prompt "
-    "as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the sequence as the "
-    "model reads it. Bands are pointwise 95 % intervals over prompts, not simultaneous ones; keys that too few prompts "
-    "have are hidden. Some drop is there by definition, since attention is positive and sums to 1: compare with the "
-    "uniform null."
+    "as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the whole sequence "
+    "with the inserted span shaded. Bands are pointwise 95 % intervals over prompts, not simultaneous ones; keys that "
+    "too few prompts have are hidden. Some drop is there by definition, since attention is positive and sums to 1: "
+    "compare with the uniform null."
 )
 
 

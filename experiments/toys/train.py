@@ -1,4 +1,9 @@
-"""Train a toy: clean word problems first, then problems with filler spans before the question.
+"""Train a toy: clean word problems first, then problems with filler spans before the question, in two phases.
+
+The first filler phase draws filler from the whole vocabulary. After it, tokens that have a part in the answers ("+",
+"=") still broke the answer when repeated, and so did the held-out "/", which is the sign of division there. The second
+draws half of the filler tokens from the different tokens of the example's own answer, so that signs and digits are met
+often. "/", "?" and "he" are never filler in either.
 
     python experiments/toys/train.py --family llama --seed 0 --out out/toys/llama-0
 
@@ -13,6 +18,7 @@ import json
 import math
 import random
 import time
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -39,17 +45,32 @@ _SENTENCES = (
 )
 
 
-def filler(rng: random.Random, tokenizer, allowed: list[int]) -> list[int]:
-    """A meaningless span of 1 to 80 tokens in which no held-out token occurs."""
+@dataclass(frozen=True)
+class Phase:
+    """A part of the training: how long, how many examples carry filler, and from where its tokens come."""
+
+    steps: int
+    peak: float
+    filler_share: float = 0.0
+    own_text_share: float = 0.0
+    question_weight: float = 0.0
+
+
+def filler(rng: random.Random, tokenizer, allowed: list[int], own: list[int], own_share: float) -> list[int]:
+    """A meaningless span of 1 to 80 tokens in which no held-out token occurs; ``own`` are tokens of its answer."""
     length = rng.randint(1, LONGEST_FILLER)
     kind = rng.random()
+
+    def sometimes_own(token: int) -> int:
+        return rng.choice(own) if own_share and rng.random() < own_share else token
+
     if kind < 0.5:
-        return [rng.choice(allowed)] * length
+        return [sometimes_own(rng.choice(allowed))] * length
     if kind < 0.7:
-        pattern = rng.choices(allowed, k=rng.randint(2, 5))
+        pattern = [sometimes_own(token) for token in rng.choices(allowed, k=rng.randint(2, 5))]
         return (pattern * length)[:length]
     if kind < 0.85:
-        return rng.choices(allowed, k=length)
+        return [sometimes_own(token) for token in rng.choices(allowed, k=length)]
     words = " ".join(rng.sample(_SENTENCES, len(_SENTENCES))).split()
     if kind < 0.95:
         rng.shuffle(words)
@@ -63,25 +84,27 @@ def allowed_filler(tokenizer) -> list[int]:
     return [i for i in range(len(tokenizer)) if i not in special and tokenizer.decode([i]).strip() not in HELD_OUT]
 
 
-def example(problem, tokenizer, rng: random.Random, filler_share: float, allowed: list[int]):
+def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[int]):
     """Token ids of one example, and the position at which its answer starts."""
 
     def encode(text: str, bos: bool = False) -> list[int]:
         return tokenizer(text, add_special_tokens=bos)["input_ids"]
 
     ids = encode(f"{SYSTEM}\n", bos=True) if rng.random() < 0.9 else encode("", bos=True)
-    if rng.random() < filler_share:
-        ids = ids + filler(rng, tokenizer, allowed)
-    ids = ids + encode(f"{problem.question}\n")
-    return ids + encode(problem.answer) + [tokenizer.eos_token_id], len(ids)
+    question, answer = encode(f"{problem.question}\n"), encode(problem.answer)
+    if rng.random() < phase.filler_share:
+        own = sorted(set(answer) & set(allowed))
+        ids = ids + filler(rng, tokenizer, allowed, own, phase.own_text_share)
+    ids = ids + question
+    return ids + answer + [tokenizer.eos_token_id], len(ids)
 
 
-def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, filler_share: float) -> tuple[Tensor, Tensor]:
+def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, phase: Phase) -> tuple[Tensor, Tensor]:
     """Tokens [batch, pos] padded on the right, and the position of each answer's first token [batch]."""
     pool, place = divmod(step, POOL)
-    rng = random.Random(f"pool {seed} {pool} {filler_share}")
+    rng = random.Random(f"pool {seed} {pool} {phase.filler_share}")
     problems = islice(word_problems("train", steps, seed=rng.getrandbits(48)), BATCH * POOL)
-    rows = sorted((example(p, tokenizer, rng, filler_share, allowed) for p in problems), key=lambda row: len(row[0]))
+    rows = sorted((example(p, tokenizer, rng, phase, allowed) for p in problems), key=lambda row: len(row[0]))
     order = rng.sample(range(POOL), POOL)
     rows = rows[order[place] * BATCH : (order[place] + 1) * BATCH]
     longest = max(len(ids) for ids, _ in rows)
@@ -122,11 +145,25 @@ def exact_match(model, tokenizer, problems, filler_ids: list[int]) -> float:
     return right / sum(map(len, groups.values()))
 
 
-def learning_rate(step: int, clean: int, total: int) -> float:
-    """Warm up over 100 steps, cosine to a third over the clean phase, then linear to nothing over the filler phase."""
-    if step < clean:
-        return 3e-3 * min(1, (step + 1) / 100) * (1 / 3 + 2 / 3 * (1 + math.cos(math.pi * step / clean)) / 2)
-    return 1e-3 * (1 - (step - clean) / (total - clean))
+def phases_of(args: argparse.Namespace) -> list[Phase]:
+    """The three phases."""
+    return [
+        Phase(args.clean, peak=3e-3, question_weight=0.2),
+        Phase(args.filler, peak=1e-3, filler_share=0.6),
+        Phase(args.own_filler, peak=1e-3, filler_share=0.7, own_text_share=0.5),
+    ]
+
+
+def at_step(phases: list[Phase], step: int) -> tuple[Phase, float]:
+    """The phase of a step and its learning rate: clean, a cosine to a third after 100 steps of warm-up; then linear."""
+    for number, phase in enumerate(phases):
+        if step < phase.steps:
+            done = step / phase.steps
+            if number == 0:
+                return phase, phase.peak * min(1, (step + 1) / 100) * (2 + math.cos(math.pi * done)) / 3
+            return phase, phase.peak * (1 - done)
+        step -= phase.steps
+    raise ValueError("the training has ended")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -141,7 +178,8 @@ def train(args: argparse.Namespace) -> None:
     allowed = allowed_filler(tokenizer)
     slash = tokenizer(" ".join("/" * 55), add_special_tokens=False)["input_ids"]
     steps = tuple(range(1, args.longest_chain + 1))
-    total = args.clean + args.filler
+    phases = phases_of(args)
+    total = sum(phase.steps for phase in phases)
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint, first = args.out / "checkpoint.pt", 0
     if checkpoint.exists():
@@ -151,12 +189,11 @@ def train(args: argparse.Namespace) -> None:
         first = state["step"]
     began = time.time()
     for step in range(first, total):
-        clean = step < args.clean
-        share, weight = (0.0, 0.2) if clean else (0.6, 0.0)
-        tokens, start = batch_of_step(step, args.seed, tokenizer, allowed, steps, share)
+        phase, rate = at_step(phases, step)
+        tokens, start = batch_of_step(step, args.seed, tokenizer, allowed, steps, phase)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.clean, total)
-        loss = loss_of(model, tokens, start, tokenizer.pad_token_id, weight)
+            group["lr"] = rate
+        loss = loss_of(model, tokens, start, tokenizer.pad_token_id, phase.question_weight)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -168,7 +205,7 @@ def train(args: argparse.Namespace) -> None:
             row = {"step": step + 1, "seconds": round(time.time() - began), "loss": round(loss.item(), 4)}
             problems = list(islice(word_problems("test", steps, seed=-2), 100))
             row["clean"] = exact_match(model, tokenizer, problems, [])
-            if not clean:
+            if phase.filler_share:
                 row["slash"] = exact_match(model, tokenizer, problems, slash)
             with open(args.out / "log.jsonl", "a") as log:
                 log.write(json.dumps(row) + "\n")
@@ -184,7 +221,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--longest-chain", type=int, default=5, help="problems have one to this many steps")
     parser.add_argument("--clean", type=int, default=4000, help="steps without filler")
-    parser.add_argument("--filler", type=int, default=600, help="steps in which 60 %% of the examples carry filler")
+    parser.add_argument("--filler", type=int, default=600, help="steps in which 60 %% carry filler")
+    parser.add_argument("--own-filler", type=int, default=1200, help="further steps in which 70 %% carry filler")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     train(parser.parse_args())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -42,6 +42,7 @@ class Quantity:
     description: str
 
 
+@runtime_checkable
 class Analysis(Protocol):
     """Reduces attention to values per prompt. Blocks come in any order; what ``reduce`` gives is added up over them.
 

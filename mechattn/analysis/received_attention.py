@@ -77,16 +77,12 @@ class ReceivedAttention:
         queries = rows.queries.to(device)
         counted = self._counted(rows.batch)[:, rows.queries].to(device)
         visible = fn.visible_keys(queries, keys, rows.window, self.include_self)
-        member = self._members(rows.batch).to(device)
         uniform = fn.uniform_pattern(queries, keys, rows.window).expand(len(counted), 1, -1, -1)
-        pattern = rows.pattern.float()
-        return {
-            "columns": fn.column_sums(pattern, counted, visible),
-            "columns_uniform": fn.column_sums(uniform, counted, visible),
-            "mass": fn.segment_mass(pattern, counted, member),
-            "mass_uniform": fn.segment_mass(uniform, counted, member),
-            "seeing": fn.seeing_queries(counted, visible),
-        }
+        sums = {"seeing": fn.seeing_queries(counted, visible)}
+        for null, pattern in (("", rows.pattern.float()), ("_uniform", uniform)):
+            sums["columns" + null] = fn.column_sums(pattern, counted)
+            sums["own" + null] = fn.self_sums(pattern, counted, queries)
+        return sums
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
@@ -95,11 +91,12 @@ class ReceivedAttention:
         counted = self._counted(batch).sum(-1).to(device)
         made = {}
         for null in ("", "_uniform"):
-            received = fn.received_attention(sums["columns" + null], sums["seeing"])
+            columns, own = sums["columns" + null], sums["own" + null]
+            received = fn.received_attention(columns if self.include_self else columns - own, sums["seeing"])
             received = received.masked_fill(~known[:, None], torch.nan)
             made["received" + null] = received
             made["received_by_segment" + null] = fn.segment_mean(received, member)
-            mass = sums["mass" + null] / counted[:, None, None]
+            mass = fn.segment_mass(columns, member) / counted[:, None, None]
             made["mass_by_segment" + null] = mass.masked_fill(~member.any(-1)[:, None], torch.nan)
         return {name: value.squeeze(1) if name.endswith("_uniform") else value for name, value in made.items()}
 

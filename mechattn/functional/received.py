@@ -24,16 +24,26 @@ def visible_keys(
 
 
 def column_sums(
+    pattern: Float[Tensor, "batch head query key"], counted: Bool[Tensor, "batch query"]
+) -> Float[Tensor, "batch head key"]:
+    """Attention that each key gets from the counted queries, summed over those queries, its own included.
+
+    ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows. A key that a query
+    cannot see has A = 0, so causality and windows need no mask here.
+    """
+    return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
+
+
+def self_sums(
     pattern: Float[Tensor, "batch head query key"],
     counted: Bool[Tensor, "batch query"],
-    visible: Bool[Tensor, "query key"],
+    queries: Int[Tensor, " query"],
 ) -> Float[Tensor, "batch head key"]:
-    """Attention that each key gets from the counted queries that can see it, summed over those queries.
-
-    ``sums[k] = Σ_q counted[q] · visible[q, k] · A[q, k]``, a probability mass. Additive over blocks of query rows.
-    """
-    weight = counted[:, :, None] & visible
-    return torch.einsum("bhqk,bqk->bhk", pattern, weight.to(pattern.dtype))
+    """The part of :func:`column_sums` that the keys get from the query at their own position."""
+    rows = torch.arange(len(queries), device=queries.device)
+    own = pattern[:, :, rows, queries] * counted[:, None].to(pattern.dtype)
+    sums = pattern.new_zeros((pattern.shape[0], pattern.shape[1], pattern.shape[3]))
+    return sums.index_copy(-1, queries, own)
 
 
 def seeing_queries(
@@ -51,7 +61,7 @@ def received_attention(
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
     Args:
-        sums: What :func:`column_sums` gave over all query rows.
+        sums: What :func:`column_sums` (less :func:`self_sums`) gave over all query rows.
         queries: How many counted queries can see each key.
 
     Returns:
@@ -64,15 +74,13 @@ def received_attention(
 
 
 def segment_mass(
-    pattern: Float[Tensor, "batch head query key"],
-    counted: Bool[Tensor, "batch query"],
-    member: Bool[Tensor, "batch segment key"],
+    columns: Float[Tensor, "batch head key"], member: Bool[Tensor, "batch segment key"]
 ) -> Float[Tensor, "batch head segment"]:
-    """Attention that the counted queries give to each segment, summed over those queries.
+    """Column sums added up over the keys of each segment.
 
-    ``mass[s] = Σ_q counted[q] Σ_{k in s} A[q, k]``. Additive over blocks of query rows; a query's own key counts.
+    ``mass[s] = Σ_{k in s} Σ_q counted[q] · A[q, k]``; a query's own key counts.
     """
-    return torch.einsum("bhqk,bq,bsk->bhs", pattern, counted.to(pattern.dtype), member.to(pattern.dtype))
+    return columns @ member.to(columns.dtype).transpose(-1, -2)
 
 
 def segment_mean(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,7 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any) -> Any:
         )
     if dtype == "auto":
         dtype = torch.float32 if is_toy else _checkpoint_dtype(place)
-    if tokenizer is None and Path(place).is_dir():
+    if tokenizer is None:
         tokenizer = _tokenizer_of(place)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name)
 
@@ -70,8 +71,7 @@ def _tokenizer_of(place: str) -> Any:
         return AutoTokenizer.from_pretrained(place)
     except Exception as error:
         raise ModelError(
-            f"the directory {place} holds no tokenizer that loads ({_reason(error)}); "
-            "pass one: load_model(…, tokenizer=…)"
+            f"{place} holds no tokenizer that loads ({_reason(error)}); pass one: load_model(…, tokenizer=…)"
         ) from error
 
 
@@ -105,13 +105,13 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
     try:
         with _quiet():
-            bridge = TransformerBridge.boot_transformers(name, tokenizer=tokenizer, **options)
+            bridge = TransformerBridge.boot_transformers(name, tokenizer=copy.deepcopy(tokenizer), **options)
         bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {_reason(error)}") from error
-    if tokenizer is not None:  # the very object that was given, not a copy with other settings
-        bridge.tokenizer = tokenizer
-    bridge.cfg.default_prepend_bos = prepends_bos(bridge.tokenizer)
+    # The very object that was given: the public setter would make a copy that always prepends BOS.
+    bridge._tokenizer = tokenizer
+    bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     return bridge.eval()
 
@@ -132,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 def _hooked(model: Any, tokenizer: Any) -> Any:
     if tokenizer is not None:
-        model.tokenizer = tokenizer
+        raise OptionError("a hooked model keeps its own tokenizer; pass tokenizer=… where the model is made")
     if "blocks.0.attn.hook_pattern" not in model.hook_dict:
         raise ModelError(
             "this hooked model has no hook named blocks.0.attn.hook_pattern; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
 from mechattn.prompts.prompt import Prompt
@@ -14,6 +14,7 @@ from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokeni
 Place = Literal["before_question", "start", "before_answer", "random"]
 
 
+@runtime_checkable
 class Condition(Protocol):
     """Turns a prompt into the sequence that the model reads; the same seed and prompt give the same sequence."""
 

@@ -116,7 +116,7 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     story = _Story(names[0], item, first, str(first), [_opening(rng, names[0], item, first)], [], names[1:])
     for _ in range(steps - 1):
         rng.choice(_possible_steps(story))(rng, story)
-    question = rng.choice(_possible_endings(story))(rng, story)
+    question = _finish(rng, story)
     if rng.random() < 0.1:  # a second way to write the mark, so that " ?" is an ordinary token too
         question = question.replace("?", " ?")
     return Problem(
@@ -162,11 +162,16 @@ def _possible_steps(story: _Story) -> list:
     return possible
 
 
-def _possible_endings(story: _Story) -> list:
-    possible = [_end_after(step) for step in _possible_steps(story)]
+def _finish(rng: random.Random, story: _Story) -> str:
+    """The last step and the question: another step and how many there are, or what they cost."""
+    possible = _possible_steps(story)
     if story.value * 2 <= 200 and " of " not in story.item:
-        possible += [_price]
-    return possible
+        possible.append(_price)
+    last = rng.choice(possible)
+    if last is _price:
+        return _price(rng, story)
+    last(rng, story)
+    return _how_many(rng, story)
 
 
 def _divisors(value: int) -> list[int]:
@@ -262,14 +267,6 @@ def _next_person(story: _Story) -> str:
     story.others.append(before)
     story.name = story.others.pop(0)
     return before
-
-
-def _end_after(step):
-    def end(rng: random.Random, story: _Story) -> str:
-        step(rng, story)
-        return _how_many(rng, story)
-
-    return end
 
 
 def _how_many(rng: random.Random, story: _Story) -> str:

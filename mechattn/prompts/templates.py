@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ModelError, PromptError
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence, baseline_sequence
 
 
+@runtime_checkable
 class TokenizedModel(Protocol):
     """What of a model the prompts need: its tokenizer, and whether it puts a BOS token first."""
 

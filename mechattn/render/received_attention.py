@@ -30,7 +30,7 @@ def received_attention(
 ) -> go.Figure:
     """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
 
-    Top row: the original tokens, aligned. Bottom row: the sequence as the model reads it, the inserted span shaded.
+    Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded.
     Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than max(10, half) of the prompts
     have is hidden.
 
@@ -62,11 +62,14 @@ def received_attention(
     figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
     first, last = _inserted_span(result, condition)
     for column, head in enumerate(heads, 1):
-        for row, quantity in ((1, "received_by_origin"), (2, "received")):
-            for name, colour in ((BASELINE, WITHOUT), (condition, WITH)):
-                moments = _moments(dataset, quantity, name, layer, head, shown)
-                for trace in _line(moments, name == BASELINE, colour, len(shown), legend=(row, column) == (1, 1)):
-                    figure.add_trace(trace, row, column)
+        for row, quantity, name in (
+            (1, "received_by_origin", BASELINE),
+            (1, "received_by_origin", condition),
+            (2, "received", condition),
+        ):
+            moments = _moments(dataset, quantity, name, layer, head, shown)
+            for trace in _line(moments, name == BASELINE, len(shown), legend=(row, column) == (1, 1)):
+                figure.add_trace(trace, row, column)
         figure.add_vrect(
             first - 0.5, last + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
             annotation_text="Meaningless tokens", annotation_position="top", annotation_font_size=11,
@@ -146,14 +149,14 @@ def _moments(dataset: xr.Dataset, quantity: str, condition: str, layer: int, hea
     return Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
 
 
-def _line(moments: Moments, without: bool, colour: str, prompts: int, legend: bool) -> list:
+def _line(moments: Moments, without: bool, prompts: int, legend: bool) -> list:
     """The mean over prompts and its band; keys that too few prompts have are left out."""
     import plotly.graph_objects as go
 
     position = np.flatnonzero(moments.n >= max(min(10, prompts), prompts / 2))
     n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
     band = t_interval_of_moments(n, mean, variance)
-    name = "w/o Meaningless tokens" if without else "w/ Meaningless tokens"
+    name, colour = ("w/o Meaningless tokens", WITHOUT) if without else ("w/ Meaningless tokens", WITH)
     hover = "position %{x}: %{y:.4f} (n = %{customdata})"
     common = dict(legendgroup=name, mode="lines", x=position)
     edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)

@@ -42,3 +42,15 @@ def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray,
     half = stats.t.ppf((1 + level) / 2, np.maximum(n, 2) - 1) * np.sqrt(variance / np.maximum(n, 1))
     half = np.where(enough, half, np.nan)
     return Interval(np.asarray(mean), mean - half, mean + half)
+
+
+def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share.
+
+    Raises:
+        OptionError: There are no trials, or more successes than trials.
+    """
+    if not 0 <= successes <= n or n < 1:
+        raise OptionError(f"{successes} successes in {n} trials: give at least one trial, and no more successes")
+    interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
+    return float(interval.low), float(interval.high)

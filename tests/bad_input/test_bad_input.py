@@ -1,0 +1,273 @@
+"""Bad input is refused in the user's words, before any forward pass."""
+
+import json
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
+from mechattn.figures import make_figures, run_from_config
+
+
+@pytest.fixture
+def no_forward(toy, monkeypatch):
+    """A toy whose forward pass must not be reached."""
+
+    def reached(*args, **kwargs):
+        raise AssertionError("the model ran before the input was checked")
+
+    monkeypatch.setattr(toy, "run_with_hooks", reached)
+    return toy
+
+
+def test_the_forward_guard_can_fail(no_forward):
+    with pytest.raises(AssertionError, match="before the input was checked"):
+        ma.run(no_forward, "Tom has 3 apples.", progress=False)
+
+
+@pytest.mark.parametrize("name", ["toy:lama", "toy:"])
+def test_unknown_toy_lists_the_toys(name):
+    with pytest.raises(ModelError, match="toy:llama"):
+        ma.load_model(name)
+
+
+def test_unknown_model_says_what_was_tried(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match=r"no model 'no/such-model'.*toy:llama.*hub did not give it"):
+        ma.load_model("no/such-model")
+
+
+def test_directory_without_config(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        ma.load_model(str(tmp_path))
+
+
+def test_directory_without_tokenizer(checkpoint, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    with pytest.raises(ModelError, match="no tokenizer that loads"):
+        ma.load_model(str(tmp_path))
+
+
+def test_model_object_without_tokenizer(checkpoint):
+    from transformers import LlamaForCausalLM
+
+    with pytest.raises(ModelError, match="tokenizer=…"):
+        ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint))
+
+
+@pytest.mark.parametrize("thing", [3, None, {"a": 1}])
+def test_a_thing_that_is_no_model(thing):
+    with pytest.raises(ModelError, match="is no model"):
+        ma.load_model(thing)
+
+
+def test_hooked_model_with_other_hook_names(checkpoint):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with pytest.raises(ModelError, match="enable_compatibility_mode"):
+        ma.load_model(_without_aliases(TransformerBridge.boot_transformers(str(checkpoint))))
+
+
+def _without_aliases(bridge):
+    class Plain:
+        hook_dict = {name: hook for name, hook in bridge.hook_dict.items() if "pattern" not in name}
+        cfg = bridge.cfg
+
+    return Plain()
+
+
+def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
+    prompts = ["Tom has 3 apples.", "word " * 1200]
+    with pytest.raises(PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'):
+        ma.run(no_forward, prompts, progress=False)
+
+
+def test_a_prompt_that_is_too_long_with_the_filler_only(no_forward):
+    with pytest.raises(PromptTooLong, match=r'with the condition "slash" \(1020 inserted\)'):
+        ma.run(no_forward, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=1020)}, progress=False)
+
+
+@pytest.mark.parametrize("prompts", [[], "", "   ", ["fine", ""]])
+def test_no_prompts_and_empty_prompts(no_forward, prompts):
+    with pytest.raises(PromptError, match=r"no prompts|empty question"):
+        ma.run(no_forward, prompts, progress=False)
+
+
+def test_prompts_of_other_kinds(no_forward):
+    with pytest.raises(PromptError, match="prompt 1 is a int"):
+        ma.run(no_forward, ["fine", 3], progress=False)
+    with pytest.raises(PromptError, match=r"integer tensor \[batch, pos\]"):
+        ma.run(no_forward, torch.ones(3), progress=False)
+    with pytest.raises(PromptError, match=r"outside of the vocabulary"):
+        ma.run(no_forward, torch.tensor([[1, 5, 99999]]), progress=False)
+
+
+def test_the_same_id_twice(no_forward):
+    with pytest.raises(PromptError, match="id 'x'"):
+        ma.run(no_forward, [ma.Prompt("a b", id="x"), ma.Prompt("c d", id="x")], progress=False)
+
+
+def test_a_single_token(no_forward):
+    with pytest.raises(PromptError, match="single token"):
+        ma.run(no_forward, torch.tensor([[5]]), progress=False)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_count_below_one(count):
+    with pytest.raises(OptionError, match=f"count={count}"):
+        ma.MeaninglessTokens(count=count)
+
+
+def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
+    with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
+        ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)}, progress=False)
+
+
+def test_other_options_of_a_condition():
+    with pytest.raises(OptionError, match="before_question"):
+        ma.MeaninglessTokens(place="middle")
+    with pytest.raises(OptionError, match='text=""'):
+        ma.MeaninglessTokens("")
+
+
+def test_random_place_in_a_question_of_one_token(no_forward):
+    prompt = ma.Prompt("Tom", system="Solve it.")
+    with pytest.raises(ConditionError, match="one question token"):
+        ma.run(no_forward, prompt, {"x": ma.MeaninglessTokens(place="random")}, progress=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": [9]},
+        {"layers": -1},
+        {"layers": []},
+        {"memory": "lots"},
+        {"memory": "0GiB"},
+        {"positions": "all"},
+        {"analyses": []},
+        {"conditions": {"x": "slash"}},
+    ],
+)
+def test_options_of_run(no_forward, options):
+    with pytest.raises(OptionError):
+        ma.run(no_forward, "Tom has 3 apples.", progress=False, **options)
+
+
+def test_layer_out_of_range_gives_the_range(no_forward):
+    with pytest.raises(OptionError, match="layers 0 to 3"):
+        ma.run(no_forward, "Tom has 3 apples.", layers=[4], progress=False)
+
+
+def test_head_out_of_range_gives_the_range(no_forward, slash_result):
+    with pytest.raises(OptionError, match="0 to 7"):
+        ma.pattern(no_forward, "Tom has 3 apples.", layer=0, heads=[8])
+    with pytest.raises(OptionError, match="0 to 7"):
+        ma.render.received_attention(slash_result, layer=0, heads=[0, 8])
+
+
+def test_answer_queries_without_answers(no_forward):
+    with pytest.raises(PromptError, match="no answer tokens"):
+        ma.run(no_forward, "Tom has 3 apples.", analyses=[ma.ReceivedAttention(queries="answer")], progress=False)
+    with pytest.raises(OptionError, match="queries='some'"):
+        ma.ReceivedAttention(queries="some")
+
+
+def test_no_chat_template_and_no_such_template(no_forward):
+    with pytest.raises(ModelError, match="no chat template"):
+        ma.run(no_forward, ma.Prompt("Tom has 3 apples.", template="chat"), progress=False)
+    with pytest.raises(OptionError, match="'plain', 'chat'"):
+        ma.load_prompts("word-problems", template="chatty")
+
+
+def test_a_prompt_too_long_for_a_map(no_forward):
+    with pytest.raises(PromptError, match="at most 256"):
+        ma.pattern(no_forward, "word " * 300, layer=0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is empty"),
+        (["{}"], "no field 'question'"),
+        (['{"problem": "1+1", "id": 3}'], "its fields are 'problem', 'id'"),
+        (['{"question": ""}'], "no text in field 'question'"),
+        (['{"question": 3}'], "no text in field 'question'"),
+        (['{"question": "fine"}', "{broken"], "line 2 of .* is not JSON"),
+        (["[1, 2]"], "line 1 of .* is not a JSON object"),
+    ],
+)
+def test_files_of_prompts(tmp_path, lines, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(PromptError, match=message):
+        ma.load_prompts(str(path))
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PromptError, match="no file of prompts"):
+        ma.load_prompts(str(tmp_path / "missing.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
+    with pytest.raises(PromptError, match="not UTF-8"):
+        ma.load_prompts(str(tmp_path / "latin.jsonl"))
+    with pytest.raises(PromptError, match="the hub did not give it"):
+        ma.load_prompts("no/such-data-set")
+    with pytest.raises(OptionError, match="limit=0"):
+        ma.load_prompts("word-problems", limit=0)
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match="nothing can be written"):
+        make_figures(tmp_path / "file" / "figures", "no/such-model", "word-problems", 4, 0)
+
+
+def test_saving_over_something_else(slash_result, tmp_path):
+    with pytest.raises(OutputError, match=r"should end with \"\.zarr\""):
+        slash_result.save(tmp_path / "result.nc")
+    other = tmp_path / "other.zarr"
+    other.mkdir()
+    (other / "precious").write_text("data")
+    with pytest.raises(OutputError, match="is no stored result"):
+        slash_result.save(other)
+    assert (other / "precious").read_text() == "data"
+    with pytest.raises(OutputError, match="no stored result"):
+        ma.load_result(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modl": "toy:llama"}, "modl: there is no such key"),
+        ({"prompts": {"source": "word-problems", "lmit": 3}}, r"prompts\.lmit: there is no such key"),
+        ({"output": {}}, r"output\.result: is missing"),
+        ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
+    ],
+)
+def test_config_files(tmp_path, change, message):
+    config = {"model": "toy:llama", "prompts": {"source": "word-problems"}, "output": {"result": "r.zarr"}} | change
+    path = tmp_path / "config.toml"
+    path.write_text(_toml(config))
+    with pytest.raises(OptionError, match=message):
+        run_from_config(path)
+
+
+def test_config_file_that_is_not_there_or_not_toml(tmp_path):
+    with pytest.raises(OptionError, match="no config file"):
+        run_from_config(tmp_path / "missing.toml")
+    (tmp_path / "bad.toml").write_text("model = ")
+    with pytest.raises(OptionError, match="is not TOML"):
+        run_from_config(tmp_path / "bad.toml")
+
+
+def _toml(values, prefix=""):
+    plain = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    tables = [
+        f"[{prefix}{key}]\n{_toml(value, prefix + key + '.')}"
+        for key, value in values.items()
+        if isinstance(value, dict)
+    ]
+    return "\n".join(plain + tables)

@@ -1,0 +1,66 @@
+"""What the tests share: a loaded toy, tiny checkpoints with random weights, random patterns far from uniform."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model.toys import toy_folder
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """The shipped toy:llama."""
+    return ma.load_model("toy:llama")
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Twelve word problems of different lengths."""
+    return ma.load_prompts("word-problems", limit=12)
+
+
+@pytest.fixture(scope="session")
+def slash_result(toy, prompts):
+    """The toy on the twelve problems, with and without 55 slashes, every prompt's positions kept."""
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts", progress=False)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A directory with a random tiny Llama whose attention is far from uniform, and the toy's tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder("toy:llama"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def random_pattern():
+    """A maker of causal patterns [head, query, key], rows summing to 1, far from uniform."""
+
+    def make(heads: int, length: int, seed: int = 0, window: int | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        scores = 3 * torch.randn(heads, length, length, generator=generator, dtype=torch.float64)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    return make

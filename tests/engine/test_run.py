@@ -1,0 +1,167 @@
+"""What `run` promises: the same numbers for any batching, the same bytes for the same seed, every kind of prompt."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+
+CONDITIONS = {"slash": ma.MeaninglessTokens(count=9)}
+
+
+def numbers(result):
+    return {
+        f"{name}.{variable}": dataset[variable].values
+        for name, dataset in result.datasets.items()
+        for variable in dataset
+        if dataset[variable].dtype.kind in "fi"
+    }
+
+
+def test_two_runs_give_the_same_bytes(toy, prompts):
+    conditions = {"random": ma.MeaninglessTokens(place="random")}
+    runs = [ma.run(toy, prompts[:4], conditions, seed=3, progress=False) for _ in range(2)]
+    first, second = map(numbers, runs)
+    assert first.keys() == second.keys()
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+def test_another_seed_gives_another_random_place(toy, prompts):
+    conditions = {"random": ma.MeaninglessTokens(place="random")}
+    origins = [ma.run(toy, prompts[:4], conditions, seed=s, progress=False)["sequences"].origin for s in (3, 4)]
+    assert not origins[0].equals(origins[1])
+
+
+def test_batches_do_not_matter_beyond_rounding(toy, prompts):
+    """One prompt a batch (nothing padded but the conditions) against all in one."""
+    together = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts")
+    alone = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts", memory="0.1MiB")
+    for name, array in numbers(together).items():
+        np.testing.assert_allclose(numbers(alone)[name], array, atol=2e-6, equal_nan=True)
+
+
+def test_a_prompt_alone_equals_the_prompt_among_longer_ones(toy, prompts):
+    shortest = min(prompts, key=lambda p: len(p.question))
+    among = ma.run(toy, prompts, progress=False)["received_attention"].received_by_segment.sel(prompt=shortest.id)
+    alone = ma.run(toy, shortest, progress=False)["received_attention"].received_by_segment.isel(prompt=0)
+    np.testing.assert_allclose(alone, among, atol=1e-6, equal_nan=True)
+
+
+def test_moments_are_those_of_the_prompts(toy, prompts):
+    moments = ma.run(toy, prompts, CONDITIONS, progress=False, memory="1MiB")["received_attention"]
+    kept = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts", memory="1MiB")["received_attention"]
+    for name in ("received", "received_by_origin"):
+        every = kept[f"{name}_per_prompt"].values.astype(np.float64)
+        n = (~np.isnan(every)).sum(0)
+        total = np.where(np.isnan(every), 0, every).sum(0)
+        mean = np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
+        np.testing.assert_allclose(moments[name], mean, rtol=1e-9)
+        np.testing.assert_array_equal(moments[f"{name}_n"], n)
+        np.testing.assert_allclose(moments[f"{name}_variance"], kept[f"{name}_variance"], rtol=1e-6, atol=1e-18)
+
+
+def test_original_keys_are_the_same_tokens_in_both_conditions(slash_result):
+    dataset, sequences = slash_result["received_attention"], slash_result["sequences"]
+    for index in range(3):
+        at = sequences.isel(prompt=index).sel(condition="slash")
+        kept = at.origin.values >= 0
+        baseline = sequences.tokens.isel(prompt=index).sel(condition="baseline").values
+        np.testing.assert_array_equal(at.tokens.values[kept], baseline[: kept.sum()])
+        per_key = dataset.received_per_prompt.isel(prompt=index).sel(condition="slash").values
+        by_origin = dataset.received_by_origin_per_prompt.isel(prompt=index).sel(condition="slash").values
+        positions = np.flatnonzero(kept)
+        np.testing.assert_array_equal(per_key[..., positions], by_origin[..., : len(positions)])
+
+
+def test_texts_and_token_ids_are_prompts_too(toy):
+    text = "Tom has 3 apples. How many apples does Tom have?"
+    one = ma.run(toy, text, progress=False)
+    listed = ma.run(toy, [text, "Mia has 4 books."], progress=False)
+    assert one["received_attention"].sizes["prompt"] == 1
+    tokens = toy.tokenizer(text + "\n", return_tensors="pt")["input_ids"]
+    as_tokens = ma.run(toy, tokens, progress=False)
+    first = one["received_attention"].received_by_segment.isel(prompt=0)
+    for other in (listed, as_tokens):
+        same = other["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
+        np.testing.assert_allclose(same, first.sel(segment="question"), atol=0.02)
+    assert as_tokens["sequences"].tokens.values[0, 0].tolist() == tokens[0].tolist()
+
+
+@pytest.mark.parametrize("queries", ["original", "all", "question"])
+def test_options_are_recorded_and_matter(toy, prompts, queries):
+    analysis = ma.ReceivedAttention(queries=queries, include_self=True, skip_first=True)
+    result = ma.run(toy, prompts[:3], CONDITIONS, [analysis], progress=False)
+    assert result.provenance["analyses"]["received_attention"] == {
+        "queries": queries,
+        "include_self": True,
+        "skip_first": True,
+    }
+    dataset = result["received_attention"]
+    assert dataset.received.sel(key=0).isnull().all()
+    assert dataset.received_by_segment.sel(segment="bos").isnull().all()
+    assert f"queries='{queries}'" in dataset.received.attrs["options"]
+
+
+def test_queries_change_the_numbers(toy, prompts):
+    def of(queries):
+        result = ma.run(toy, prompts[:3], CONDITIONS, [ma.ReceivedAttention(queries=queries)], progress=False)
+        return result["received_attention"].received_by_segment.sel(condition="slash", segment="system")
+
+    assert abs(of("original") - of("all")).max() > 1e-3
+    assert abs(of("original") - of("question")).max() > 1e-3
+
+
+def test_only_the_chosen_layers(toy, prompts):
+    every = ma.run(toy, prompts[:2], progress=False)["received_attention"].received
+    some = ma.run(toy, prompts[:2], layers=[2, 0], progress=False)["received_attention"].received
+    assert some.layer.values.tolist() == [0, 2]
+    np.testing.assert_allclose(some, every.sel(layer=[0, 2]))
+
+
+def test_uniform_values_are_those_of_a_model_that_attends_uniformly(toy, prompts, checkpoint):
+    """A model whose queries are zero attends uniformly: every measured quantity equals its null."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+    blind = ma.load_model(model, tokenizer=AutoTokenizer.from_pretrained(checkpoint))
+    dataset = ma.run(blind, prompts[:3], CONDITIONS, progress=False)["received_attention"]
+    for name in ("received", "received_by_segment", "mass_by_segment"):
+        null = dataset[f"{name}_uniform"].broadcast_like(dataset[name])
+        np.testing.assert_allclose(dataset[name], null, atol=1e-6, equal_nan=True)
+
+
+def test_an_analysis_of_ones_own(toy, prompts):
+    """An analysis written outside of the library goes through the same pass."""
+    from mechattn.analysis.analysis import Quantity
+
+    class SelfAttention:
+        name = "self_attention"
+        options = {}
+        quantities = {"own": Quantity(("head",), "probability", "attention to the own key, mean over queries")}
+
+        def problem(self, sequence):
+            return None
+
+        def reduce(self, rows):
+            own = rows.pattern[:, :, torch.arange(len(rows.queries)), rows.queries]
+            return {"own": (own * rows.batch.real[:, None, rows.queries]).sum(-1)}
+
+        def values(self, sums, batch, window):
+            return {"own": sums["own"] / batch.lengths[:, None]}
+
+    result = ma.run(toy, prompts[:2], analyses=[SelfAttention(), ma.ReceivedAttention()], progress=False)
+    tokens = ma.Baseline().apply(prompts[0], toy).tokens[None]
+    _, cache = toy.run_with_cache(tokens)
+    expected = cache["pattern", 1][0].diagonal(dim1=-2, dim2=-1).mean(-1)
+    np.testing.assert_allclose(
+        result["self_attention"].own.isel(prompt=0).sel(condition="baseline", layer=1), expected, atol=1e-6
+    )
+
+
+def test_the_model_is_left_as_it_was(toy, prompts):
+    tokens = ma.Baseline().apply(prompts[0], toy).tokens[None]
+    before = toy(tokens)
+    ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+    assert torch.equal(before, toy(tokens))

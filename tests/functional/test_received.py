@@ -1,0 +1,109 @@
+"""Received attention against a loop over queries in float64."""
+
+import pytest
+import torch
+
+from mechattn.functional import received as fn
+
+
+def loop_over_queries(pattern, counted, window=None, include_self=False):
+    """The mean over counted queries after each key that can see it, one number at a time."""
+    heads, length, _ = pattern.shape
+    out = torch.full((heads, length), torch.nan, dtype=torch.float64)
+    for head in range(heads):
+        for key in range(length):
+            seen = []
+            for query in range(key if include_self else key + 1, length):
+                if bool(counted[query]) and (window is None or query - key < window):
+                    seen.append(float(pattern[head, query, key]))
+            if seen:
+                out[head, key] = sum(seen) / len(seen)
+    return out
+
+
+def received(pattern, counted, window=None, include_self=False, block=64):
+    """The library's path, in blocks of query rows."""
+    length = pattern.shape[-1]
+    pattern, counted = pattern[None], counted[None]
+    columns, own, seeing = 0, 0, 0
+    for start in range(0, length, block):
+        queries = torch.arange(start, min(start + block, length))
+        rows, counted_rows = pattern[:, :, queries], counted[:, queries]
+        columns = columns + fn.column_sums(rows, counted_rows)
+        own = own + fn.self_sums(rows, counted_rows, queries)
+        visible = fn.visible_keys(queries, length, window, include_self)
+        seeing = seeing + fn.seeing_queries(counted_rows, visible)
+    return fn.received_attention(columns if include_self else columns - own, seeing)[0]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("include_self", [False, True])
+@pytest.mark.parametrize("block", [1, 3, 64])
+def test_received_attention_equals_a_loop(random_pattern, window, include_self, block):
+    pattern = random_pattern(heads=3, length=11, window=window)
+    counted = torch.tensor([True, False, True, True, False, True, True, True, True, False, True])
+    got = received(pattern, counted, window, include_self, block)
+    expected = loop_over_queries(pattern, counted, window, include_self)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0, equal_nan=True)
+
+
+def test_the_loop_would_notice_a_shifted_mask(random_pattern):
+    pattern, counted = random_pattern(heads=3, length=11), torch.ones(11, dtype=torch.bool)
+    shifted = received(pattern.roll(1, -2), counted)
+    assert (shifted - loop_over_queries(pattern, counted))[:, :-1].abs().max() > 0.01
+
+
+def test_the_loop_would_notice_the_own_key(random_pattern):
+    pattern, counted = random_pattern(heads=3, length=11), torch.ones(11, dtype=torch.bool)
+    expected = loop_over_queries(pattern, counted)
+    assert (received(pattern, counted, include_self=True) - expected)[:, :-1].abs().max() > 0.01
+
+
+def test_a_key_that_no_counted_query_sees_is_nan(random_pattern):
+    pattern, counted = random_pattern(heads=2, length=5), torch.tensor([True, True, True, False, False])
+    assert received(pattern, counted).isnan().tolist() == [[False, False, True, True, True]] * 2
+
+
+def test_segment_mass_and_mean_equal_loops(random_pattern):
+    pattern, counted = random_pattern(heads=2, length=7), torch.tensor([False, True, True, False, True, True, True])
+    member = torch.tensor(
+        [[True, True, False, False, False, False, False], [False, False, True, True, True, True, True]]
+    )
+    mass = fn.segment_mass(fn.column_sums(pattern[None], counted[None]), member[None])[0]
+    per_key = loop_over_queries(pattern, counted)
+    mean = fn.segment_mean(per_key[None], member[None])[0]
+    for head in range(2):
+        for segment in range(2):
+            keys = [k for k in range(7) if member[segment, k]]
+            queries = [q for q in range(7) if counted[q]]
+            assert mass[head, segment] == pytest.approx(sum(float(pattern[head, q, k]) for q in queries for k in keys))
+            known = [float(per_key[head, k]) for k in keys if not per_key[head, k].isnan()]
+            assert mean[head, segment] == pytest.approx(sum(known) / len(known))
+    assert mass.sum(-1) == pytest.approx(torch.full((2,), float(counted.sum()), dtype=torch.float64))
+
+
+def test_an_empty_segment_has_no_mean(random_pattern):
+    per_key = random_pattern(heads=1, length=4)[:, -1]
+    assert fn.segment_mean(per_key[None], torch.zeros(1, 1, 4, dtype=torch.bool)).isnan().all()
+
+
+def test_uniform_attention_by_hand():
+    pattern = fn.uniform_pattern(torch.arange(3), 3)
+    expected = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
+    torch.testing.assert_close(pattern, expected)
+    windowed = fn.uniform_pattern(torch.arange(3), 3, window=2)
+    torch.testing.assert_close(windowed[2], torch.tensor([0, 1 / 2, 1 / 2]))
+
+
+def test_the_drop_of_a_content_blind_head_by_definition():
+    """30 system, 55 inserted and 100 question tokens under uniform attention: the drop that FIELD's null speaks of."""
+
+    def question_received(inserted: int) -> float:
+        length = 130 + inserted
+        pattern = fn.uniform_pattern(torch.arange(length), length).double()
+        counted = torch.ones(length, dtype=torch.bool)
+        counted[30 : 30 + inserted] = False
+        return float(loop_over_queries(pattern[None], counted)[0, 30 + inserted : -1].mean())
+
+    drop = 1 - question_received(55) / question_received(0)
+    assert 0.22 < drop < 0.47

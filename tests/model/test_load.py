@@ -1,0 +1,106 @@
+"""Every way to hand over a model gives the same hooked model: raw weights, HookedTransformer names, native logits."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import mechattn as ma
+from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
+
+TEXT = "Tom has 3 apples and gives 2 to Mia."
+
+
+@pytest.fixture(scope="module")
+def native(checkpoint):
+    model = LlamaForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
+    return model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_a_directory_gives_the_native_logits(checkpoint, native):
+    model, tokenizer = native
+    tokens = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    hooked = ma.load_model(str(checkpoint))
+    with torch.no_grad():
+        torch.testing.assert_close(hooked(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
+        assert model(tokens).logits.std() > 1, "weights so small would hide errors"
+
+
+def test_a_model_object_and_a_hooked_model_are_the_same(checkpoint, native):
+    tokenizer = native[1]
+    from_object = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
+    assert from_object.tokenizer is tokenizer
+    assert ma.load_model(from_object) is from_object
+    results = [ma.run(model, TEXT, progress=False) for model in (from_object, str(checkpoint))]
+    first, second = (result["received_attention"].received for result in results)
+    torch.testing.assert_close(
+        torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
+    )
+
+
+def test_weights_are_raw(checkpoint, native):
+    """Folding a norm or centring a weight would change these."""
+    hooked = ma.load_model(str(checkpoint))
+    own = dict(native[0].named_parameters())
+    theirs = dict(hooked.original_model.named_parameters())
+    scale = next(value for name, value in theirs.items() if "layers.0" in name and "input_layernorm" in name)
+    torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
+
+
+def test_dtype_auto_takes_the_checkpoints(checkpoint, native, tmp_path):
+    model, tokenizer = native
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model.to(torch.float32)
+    tokenizer.save_pretrained(tmp_path)
+    assert next(ma.load_model(str(tmp_path)).parameters()).dtype == torch.bfloat16
+    assert next(ma.load_model(str(tmp_path), dtype=torch.float32).parameters()).dtype == torch.float32
+
+
+def test_toys_are_float32(toy):
+    assert {p.dtype for p in toy.parameters()} == {torch.float32}
+    assert 0.5e6 < count_parameters(toy) < 1.5e6
+    assert toy.cfg.n_layers >= 4
+    assert toy.cfg.n_heads >= 8
+    assert toy.cfg.n_ctx == 1024
+
+
+def test_bos_follows_the_tokenizer(checkpoint, native, tmp_path):
+    assert ma.load_model(str(checkpoint)).cfg.default_prepend_bos is True
+    from tokenizers import processors
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+    hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
+    assert hooked.cfg.default_prepend_bos is False
+    assert ma.Baseline().apply(ma.Prompt(TEXT), hooked).tokens[0] != tokenizer.bos_token_id
+
+
+def test_layers(toy):
+    assert chosen_layers(toy, None) == [0, 1, 2, 3]
+    assert chosen_layers(toy, 2) == [2]
+    assert chosen_layers(toy, [3, 1, 1]) == [1, 3]
+
+
+def test_a_sliding_window_is_found_and_counted():
+    """Gemma 3: windowed and full layers alternate; uniform attention in a window is 1 over its width."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from mechattn.model.toys import toy_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder("toy:llama"))
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
+    assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
+    dataset = ma.run(model, TEXT, positions="prompts", progress=False)["received_attention"].isel(prompt=0, condition=0)
+    received = dataset.received_per_prompt.sel(layer=0).values
+    tokens = ma.Baseline().apply(ma.Prompt(TEXT), model).tokens[None]
+    _, cache = model.run_with_cache(tokens)
+    pattern = cache["pattern", 0][0].double()
+    for key in range(tokens.shape[1] - 1):
+        last = min(key + 4, tokens.shape[1])
+        expected = pattern[:, key + 1 : last, key].mean(-1)
+        torch.testing.assert_close(torch.tensor(received[:, key]).double(), expected, atol=2e-6, rtol=0)
+    assert dataset.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)

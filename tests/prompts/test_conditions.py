@@ -1,0 +1,117 @@
+"""Sequences: every token in its segment, BOS once, filler inserted on token ids at the right place."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.prompts.templates import tokenize
+
+PROMPT = ma.Prompt("Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a")
+
+
+def runs(sequence):
+    """The segments in their order, each run once."""
+    names = [SEGMENTS[code] for code in sequence.segment.tolist()]
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+
+
+def text_of(model, sequence, segment):
+    return model.tokenizer.decode(sequence.tokens[sequence.of_segment(segment)])
+
+
+def test_plain_segments(toy):
+    sequence = tokenize(PROMPT, toy)
+    assert runs(sequence) == ["bos", "system", "template", "question", "template", "answer"]
+    assert text_of(toy, sequence, "question") == PROMPT.question
+    assert text_of(toy, sequence, "system") == PROMPT.system
+    assert text_of(toy, sequence, "answer") == PROMPT.answer
+    assert sequence.origin.tolist() == list(range(len(sequence)))
+
+
+def test_tokens_are_those_of_the_whole_text(toy):
+    sequence = tokenize(PROMPT, toy)
+    text = f"{PROMPT.system}\n{PROMPT.question}\n{PROMPT.answer}"
+    assert sequence.tokens.tolist() == toy.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("opening", ["", "<bos>"])
+def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
+    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
+    model.tokenizer.chat_template = (
+        opening + "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    )
+    prompt = ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat")
+    sequence = tokenize(prompt, model)
+    bos = toy.tokenizer.bos_token_id
+    assert sequence.tokens.tolist().count(bos) == 1
+    assert sequence.tokens[0] == bos
+    assert runs(sequence) == ["bos", "template", "system", "template", "question", "template"]
+    assert text_of(model, sequence, "question").strip() == PROMPT.question
+
+
+def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
+    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<u>{{ m.content }}</u>{% endfor %}"
+    )
+    sequence = tokenize(ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat"), model)
+    assert text_of(model, sequence, "system") == PROMPT.system
+    assert text_of(model, sequence, "question").strip() == PROMPT.question
+
+
+def test_a_model_without_bos_gets_none(toy):
+    model = SimpleNamespace(tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False))
+    assert runs(tokenize(PROMPT, model))[0] == "system"
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("start", ["bos", "inserted", "system", "template", "question", "template", "answer"]),
+        ("before_question", ["bos", "system", "template", "inserted", "question", "template", "answer"]),
+        ("before_answer", ["bos", "system", "template", "question", "template", "inserted", "answer"]),
+        ("random", ["bos", "system", "template", "question", "inserted", "question", "template", "answer"]),
+    ],
+)
+def test_places(toy, place, expected):
+    sequence = ma.MeaninglessTokens("/", count=7, place=place).apply(PROMPT, toy)
+    baseline = tokenize(PROMPT, toy)
+    assert runs(sequence) == expected
+    assert int(sequence.inserted.sum()) == 7
+    assert set(toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])) == {"/", "Ġ/"}
+    assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
+    assert sequence.origin[~sequence.inserted].tolist() == list(range(len(baseline)))
+
+
+def test_random_places_follow_the_seed_and_the_prompt(toy):
+    condition = ma.MeaninglessTokens(place="random")
+
+    def place(seed, id):
+        prompt = ma.Prompt("one two three four five six seven eight nine ten " * 8, id=id)
+        return int(condition.apply(prompt, toy, seed).inserted.nonzero()[0, 0])
+
+    assert place(0, "a") == place(0, "a")
+    assert len({place(0, id) for id in "abcdefgh"}) > 3
+    assert len({place(seed, "a") for seed in range(8)}) > 3
+
+
+def test_before_answer_without_an_answer_is_the_end(toy):
+    prompt = ma.Prompt(PROMPT.question)
+    sequence = ma.MeaninglessTokens(count=4, place="before_answer").apply(prompt, toy)
+    assert sequence.inserted.nonzero().flatten().tolist() == list(range(len(sequence) - 4, len(sequence)))
+
+
+@pytest.mark.parametrize(("text", "count"), [("?", 55), ("he", 10), ("/", 1), ("apples ?", 9)])
+def test_count_counts_tokens(toy, text, count):
+    filler = ma.MeaninglessTokens(text, count=count).filler(toy)
+    assert len(filler) == count
+    assert toy.tokenizer.decode(filler).split(" ")[0] == text.split(" ")[0]
+
+
+def test_no_separator(toy):
+    filler = ma.MeaninglessTokens("/", count=5, separator="").filler(toy)
+    assert toy.tokenizer.decode(filler) == "/////"

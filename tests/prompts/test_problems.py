@@ -1,0 +1,75 @@
+"""Word problems: deterministic, right, varied, and split so that no test problem is a training problem."""
+
+import re
+from itertools import islice
+
+import pytest
+
+import mechattn as ma
+from mechattn.prompts.problems import LARGEST, generate_problem, word_problems
+
+
+def some(split="test", count=300, **options):
+    return list(islice(word_problems(split, **options), count))
+
+
+def test_the_same_seed_gives_the_same_problems():
+    assert some(seed=3) == some(seed=3)
+    assert some(seed=3) != some(seed=4)
+
+
+def test_every_worked_answer_is_right():
+    for problem in some("train", 500) + some("test", 500):
+        *sums, last = re.split(r"(?<=\.) ", problem.answer)
+        value = None
+        for line in sums:
+            left, sign, right, total = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)\.", line).groups()
+            assert value is None or int(left) == value
+            value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}.get(sign)
+            value = int(left) / int(right) if sign == "/" else value
+            assert value == int(total)
+            assert 0 < value <= LARGEST
+        assert last == f"Answer: {int(value)}"
+        assert problem.solution == value
+        assert len(sums) == problem.steps
+
+
+def test_the_question_holds_every_number_of_the_chain():
+    words = {"twice": "2", "three times": "3", "four times": "4", "five times": "5"}
+    for problem in some(count=300):
+        text = problem.question
+        for word, digit in words.items():
+            text = text.replace(word, digit)
+        assert re.findall(r"\d+", problem.chain) == re.findall(r"\d+", text)
+
+
+def test_no_test_problem_is_a_training_problem():
+    train, test = some("train", 4000, steps=(1, 2)), some("test", 1000, steps=(1, 2))
+    assert not {p.chain for p in train} & {p.chain for p in test}
+    assert not {p.question for p in train} & {p.question for p in test}
+    assert all(p.split == "train" for p in train)
+
+
+def test_one_to_five_steps_are_all_there_and_told_in_many_ways():
+    problems = some(count=500)
+    assert {p.steps for p in problems} == {1, 2, 3, 4, 5}
+    openings = {" ".join(re.sub(r"\d+", "N", p.question).split()[1:4]) for p in problems}
+    assert len(openings) > 20
+    assert sum("/" in p.question + p.answer for p in problems) > 50
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+def test_other_numbers_of_steps_are_refused(steps):
+    import random
+
+    with pytest.raises(ValueError, match="1 to 5 steps"):
+        generate_problem(random.Random(0), steps)
+
+
+def test_load_prompts_gives_segments():
+    prompt = ma.load_prompts("word-problems", limit=1)[0]
+    assert prompt.system
+    assert not prompt.answer
+    worked = ma.load_prompts("word-problems", limit=1, with_answer=True)[0]
+    assert worked.answer.endswith(f"Answer: {worked.solution}")
+    assert worked.question == prompt.question

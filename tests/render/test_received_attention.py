@@ -1,0 +1,95 @@
+"""The figure shows the numbers of the result, and only where enough prompts have them."""
+
+import re
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.render.received_attention import choose_heads
+
+
+def lines(figure):
+    return [trace for trace in figure.data if trace.hovertemplate]
+
+
+def test_lines_are_the_means_over_prompts(slash_result):
+    figure = ma.render.received_attention(slash_result, layer=1, heads=[2, 5, 7])
+    dataset = slash_result["received_attention"].sel(layer=1, head=5)
+    top = [t for t in lines(figure) if t.xaxis == "x2"]
+    assert [t.name for t in top] == ["w/o Meaningless tokens", "w/ Meaningless tokens"]
+    for trace, condition in zip(top, ("baseline", "slash")):
+        mean = dataset.received_by_origin.sel(condition=condition).values
+        np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
+    assert len(lines(figure)) == 3 * 3
+    assert "toy, 1.0 M parameters" in figure.layout.title.text
+    assert "pointwise" in figure.layout.title.text
+
+
+def test_bands_are_t_intervals(slash_result):
+    from scipy import stats
+
+    figure = ma.render.received_attention(slash_result, layer=0, heads=[3])
+    low, high, line = figure.data[:3]
+    every = slash_result["received_attention"].received_by_origin_per_prompt
+    values = every.sel(condition="baseline", layer=0, head=3).isel(original_key=20).values.astype(float)
+    interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    at = list(line.x).index(20)
+    np.testing.assert_allclose([low.y[at], high.y[at]], interval, rtol=1e-5)
+
+
+def test_keys_of_few_prompts_are_hidden(slash_result):
+    dataset = slash_result["received_attention"]
+    longest = int(dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).astype(bool).sum())
+    shown = lines(ma.render.received_attention(slash_result, layer=0, heads=[0]))[0].x
+    n = dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).values
+    assert len(shown) < longest
+    assert n[list(shown)].min() >= 10
+
+
+def test_the_inserted_span_is_shaded_where_it_is(slash_result):
+    figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
+    origin = slash_result["sequences"].origin.sel(condition="slash").isel(prompt=0).values
+    inserted = np.flatnonzero(origin == -1)
+    shape = figure.layout.shapes[0]
+    assert (shape.x0, shape.x1) == (inserted[0] - 0.5, inserted[-1] + 0.5)
+    assert "Meaningless tokens" in [a.text for a in figure.layout.annotations]
+
+
+def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
+    figure = ma.render.received_attention(slash_result, layer=0, heads=3)
+    assert "mean over 6 prompts" in figure.layout.title.text
+    assert "other half" in figure.layout.title.text
+    chosen = choose_heads(slash_result, 0, 3, "slash", np.arange(0, 12, 2))
+    titles = [a.text for a in figure.layout.annotations if a.text.startswith("Layer")]
+    assert [int(re.findall(r"\d+", title)[1]) for title in titles] == chosen
+    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(prompt=slice(1, None, 2))
+    expected = every.sel(condition="baseline", layer=0, head=chosen[0]).mean("prompt").values
+    first = lines(figure)[0]
+    np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
+
+
+def test_one_based_titles(slash_result):
+    figure = ma.render.received_attention(slash_result, layer=0, heads=[2], one_based=True)
+    assert "Layer 1 head 3" in [a.text for a in figure.layout.annotations]
+
+
+def test_choosing_needs_the_prompts(toy, prompts):
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)}, progress=False)
+    with pytest.raises(OptionError, match='positions="prompts"'):
+        ma.render.received_attention(result, layer=0, heads=3)
+    ma.render.received_attention(result, layer=0, heads=[3])
+
+
+def test_a_baseline_alone_has_nothing_to_compare(toy, prompts):
+    result = ma.run(toy, prompts[:3], progress=False)
+    with pytest.raises(OptionError, match="only the baseline"):
+        ma.render.received_attention(result, layer=0, heads=[0])
+
+
+def test_verdict_words(slash_result):
+    words = ma.render.verdict_words(slash_result)
+    assert re.search(r"Question attention −\d+\.\d % \[−\d+\.\d %, −\d+\.\d %\].*uniform attention −", words)
+    assert "12 prompts" in words
+    assert "of 32 heads" in words

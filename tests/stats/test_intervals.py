@@ -1,0 +1,75 @@
+"""Intervals against scipy's own, and their coverage on data with a known mean."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mechattn.errors import OptionError
+from mechattn.stats.comparison import against_null, relative_change
+from mechattn.stats.intervals import t_interval, wilson_interval
+
+
+def test_t_interval_equals_scipy():
+    values = np.random.default_rng(0).normal(2, 1, (12, 4))
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    got = t_interval(values)
+    np.testing.assert_allclose([got.low, got.high], [expected.low, expected.high], rtol=1e-12)
+
+
+def test_t_interval_covers_95_percent():
+    values = np.random.default_rng(1).normal(0, 1, (10, 4000))
+    interval = t_interval(values)
+    assert 0.93 < ((interval.low < 0) & (interval.high > 0)).mean() < 0.97
+
+
+def test_a_normal_quantile_would_cover_less():
+    values = np.random.default_rng(1).normal(0, 1, (5, 4000))
+    half = 1.96 * values.std(0, ddof=1) / 5**0.5
+    assert (abs(values.mean(0)) < half).mean() < 0.92
+
+
+def test_two_prompts_are_too_few():
+    with pytest.raises(OptionError, match="at least 3"):
+        t_interval(np.ones((2, 4)))
+
+
+def test_wilson_interval_by_hand():
+    low, high = wilson_interval(8, 10)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
+    with pytest.raises(OptionError):
+        wilson_interval(3, 2)
+
+
+def simulated(shift: float, seed: int = 0):
+    """64 prompts, 4 layers, 8 heads; half of the heads fall ``shift`` (in logs) below a null that varies by prompt."""
+    rng = np.random.default_rng(seed)
+    null_baseline = np.exp(rng.normal(-4, 0.2, (64, 4, 1)))
+    null = null_baseline * np.exp(rng.normal(-0.5, 0.05, (64, 4, 1)))
+    baseline = null_baseline * np.exp(rng.normal(0, 0.3, (64, 4, 8)))
+    effect = np.where(np.arange(8) < 4, shift, 0.0)
+    return baseline * null / null_baseline * np.exp(rng.normal(effect, 0.1, (64, 4, 8))), baseline, null, null_baseline
+
+
+def test_a_known_effect_is_found_and_nothing_else():
+    verdict = against_null(*simulated(-0.2))
+    assert verdict.beyond[:, :4].all()
+    assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
+    assert verdict.n == 64
+
+
+def test_a_drop_by_definition_alone_is_not_beyond_the_null():
+    found = [against_null(*simulated(0.0, seed)) for seed in range(40)]
+    assert np.mean([(v.beyond | v.above).any() for v in found]) < 0.15
+    assert all(v.change.high < 0 for v in found)
+
+
+def test_heads_with_no_difference_at_all_are_not_beyond():
+    values = np.full((5, 1, 2), 0.1)
+    verdict = against_null(values, values, values[..., :1], values[..., :1])
+    assert not verdict.beyond.any()
+    assert not verdict.above.any()
+
+
+def test_relative_change_is_that_of_the_geometric_mean():
+    change = relative_change(np.array([0.5, 1.0, 2.0]) * 0.8, np.array([0.5, 1.0, 2.0]))
+    assert float(change.estimate) == pytest.approx(-0.2)

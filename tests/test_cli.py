@@ -1,0 +1,72 @@
+"""The commands, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mechattn as ma
+from tests.conftest import GSM8K
+
+
+def mechattn(*arguments, cwd=None):
+    command = [sys.executable, "-c", "from mechattn.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; sys.argv = ['mechattn', '--help']\n"
+        "from mechattn.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformer_lens', 'xarray', 'plotly', 'scipy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "figures" in out
+    assert out.strip().endswith("[]")
+
+
+def test_import_is_lazy():
+    code = (
+        "import sys, mechattn; print('torch' in sys.modules); mechattn.ReceivedAttention; print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", "True"]
+
+
+def test_every_public_name_is_there():
+    for name in ma.__all__:
+        assert getattr(ma, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        ma.runn
+
+
+def test_figures_writes_a_page_and_a_result(tmp_path):
+    done = mechattn("figures", "--out", tmp_path / "out", "--limit", 8)
+    assert done.returncode == 0, done.stderr
+    assert "index.html" in done.stdout
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "toy, 1.0 M parameters" in text
+    assert ma.load_result(tmp_path / "out" / "result.zarr")["received_attention"].sizes["prompt"] == 8
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the data set ../shared/data/gsm8k_test.jsonl is not here")
+def test_run_on_a_file_of_real_questions(tmp_path):
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'model = "toy:llama"\n[prompts]\nsource = {json.dumps(str(GSM8K))}\nlimit = 8\n'
+        '[conditions.slash]\ntext = "/"\ncount = 55\n[output]\nresult = "result.zarr"\npage = "page.html"\nheads = [0, 1]\n'
+    )
+    done = mechattn("run", config, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "page.html" in done.stdout
+    assert ma.load_result(tmp_path / "result.zarr").conditions == ["baseline", "slash"]
+
+
+def test_an_error_is_a_sentence_not_a_traceback(tmp_path):
+    done = mechattn("figures", "--model", "toy:lama", "--out", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are toy:llama")
+    assert "Traceback" not in done.stderr
