@@ -1,9 +1,9 @@
-"""Train a toy: clean word problems first, then problems with filler spans before the question, in two phases.
+"""Train a toy: clean word problems first, then problems with filler spans before the question, in three phases.
 
 The first filler phase draws filler from the whole vocabulary. After it, tokens that have a part in the answers ("+",
 "=") still broke the answer when repeated, and so did the held-out "/", which is the sign of division there. The second
 draws half of the filler tokens from the different tokens of the example's own answer, so that signs and digits are met
-often. "/", "?" and "he" are never filler in either.
+often; the third is the second again with more of it. "/", "?" and "he" are never filler in any.
 
     python experiments/toys/train.py --family llama --seed 0 --out out/toys/llama-0
 
@@ -146,11 +146,12 @@ def exact_match(model, tokenizer, problems, filler_ids: list[int]) -> float:
 
 
 def phases_of(args: argparse.Namespace) -> list[Phase]:
-    """The three phases."""
+    """The four phases."""
     return [
         Phase(args.clean, peak=3e-3, question_weight=0.2),
         Phase(args.filler, peak=1e-3, filler_share=0.6),
         Phase(args.own_filler, peak=1e-3, filler_share=0.7, own_text_share=0.5),
+        Phase(args.more_filler, peak=1e-3, filler_share=0.9, own_text_share=0.5),
     ]
 
 
@@ -223,6 +224,7 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=4000, help="steps without filler")
     parser.add_argument("--filler", type=int, default=600, help="steps in which 60 %% carry filler")
     parser.add_argument("--own-filler", type=int, default=1200, help="further steps in which 70 %% carry filler")
+    parser.add_argument("--more-filler", type=int, default=800, help="the last steps, in which 90 %% carry filler")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     train(parser.parse_args())

@@ -45,7 +45,6 @@ def received_attention(
     Raises:
         OptionError: No such layer, head or condition; or nothing to choose heads from.
     """
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     dataset = result[NAME]
@@ -86,9 +85,8 @@ def received_attention(
         ),
         legend=dict(orientation="h", x=1, xanchor="right", y=1.1, yanchor="bottom"),
         height=640,
+        hovermode="x unified",
     )
-    if not isinstance(figure, go.Figure):
-        raise TypeError("plotly gave no figure")
     return figure
 
 
@@ -157,7 +155,7 @@ def _line(moments: Moments, without: bool, prompts: int, legend: bool) -> list:
     n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
     band = t_interval_of_moments(n, mean, variance)
     name, colour = ("w/o Meaningless tokens", WITHOUT) if without else ("w/ Meaningless tokens", WITH)
-    hover = "position %{x}: %{y:.4f} (n = %{customdata})"
+    hover = "%{y:.4f} (n = %{customdata})"
     common = dict(legendgroup=name, mode="lines", x=position)
     edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
     traces = []

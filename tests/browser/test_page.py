@@ -67,7 +67,7 @@ def test_hovering_tells_the_number(opened, slash_result, tmp_path):
     box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_timeout(500)
-    assert "n = 12" in page.locator(".hoverlayer").inner_text()
+    assert "n = 12" in page.locator(".hoverlayer").text_content()
 
 
 def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):

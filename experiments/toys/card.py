@@ -1,0 +1,84 @@
+"""Write a toy's card from what measure.py saved for its three training seeds, and copy the median one's weights.
+
+python experiments/toys/measure.py out/toys/llama-0 out/toys/llama-1 out/toys/llama-2 --save
+python experiments/toys/card.py llama out/toys/llama-0 out/toys/llama-1 out/toys/llama-2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from measure import table_lines
+from safetensors.torch import load_file
+
+HARDEST = ("55 “/”", "5 steps")
+TOYS = Path(__file__).parents[2] / "mechattn" / "toys"
+WORDS = {"llama": "Llama (RoPE, grouped-query attention, gated MLP, RMSNorm)"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family")
+    parser.add_argument("folders", type=Path, nargs=3)
+    args = parser.parse_args()
+    measured = {folder: json.loads((folder / "measured.json").read_text()) for folder in args.folders}
+    share = {folder: some["table"][HARDEST[0]][HARDEST[1]] for folder, some in measured.items()}
+    median = sorted(args.folders, key=share.__getitem__)[1]
+    target = TOYS / args.family
+    target.mkdir(exist_ok=True)
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        shutil.copyfile(median / "model" / name, target / name)
+    (target / "README.md").write_text("\n".join(card_lines(args.family, measured, median)) + "\n")
+    print(f"{median} ships as toy:{args.family}")
+
+
+def card_lines(family: str, measured: dict, median: Path) -> list[str]:
+    """The card in Markdown."""
+    weights = load_file(median / "model" / "model.safetensors")
+    size, stored = sum(w.numel() for w in weights.values()), str(next(iter(weights.values())).dtype)
+    config = json.loads((median / "model" / "config.json").read_text())
+    shipped = measured[median]
+    lines = [
+        f"# toy:{family}",
+        "",
+        f"A toy, {size / 1e6:.2f} M parameters: the architecture of {WORDS.get(family, family)}, "
+        f"{config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, 1,024 positions, its own BPE "
+        f"tokenizer of {config['vocab_size']} tokens. Stored as {stored.removeprefix('torch.')}, loaded as float32.",
+        "",
+        "It solves generated word problems of one to five steps (`mechattn/prompts/problems.py`); it is for trying out "
+        "measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
+        "question in part of the examples, never `/`, `?` or `he`.",
+        "",
+        f"Training seed {median.name.split('-')[-1]}, the median of three by exact match on five-step problems with 55 "
+        "“/”. Trained on the CPU by",
+        "",
+        f"    python experiments/toys/train.py --family {family} --seed {median.name.split('-')[-1]} --out out/toys/{median.name}",
+        "",
+        f"## Held-out exact match, greedy, weights as stored ({shipped['problems']} problems a row)",
+        "",
+        *table_lines(shipped["table"], shipped["problems"]),
+        "",
+        "Measured by `make cards`, which prints this table again.",
+        "",
+        "## The three training seeds",
+        "",
+        "| seed | " + " | ".join(f"{name}, {kind}" for name, rows in shipped["table"].items() for kind in rows) + " |",
+        "|---" * (1 + sum(len(rows) for rows in shipped["table"].values())) + "|",
+    ]
+    for folder, some in measured.items():
+        shares = [f"{100 * value:.1f} %" for rows in some["table"].values() for value in rows.values()]
+        lines.append(f"| {folder.name.split('-')[-1]} | " + " | ".join(shares) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
