@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
@@ -14,19 +15,22 @@ from mechattn.errors import OptionError
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import load_model
-from mechattn.page import result_page, result_sections, view_section, write_page
+from mechattn.page import figure_section, result_page, result_sections, view_section, write_page
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
+from mechattn.render.received_attention import check_heads
 from mechattn.results.storage import check_writable
 
 VIEW_TOKENS = 16
 
 
-def make_figures(out: Path, model: str, source: str, limit: int, layer: int, seed: int = 0, command: str = "") -> Path:
-    """Both panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
+def make_figures(
+    out: Path, model: str, source: str, limit: int, layer: int, heads: Seq[int], seed: int = 0, command: str = ""
+) -> Path:
+    """Two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
-    The first figure's heads are chosen by the data on one half of the prompts and shown on the other; the second
-    figure shows the three next ones, chosen in the same way.
+    The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
+    shows ``heads``, on all prompts.
 
     Raises:
         MechattnError: Something given cannot be used; the output folder is tried before the work.
@@ -35,15 +39,17 @@ def make_figures(out: Path, model: str, source: str, limit: int, layer: int, see
     check_writable(page)
     hooked = load_model(model)
     chosen_layers(hooked, layer)
+    check_heads(heads, hooked.cfg.n_heads)
     prompts = load_prompts(source, limit=limit, seed=seed)
     slash = MeaninglessTokens("/", count=55)
     result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
     result.save(Path(out) / "result.zarr")
     count = min(3, hooked.cfg.n_heads)
     sections = result_sections(result, layer, count)
+    sections.append(figure_section(result, layer, heads))
     short = MeaninglessTokens("/", count=VIEW_TOKENS)
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
-    view = pattern(hooked, shortest, layer, list(range(count)), short, seed=seed)
+    view = pattern(hooked, shortest, layer, heads, short, seed=seed)
     note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
     sections.append(view_section(view, "The attention of one prompt", note))
     subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."

@@ -46,7 +46,7 @@ def card_lines(family: str, measured: dict, median: Path) -> list[str]:
     weights = load_file(median / "model" / "model.safetensors")
     size, stored = sum(w.numel() for w in weights.values()), str(next(iter(weights.values())).dtype)
     config = json.loads((median / "model" / "config.json").read_text())
-    shipped = measured[median]
+    shipped, seed = measured[median], median.name.split("-")[-1]
     lines = [
         f"# toy:{family}",
         "",
@@ -58,10 +58,10 @@ def card_lines(family: str, measured: dict, median: Path) -> list[str]:
         "measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
         "question in part of the examples, never `/`, `?` or `he`.",
         "",
-        f"Training seed {median.name.split('-')[-1]}, the median of three by exact match on five-step problems with 55 "
+        f"Training seed {seed}, the median of three by exact match on five-step problems with 55 "
         "“/”. Trained on the CPU by",
         "",
-        f"    python experiments/toys/train.py --family {family} --seed {median.name.split('-')[-1]} --out out/toys/{median.name}",
+        f"    python experiments/toys/train.py --family {family} --seed {seed} --out out/toys/{median.name}",
         "",
         f"## Held-out exact match, greedy, weights as stored ({shipped['problems']} problems a row)",
         "",

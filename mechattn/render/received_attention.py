@@ -56,7 +56,7 @@ def received_attention(
     if isinstance(heads, int):
         chosen, shown = prompts[::2], prompts[1::2]
         heads, how = choose_heads(result, layer, heads, condition, chosen), "chosen on the other half of the prompts"
-    _check_heads(heads, dataset.sizes["head"])
+    check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
     figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
     first, last = _inserted_span(result, condition)
@@ -127,10 +127,15 @@ def verdict_words(result: Result, condition: str | None = None, segment: str = "
 
 
 def _percent(change: np.ndarray) -> str:
-    return f"{100 * float(change):+.1f} %".replace("-", "−")
+    return f"{100 * float(change):+.1f}\u00a0%".replace("-", "−")
 
 
-def _check_heads(heads: Seq[int], count: int) -> None:
+def check_heads(heads: Seq[int], count: int) -> None:
+    """Refuse heads that a layer doesn't have.
+
+    Raises:
+        OptionError: A head is out of range, or there is none.
+    """
     for head in heads:
         if not 0 <= head < count:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")

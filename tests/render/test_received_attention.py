@@ -90,6 +90,6 @@ def test_a_baseline_alone_has_nothing_to_compare(toy, prompts):
 
 def test_verdict_words(slash_result):
     words = ma.render.verdict_words(slash_result)
-    assert re.search(r"Question attention −\d+\.\d % \[−\d+\.\d %, −\d+\.\d %\].*uniform attention −", words)
+    assert re.search(r"Question attention −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\].*uniform attention −", words)
     assert "12 prompts" in words
     assert "of 32 heads" in words
