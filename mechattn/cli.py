@@ -23,12 +23,13 @@ def figures(
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
     limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
+    heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "0,1,2",
     seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
 
-    page = make_figures(out, model, prompts, limit, layer, seed, command=_command())
+    page = make_figures(out, model, prompts, limit, layer, _numbers(heads), seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
 
@@ -41,6 +42,15 @@ def run_config(
 
     for path in run_from_config(config, command=_command()):
         typer.echo(f"Wrote {path}")
+
+
+def _numbers(text: str) -> list[int]:
+    from mechattn.errors import OptionError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--heads {text!r}: write the heads like 0,1,2") from None
 
 
 def _command() -> str:

@@ -43,16 +43,17 @@ class Section:
 def result_sections(result: Result, layer: int, heads: Seq[int] | int, condition: str | None = None) -> list[Section]:
     """The prompt and the figure of a result, as sections of a page."""
     condition = result.condition(condition)
+    note = f"The first of the prompts, condition “{condition}”."
+    prompt = Section("One prompt as the model reads it", note, tokens=_tokens(result, condition))
+    return [prompt, figure_section(result, layer, heads, condition)]
+
+
+def figure_section(result: Result, layer: int, heads: Seq[int] | int, condition: str | None = None) -> Section:
+    """The figure of received attention as a section."""
     figure = received_attention(result, layer, heads, condition)
-    title = f"{model_caption(result)}: layer {layer}, received attention"
+    which = "heads chosen by the data" if isinstance(heads, int) else "heads chosen by hand"
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    tokens = _tokens(result, condition)
-    return [
-        Section(
-            "One prompt as the model reads it", f"The first of the prompts, condition “{condition}”.", tokens=tokens
-        ),
-        Section(title, NOTE, figure=drawn),
-    ]
+    return Section(f"{model_caption(result)}: layer {layer}, {which}", NOTE, figure=drawn)
 
 
 def view_section(view: View, title: str, note: str) -> Section:

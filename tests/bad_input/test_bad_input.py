@@ -222,7 +222,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="nothing can be written"):
-        make_figures(tmp_path / "file" / "figures", "no/such-model", "word-problems", 4, 0)
+        make_figures(tmp_path / "file" / "figures", "no/such-model", "word-problems", 4, 0, [0])
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
