@@ -20,6 +20,7 @@ from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
 from mechattn.render.received_attention import check_heads
 from mechattn.results.storage import check_writable
+from mechattn.stats.intervals import FEWEST
 
 VIEW_TOKENS = 16
 
@@ -41,6 +42,7 @@ def make_figures(
     chosen_layers(hooked, layer)
     check_heads(heads, hooked.cfg.n_heads)
     prompts = load_prompts(source, limit=limit, seed=seed)
+    _check_enough(len(prompts), 3)
     slash = MeaninglessTokens("/", count=55)
     result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
     result.save(Path(out) / "result.zarr")
@@ -68,10 +70,14 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
         if place is not None:
             check_writable(place)
     prompts = load_prompts(**config.prompts.model_dump())
+    if output.page:
+        _check_enough(len(prompts), output.heads)
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     model = load_model(config.model, dtype=dtype)
     layers = chosen_layers(model, config.layers)
     layer = layers[0] if output.layer is None else output.layer
+    if output.page and not isinstance(output.heads, int):
+        check_heads(output.heads, model.cfg.n_heads)
     if output.page and layer not in layers:
         raise OptionError(f"output.layer = {layer} is not among the layers that are measured, {layers}")
     conditions = {n: MeaninglessTokens(**c.model_dump(exclude={"kind"})) for n, c in config.conditions.items()}
@@ -85,3 +91,11 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     if output.page:
         written.append(result_page(result, output.page, layer, output.heads, command))
     return written
+
+
+def _check_enough(prompts: int, heads: Seq[int] | int) -> None:
+    """A page needs intervals over at least 3 prompts, and as many in each half where the data choose the heads."""
+    needed = 2 * FEWEST if isinstance(heads, int) else FEWEST
+    if prompts < needed:
+        why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
+        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are {prompts}")

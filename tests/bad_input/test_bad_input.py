@@ -238,6 +238,14 @@ def test_saving_over_something_else(slash_result, tmp_path):
         ma.load_result(other)
 
 
+def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.figures.run", None)
+    with pytest.raises(OptionError, match="at least 6 prompts"):
+        make_figures(tmp_path, "toy:llama", "word-problems", 5, 0, [0])
+    with pytest.raises(OptionError, match="heads are 0 to 7"):
+        make_figures(tmp_path, "toy:llama", "word-problems", 8, 0, [9])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
