@@ -21,6 +21,7 @@ def figures(
     out: Annotated[Path, typer.Option(help="The folder that the page goes to.")] = Path("out/figures"),
     model: Annotated[str, typer.Option(help="A toy, a checkpoint directory or a hub name.")] = "toy:llama",
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
+    field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
     limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
     heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "0,1,2",
@@ -29,7 +30,7 @@ def figures(
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
 
-    page = make_figures(out, model, prompts, limit, layer, _numbers(heads), seed, command=_command())
+    page = make_figures(out, model, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
 

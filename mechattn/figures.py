@@ -19,14 +19,23 @@ from mechattn.page import figure_section, result_page, result_sections, view_sec
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
 from mechattn.render.received_attention import check_heads
-from mechattn.results.storage import check_writable
+from mechattn.results.storage import check_result_place, check_writable
 from mechattn.stats.intervals import FEWEST
 
 VIEW_TOKENS = 16
 
 
 def make_figures(
-    out: Path, model: str, source: str, limit: int, layer: int, heads: Seq[int], seed: int = 0, command: str = ""
+    out: Path,
+    model: str,
+    source: str,
+    limit: int,
+    layer: int,
+    heads: Seq[int],
+    *,
+    field: str = "question",
+    seed: int = 0,
+    command: str = "",
 ) -> Path:
     """Two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
@@ -38,10 +47,11 @@ def make_figures(
     """
     page = Path(out) / "index.html"
     check_writable(page)
+    check_result_place(Path(out) / "result.zarr")
     hooked = load_model(model)
     chosen_layers(hooked, layer)
     check_heads(heads, hooked.cfg.n_heads)
-    prompts = load_prompts(source, limit=limit, seed=seed)
+    prompts = load_prompts(source, limit=limit, field=field, seed=seed)
     _check_enough(len(prompts), 3)
     slash = MeaninglessTokens("/", count=55)
     result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
@@ -66,9 +76,13 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     """
     config = configs.read_config(path)
     output = config.output
-    for place in (output.result, output.page):
-        if place is not None:
-            check_writable(place)
+    check_result_place(output.result)
+    if output.page is not None:
+        check_writable(output.page)
+        if not config.conditions:
+            raise OptionError(
+                f"{path}: a page compares a condition with the baseline, and there is none under [conditions]"
+            )
     prompts = load_prompts(**config.prompts.model_dump())
     if output.page:
         _check_enough(len(prompts), output.heads)

@@ -18,7 +18,7 @@ def pattern(
     model: Any,
     prompt: Prompt | str,
     layer: int,
-    heads: Seq[int] | None = None,
+    heads: Seq[int] | int | None = None,
     condition: Condition | None = None,
     *,
     max_tokens: int = 256,
@@ -39,7 +39,7 @@ def pattern(
         MechattnError: The prompt is too long, or a layer or head is out of range.
     """
     model = load_model(model)
-    heads = list(range(model.cfg.n_heads)) if heads is None else list(heads)
+    heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
     for head in heads:
         if not 0 <= head < model.cfg.n_heads:
             raise OptionError(f"head {head} is out of range: heads are 0 to {model.cfg.n_heads - 1}")

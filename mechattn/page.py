@@ -14,14 +14,6 @@ from mechattn.render.received_attention import received_attention, verdict_words
 from mechattn.render.theme import model_caption
 from mechattn.results.result import Result
 
-NOTE = (
-    "Received attention of a key is the mean attention that the original tokens after it pay to it. Blue: the prompt "
-    "as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the whole sequence "
-    "with the inserted span shaded. Bands are pointwise 95 % intervals over prompts, not simultaneous ones; keys that "
-    "too few prompts have are hidden. Some drop is there by definition, since attention is positive and sums to 1: "
-    "compare with the uniform null."
-)
-
 
 @dataclass(frozen=True)
 class Section:
@@ -53,7 +45,23 @@ def figure_section(result: Result, layer: int, heads: Seq[int] | int, condition:
     figure = received_attention(result, layer, heads, condition)
     which = "heads chosen by the data" if isinstance(heads, int) else "heads chosen by hand"
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    return Section(f"{model_caption(result)}: layer {layer}, {which}", NOTE, figure=drawn)
+    title = f"{model_caption(result)}: layer {layer}, {which}, condition “{result.condition(condition)}”"
+    return Section(title, _note(result), figure=drawn)
+
+
+def _note(result: Result) -> str:
+    options = result.provenance["analyses"]["received_attention"]
+    which = {"original": "the original tokens", "all": "all tokens"}.get(
+        options["queries"], f"the {options['queries']}"
+    )
+    self_too = " (its own position counts)" if options["include_self"] else ""
+    return (
+        f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. Blue: the "
+        "prompt as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the whole "
+        "sequence with the inserted span shaded. Bands are pointwise 95 % intervals over prompts, not simultaneous "
+        "ones; keys that too few prompts have are hidden. Some drop is there by definition, as attention is positive "
+        "and sums to 1: compare with the uniform null."
+    )
 
 
 def view_section(view: View, title: str, note: str) -> Section:
@@ -72,7 +80,7 @@ def write_page(
     text = environment.get_template("page.html.j2").render(
         title=title,
         subtitle=subtitle,
-        verdicts=[f"{model_caption(result)}: {verdict_words(result)}" for result in results],
+        verdicts=[f"{model_caption(r)}: {verdict_words(r, name)}" for r in results for name in r.conditions[1:]],
         sections=sections,
         provenance=[row for result in results for row in _flat(result.provenance)]
         + [("command", command)] * bool(command),
@@ -90,7 +98,7 @@ def write_page(
 def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
     """The page of one result."""
     subtitle = f"Received attention with and without inserted tokens, {len(result['sequences'].prompt)} prompts."
-    sections = result_sections(result, layer, heads)
+    sections = [s for name in result.conditions[1:] for s in result_sections(result, layer, heads, name)]
     return write_page(path, f"mechattn: {model_caption(result)}", subtitle, [result], sections, command)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch, Sequence, pad_right
 
 Queries = Literal["original", "all", "question", "answer"]
 
@@ -69,6 +69,10 @@ class ReceivedAttention:
         """A sequence without a token of the segment whose queries count cannot be measured."""
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
             return f"has no {self.queries} tokens, and queries={self.queries!r} counts only those"
+        first = 1 if self.skip_first else 0
+        counted = self._counted(pad_right([sequence], [(0, "")], 0))[0]
+        if not counted[first + (0 if self.include_self else 1) :].any():
+            return "has no key that a counted query comes after, so nothing is received"
         return None
 
     def reduce(self, rows: AttentionRows) -> Sums:

@@ -14,9 +14,9 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import SEGMENTS
 from mechattn.engine.collect import Collector, Positions
 from mechattn.engine.plan import batch_plan
-from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
-from mechattn.model.load import load_model
+from mechattn.model.load import load_model, weights_kind
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -30,7 +30,7 @@ def run(
     model: Any,
     prompts: Prompt | str | Tensor | Seq[Prompt | str],
     conditions: Mapping[str, Condition] | None = None,
-    analyses: Seq[Analysis] | None = None,
+    analyses: Seq[Analysis] | Analysis | None = None,
     *,
     layers: Iterable[int] | int | None = None,
     seed: int = 0,
@@ -83,39 +83,29 @@ def _measure(model: Any, batch: Batch, layers: list[int], analyses: Seq[Analysis
 
     def see(layer: int, pattern: Tensor) -> None:
         window = hooks.attention_window(model, layer)
+        hooks.check_pattern(model, layer, pattern, batch.real, window)
         rows = AttentionRows(layer, pattern, queries, batch, window)
         for analysis, collector in zip(analyses, collectors, strict=True):
             sums: Sums = analysis.reduce(rows)
             values = analysis.values(sums, batch, window)
-            _check_finite(values, analysis, layer, batch)
             collector.add(layer, batch, values)
 
     hooks.forward_with_patterns(model, batch.tokens, batch.real, layers, see)
 
 
-def _check_finite(values: Mapping[str, Tensor], analysis: Analysis, layer: int, batch: Batch) -> None:
-    """A quantity that is NaN for a whole row, or infinite, means that the model gave NaN."""
-    for name, value in values.items():
-        flat = value.flatten(1)
-        bad = flat.isinf().any(1) | flat.isnan().all(1)
-        if bad.any():
-            prompt, condition = batch.rows[int(bad.nonzero()[0, 0])]
-            raise ModelError(
-                f"{analysis.name}.{name} is not finite in layer {layer}, prompt {prompt}, condition {condition!r}: "
-                "the model's attention holds NaN or infinity there; try another dtype"
-            )
-
-
 def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
+    if conditions is not None and not isinstance(conditions, Mapping):
+        raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
-    baseline = given.pop(BASELINE, Baseline())
     for name, condition in given.items():
         if not callable(getattr(condition, "apply", None)):
             raise OptionError(f"the condition {name!r} is a {type(condition).__name__}; give MeaninglessTokens(…), say")
-    return {BASELINE: baseline, **given}
+    return {BASELINE: given.pop(BASELINE, Baseline()), **given}
 
 
-def _checked_analyses(analyses: Seq[Analysis] | None) -> list[Analysis]:
+def _checked_analyses(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
+    if isinstance(analyses, Analysis):
+        analyses = [analyses]
     made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
     names = [analysis.name for analysis in made]
     if not made or len(set(names)) < len(names):
@@ -130,6 +120,10 @@ def _check_sequences(
     for name, sequence in made.items():
         where = f'prompt {prompt.id} ("{prompt.excerpt}")'
         inserted = int(sequence.inserted.sum())
+        if name == BASELINE and inserted:
+            raise OptionError(
+                'the condition "baseline" inserts tokens; every comparison is with it, so give this another name'
+            )
         if len(sequence) > limit:
             raise PromptTooLong(
                 f'{where} has {len(sequence):,} tokens with the condition "{name}" ({inserted} inserted); '
@@ -203,12 +197,14 @@ def _provenance(
             "device": str(parameters.device),
             "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
             "hooked_by": type(model).__name__,
+            "weights": weights_kind(model),
         },
         "prompts": {"count": len(prompts), "hash": provenance.digest(prompts), "template": prompts[0].template},
         "conditions": {name: repr(condition) for name, condition in named.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
         "measured_layers": layers,
         "engine": "hooks",
+        "threads": torch.get_num_threads(),
         "versions": provenance.versions(),
         "time": provenance.now(),
     }

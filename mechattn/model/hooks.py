@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional.received import visible_keys
 
 SeePattern = Callable[[int, Float[Tensor, "batch head query key"]], None]
 
@@ -33,6 +34,8 @@ def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
     have = attention_layers(model)
     if layers is None:
         return have
+    if isinstance(layers, str):
+        raise OptionError(f"layers={layers!r}: give numbers, or leave it out for all layers")
     chosen = [layers] if isinstance(layers, int) else list(layers)
     for layer in chosen:
         if layer not in have:
@@ -49,16 +52,61 @@ def _ranges(layers: list[int]) -> str:
 
 
 def attention_window(model: Any, layer: int) -> int | None:
-    """How many keys a query of this layer can see at most, its own included; None for full attention."""
+    """How many keys a query of this layer can see at most, its own included; None for full attention.
+
+    Raises:
+        ModelError: The layer attends in a way that is not known here.
+    """
     config = getattr(getattr(model, "original_model", None), "config", None)
     config = getattr(config, "text_config", config)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is None or (kinds is not None and kinds[layer] != "sliding_attention"):
+    if config is None:  # a HookedTransformer
+        kinds, window = getattr(model.cfg, "attn_types", None), getattr(model.cfg, "window_size", None)
+    elif hasattr(config, "attention_layers"):  # GPT-Neo
+        kinds, window = config.attention_layers, config.window_size
+    else:
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if kinds is None:
+        return int(window) if window and getattr(config, "use_sliding_window", True) else None
+    if kinds[layer] in ("full_attention", "global"):
         return None
-    if kinds is None and not getattr(config, "use_sliding_window", True):
-        return None
-    return int(window)
+    if kinds[layer] in ("sliding_attention", "local") and window:
+        return int(window)
+    raise ModelError(f"layer {layer} has {kinds[layer]!r}, and which keys its queries see is not known to mechattn")
+
+
+def check_pattern(
+    model: Any,
+    layer: int,
+    pattern: Float[Tensor, "batch head query key"],
+    real: Bool[Tensor, "batch query"],
+    window: int | None,
+) -> None:
+    """Refuse a pattern that is no attention: rows that don't sum to 1, or mass on keys that a query cannot see.
+
+    A model with learned sinks may keep part of each row to itself. TransformerLens shows NaN as 0, so a model that
+    gives NaN is found here too.
+
+    Raises:
+        ModelError: Naming the layer, the head and the figure.
+    """
+    real = real.to(pattern.device)
+    sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
+    sinks = any("sinks" in name for name, _ in model.named_parameters())
+    bad = ~((sums < 1.01) & (sums > (-0.01 if sinks else 0.99)))
+    if bad.any():
+        row, head, query = bad.nonzero()[0].tolist()
+        raise ModelError(
+            f"layer {layer}, head {head}: the attention of query {query} sums to {float(sums[row, head, query]):.4f}, "
+            "not to 1; the model gives NaN or infinity there (try another dtype), or its hook shows no probabilities"
+        )
+    length = pattern.shape[-1]
+    hidden = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
+    stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~hidden, 0.0)
+    if stray.max() > 1e-6:
+        raise ModelError(
+            f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see "
+            f"({'full causal attention' if window is None else f'a window of {window}'}); the mask is not the model's"
+        )
 
 
 def count_parameters(model: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.toys import PREFIX, toy_folder, toy_names
 
+_MARK = "mechattn_weights"
 Dtype = torch.dtype | Literal["auto"]
 
 
@@ -38,7 +39,9 @@ def load_model(
         ModelError: There is no such model, or it cannot be hooked.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
-        return _hooked(model, tokenizer)
+        if tokenizer is not None or dtype != "auto" or device is not None:
+            raise OptionError("a hooked model is taken as it is; pass tokenizer, dtype and device where it is made")
+        return _hooked(model)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     if isinstance(model, torch.nn.Module):
@@ -96,8 +99,9 @@ def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any) -> An
         raise ModelError("a model object comes without a tokenizer; pass one: load_model(model, tokenizer=…)")
     hf_model.config.architectures = [type(hf_model).__name__]
     name = getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
+    _refuse_doubled_alibi(hf_model.config)
     dtype = hf_model.dtype if dtype == "auto" else dtype
-    return _boot(name, hf_model=hf_model.eval(), tokenizer=tokenizer, dtype=dtype, device=device, shown=name)
+    return _boot(name, hf_model=hf_model.to(dtype).eval(), tokenizer=tokenizer, dtype=dtype, device=device, shown=name)
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
@@ -113,6 +117,8 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
+    _refuse_doubled_alibi(bridge.original_model.config)
+    setattr(bridge, _MARK, "raw")
     return bridge.eval()
 
 
@@ -130,9 +136,21 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _hooked(model: Any, tokenizer: Any) -> Any:
-    if tokenizer is not None:
-        raise OptionError("a hooked model keeps its own tokenizer; pass tokenizer=… where the model is made")
+def weights_kind(model: Any) -> str:
+    """ "raw" for a model that ``load_model`` made; a model that was hooked elsewhere may have folded weights."""
+    return getattr(model, _MARK, "as given, perhaps processed")
+
+
+def _refuse_doubled_alibi(config: Any) -> None:
+    if getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
+        raise ModelError(
+            "Falcon's eager attention, which hooks need, adds ALiBi twice in transformers 4.46 to 5.23, so its numbers "
+            "would be those of another model; mechattn does not mend this yet"
+        )
+
+
+def _hooked(model: Any) -> Any:
+    _refuse_doubled_alibi(getattr(getattr(model, "original_model", None), "config", None))
     if "blocks.0.attn.hook_pattern" not in model.hook_dict:
         raise ModelError(
             "this hooked model has no hook named blocks.0.attn.hook_pattern; "

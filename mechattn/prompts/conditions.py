@@ -48,6 +48,8 @@ class MeaninglessTokens:
     separator: str = " "
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or isinstance(self.count, bool) or not isinstance(self.count, int):
+            raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
         if not self.text:
             raise OptionError('text="": give the text that is to be repeated, "/" for example')
         if self.count < 1:
@@ -80,7 +82,7 @@ class MeaninglessTokens:
             low, high = (middle + 1, high) if lengths[middle] < self.count else (low, middle)
         tokens = encode(low)
         if len(tokens) != self.count:
-            pieces = tokenizer.convert_ids_to_tokens(encode(2))
+            pieces = [tokenizer.decode([token]) for token in encode(2)]
             near = sorted({len(encode(max(1, low - 1))), len(tokens)})
             raise ConditionError(
                 f"{self.count} tokens are no whole number of {self.text!r}: in this tokenizer two of them, separated "

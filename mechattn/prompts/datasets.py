@@ -62,15 +62,15 @@ def load_prompts(
     prompts = []
     for index, row in enumerate(rows):
         text = _text(row, field, source, index)
-        answer = str(row.get(answer_field, ""))
+        answer = _text(row, answer_field, source, index, "answer_field") if with_answer else row.get(answer_field)
         prompts.append(
             Prompt(
                 question=text,
                 system=system,
-                answer=answer if with_answer else "",
+                answer=str(answer) if with_answer else "",
                 template=template,
                 id=str(index),
-                solution=str(row.get("solution", answer)) or None,
+                solution=None if (known := row.get("solution", answer)) is None else str(known),
             )
         )
     if not prompts:
@@ -78,11 +78,11 @@ def load_prompts(
     return prompts
 
 
-def _text(row: dict, field: str, source: str, index: int) -> str:
+def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:
     if field not in row:
         raise PromptError(
             f"prompt {index} of {source} has no field {field!r}; its fields are {', '.join(map(repr, row))}. "
-            "Say which one holds the question: field=…"
+            f"Say which one holds it: {option}=…"
         )
     if not isinstance(row[field], str) or not row[field].strip():
         raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {row[field]!r}")

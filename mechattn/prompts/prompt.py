@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
+from torch import bool as bool_
 
 from mechattn.errors import OptionError, PromptError
 
@@ -63,6 +65,8 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
         prompts = [prompts]
     if isinstance(prompts, Tensor):
         return _from_tokens(prompts)
+    if not isinstance(prompts, Iterable):
+        raise PromptError(f"prompts={prompts!r}: give a text, a list of texts or prompts, or a tensor of token ids")
     made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
     if not made:
         raise PromptError("there are no prompts; give at least one")
@@ -81,7 +85,7 @@ def _from_text(index: int, text: object) -> Prompt:
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
-    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == bool_ or not tokens.numel():
         raise PromptError(
             f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
             "give a non-empty integer tensor [batch, pos], every row as long as its prompt"

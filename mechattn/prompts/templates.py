@@ -32,6 +32,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     """
     if prompt.tokens:
         bos = _bos(model)
+        _refuse_padding(prompt, model.tokenizer)
         segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
         return baseline_sequence(prompt.tokens, segments)
     tokenizer = require_tokenizer(model)
@@ -66,6 +67,16 @@ def _bos(model: TokenizedModel) -> int | None:
     return bos
 
 
+def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
+    pad = getattr(tokenizer, "pad_token_id", None)
+    ends = (prompt.tokens[0], prompt.tokens[-1])
+    if pad is not None and pad in ends and pad not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        raise PromptError(
+            f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as text; give each "
+            "prompt without padding, as Prompt(tokens=…) or as text"
+        )
+
+
 def _plain(prompt: Prompt) -> tuple[str, Spans]:
     text, spans = "", []
     for segment, part in (("system", prompt.system), ("question", prompt.question), ("answer", prompt.answer)):
@@ -89,7 +100,8 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
     start = 0
     for segment, part in (("system", prompt.system.strip()), ("question", prompt.question.strip())):
         if part:
-            start = text.find(part, start)
+            # The question comes last, so a template that repeats its words before it does no harm.
+            start = text.rfind(part, start) if segment == "question" else text.find(part, start)
             if start < 0:
                 raise PromptError(
                     f'the chat template changes the {segment} of prompt {prompt.id} ("{prompt.excerpt}"), so its '

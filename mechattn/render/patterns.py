@@ -39,6 +39,7 @@ class View:
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(self.page(), encoding="utf-8")
 
     def _repr_html_(self) -> str:

@@ -31,8 +31,8 @@ def received_attention(
     """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
 
     Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded.
-    Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than max(10, half) of the prompts
-    have is hidden.
+    Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than half of the prompts have, or
+    fewer than 10 of them (all, below 10 prompts), is hidden.
 
     Args:
         result: A result with received attention.
@@ -59,7 +59,8 @@ def received_attention(
     check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
     figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
-    first, last = _inserted_span(result, condition)
+    span = _inserted_span(result, condition)
+    where = "" if span else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in (
             (1, "received_by_origin", BASELINE),
@@ -69,10 +70,11 @@ def received_attention(
             moments = _moments(dataset, quantity, name, layer, head, shown)
             for trace in _line(moments, name == BASELINE, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
-        figure.add_vrect(
-            first - 0.5, last + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
-            annotation_text="Meaningless tokens", annotation_position="top", annotation_font_size=11,
-        )  # fmt: skip
+        if span is not None:
+            figure.add_vrect(
+                span[0] - 0.5, span[1] + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
+                annotation_text="Meaningless tokens", annotation_position="top", annotation_font_size=11,
+            )  # fmt: skip
         figure.update_xaxes(title_text="original token position", row=1, col=column)
         figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
@@ -81,7 +83,7 @@ def received_attention(
         **LAYOUT | {"margin": dict(l=80, r=20, t=120, b=60)},
         title=dict(
             text=f"{model_caption(result)}: received attention<br><sup>mean over {len(shown)} prompts, bands: "
-            f"pointwise 95 % intervals; heads {how}</sup>"
+            f"pointwise 95 % intervals; heads {how}{where}</sup>"
         ),
         legend=dict(orientation="h", x=1, xanchor="right", y=1.1, yanchor="bottom"),
         height=640,
@@ -179,8 +181,11 @@ def _line(moments: Moments, without: bool, prompts: int, legend: bool) -> list:
     return [*traces, line]
 
 
-def _inserted_span(result: Result, condition: str) -> tuple[int, int]:
-    """The first and last position at which at least half of the prompts have an inserted token."""
+def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
+    """The first and last inserted position, where it is the same in all prompts."""
     origin = result["sequences"].origin.sel(condition=condition).values
-    where = np.flatnonzero((origin == -1).mean(axis=0) >= 0.5)
-    return (int(where[0]), int(where[-1])) if len(where) else (-1, -1)
+    inserted = origin == -1
+    if not inserted.any() or (inserted != inserted[0]).any():
+        return None
+    where = np.flatnonzero(inserted[0])
+    return int(where[0]), int(where[-1])

@@ -26,7 +26,10 @@ def check_writable(path: str | Path) -> None:
     Raises:
         OutputError: The folder cannot be made or written to.
     """
-    folder = Path(path).absolute().parent
+    path = Path(path).absolute()
+    folder = path.parent
+    if path.suffix != ".zarr" and path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file in it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -35,6 +38,20 @@ def check_writable(path: str | Path) -> None:
         raise OutputError(
             f"nothing can be written to {folder}: {error.strerror or error}; choose another place"
         ) from None
+
+
+def check_result_place(path: str | Path) -> None:
+    """Find out before the work whether a result can be stored under this name.
+
+    Raises:
+        OutputError: It doesn't end with .zarr, holds something that is no result, or cannot be written.
+    """
+    path = Path(path).absolute()
+    if path.suffix != ".zarr":
+        raise OutputError(f'a result is saved as a Zarr folder, "{path.name}" should end with ".zarr"')
+    if path.exists() and not (path / "zarr.json").exists():
+        raise OutputError(f"{path} exists and is no stored result; choose another name, or move it away")
+    check_writable(path)
 
 
 def save_result(result: Result, path: str | Path) -> None:
@@ -46,11 +63,7 @@ def save_result(result: Result, path: str | Path) -> None:
     import xarray as xr
 
     path = Path(path).absolute()
-    if path.suffix != ".zarr":
-        raise OutputError(f'a result is saved as a Zarr folder, "{path.name}" should end with ".zarr"')
-    if path.exists() and not (path / "zarr.json").exists():
-        raise OutputError(f"{path} exists and is no stored result; choose another name, or move it away")
-    check_writable(path)
+    check_result_place(path)
     tree = xr.DataTree.from_dict({f"/{name}": _with_zarr_strings(d) for name, d in result.datasets.items()})
     tree.attrs = {"mechattn_schema": SCHEMA, "provenance": json.dumps(result.provenance)}
     new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -58,7 +71,12 @@ def save_result(result: Result, path: str | Path) -> None:
         tree.to_zarr(new / "new", consolidated=False)
         if path.exists():
             os.replace(path, new / "old")
-        os.replace(new / "new", path)
+        try:
+            os.replace(new / "new", path)
+        except OSError:
+            if (new / "old").exists():
+                os.replace(new / "old", path)
+            raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from mechattn.errors import OptionError
 from mechattn.stats.intervals import Interval, t_interval
 
 
@@ -42,6 +43,8 @@ def against_null(
     overall change is that of the mean over layers and heads of each prompt.
     """
     ratio = np.log(values / baseline) - np.log(null_values / null_baseline)
+    if not np.isfinite(ratio).all():
+        raise OptionError("a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head")
     difference = ratio.mean(axis=0)
     p = np.nan_to_num(stats.ttest_1samp(ratio, 0.0, axis=0).pvalue, nan=1.0)  # NaN: no spread and no difference
     significant = (stats.false_discovery_control(p, axis=None) < q).reshape(p.shape)

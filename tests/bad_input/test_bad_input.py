@@ -89,9 +89,104 @@ def test_a_prompt_that_is_too_long_with_the_filler_only(no_forward):
         ma.run(no_forward, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=1020)}, progress=False)
 
 
-@pytest.mark.parametrize("prompts", [[], "", "   ", ["fine", ""]])
+def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
+    model = _random_llama(checkpoint)
+    model.model.layers[1].self_attn.q_proj.weight.data[:8] = torch.nan  # head 0 of layer 1
+    hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint))
+    with pytest.raises(ModelError, match="layer 1, head 0: the attention of query 0 sums to 0"):
+        ma.run(hooked, "Tom has 3 apples.", progress=False)
+
+
+def test_a_shifted_mask_is_refused(toy, monkeypatch):
+    monkeypatch.setattr("mechattn.model.hooks.attention_window", lambda model, layer: 3)
+    with pytest.raises(ModelError, match=r"should not see \(a window of 3\)"):
+        ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", progress=False)
+
+
+def test_falcon_is_refused_until_it_is_mended(toy):
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+    with pytest.raises(ModelError, match="adds ALiBi twice"):
+        ma.load_model(FalconForCausalLM(config), tokenizer=toy.tokenizer)
+
+
+def test_options_that_a_hooked_model_cannot_take(toy):
+    for options in ({"dtype": torch.bfloat16}, {"device": "cpu"}, {"tokenizer": toy.tokenizer}):
+        with pytest.raises(OptionError, match="taken as it is"):
+            ma.load_model(toy, **options)
+
+
+def test_padded_token_ids(no_forward):
+    pad = no_forward.tokenizer.pad_token_id
+    for row in ([5, 6, pad], [pad, 5, 6]):
+        with pytest.raises(PromptError, match="padding token"):
+            ma.run(no_forward, torch.tensor([row]), progress=False)
+
+
+def test_a_baseline_that_inserts(no_forward):
+    with pytest.raises(OptionError, match="give this another name"):
+        ma.run(no_forward, "Tom has 3 apples.", {"baseline": ma.MeaninglessTokens()}, progress=False)
+
+
+def test_nothing_left_to_measure(no_forward):
+    analysis = ma.ReceivedAttention(skip_first=True)
+    with pytest.raises(PromptError, match="nothing is received"):
+        ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis, progress=False)
+
+
+@pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
+def test_kinds_of_a_conditions_options(wrong):
+    with pytest.raises(OptionError, match="whole number of tokens"):
+        ma.MeaninglessTokens(**wrong)
+
+
+def test_answers_that_are_not_there(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question": "What?", "sol": "4"}')
+    with pytest.raises(PromptError, match=r"no field 'answer'.*answer_field="):
+        ma.load_prompts(str(path), with_answer=True)
+    assert ma.load_prompts(str(path))[0].solution is None
+
+
+@pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is no stored result")])
+def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
+    monkeypatch.setattr("mechattn.figures.load_prompts", None)
+    (tmp_path / "taken.zarr").mkdir()
+    config = {
+        "model": "toy:llama",
+        "prompts": {"source": "word-problems"},
+        "output": {"result": str(tmp_path / output)},
+    }
+    (tmp_path / "config.toml").write_text(_toml(config))
+    with pytest.raises(OutputError, match=message):
+        run_from_config(tmp_path / "config.toml")
+
+
+def test_a_page_in_the_place_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.figures.load_prompts", None)
+    output = {"result": str(tmp_path / "r.zarr"), "page": str(tmp_path)}
+    config = {"model": "toy:llama", "prompts": {"source": "word-problems"}, "output": output}
+    (tmp_path / "config.toml").write_text(_toml(config))
+    with pytest.raises(OutputError, match="is a folder"):
+        run_from_config(tmp_path / "config.toml")
+
+
+def _random_llama(checkpoint):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(checkpoint)
+
+
+def _tokenizer(checkpoint):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("prompts", [[], "", "   ", ["fine", ""], None, 3])
 def test_no_prompts_and_empty_prompts(no_forward, prompts):
-    with pytest.raises(PromptError, match=r"no prompts|empty question"):
+    with pytest.raises(PromptError, match=r"no prompts|empty question|give a text"):
         ma.run(no_forward, prompts, progress=False)
 
 
@@ -144,6 +239,9 @@ def test_random_place_in_a_question_of_one_token(no_forward):
         {"layers": [9]},
         {"layers": -1},
         {"layers": []},
+        {"layers": "all"},
+        {"conditions": [ma.MeaninglessTokens()]},
+        {"conditions": {"baseline": "slash"}},
         {"memory": "lots"},
         {"memory": "0GiB"},
         {"positions": "all"},

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import mechattn as ma
+from mechattn.errors import ModelError
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
@@ -104,3 +105,25 @@ def test_a_sliding_window_is_found_and_counted():
         expected = pattern[:, key + 1 : last, key].mean(-1)
         torch.testing.assert_close(torch.tensor(received[:, key]).double(), expected, atol=2e-6, rtol=0)
     assert dataset.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)
+
+
+def test_local_attention_by_other_names():
+    """GPT-Neo spells its windows in another way; a HookedTransformer has them in its own config."""
+    from types import SimpleNamespace
+
+    neo = SimpleNamespace(attention_layers=["global", "local"], window_size=16)
+    model = SimpleNamespace(original_model=SimpleNamespace(config=neo), cfg=None)
+    assert [attention_window(model, layer) for layer in (0, 1)] == [None, 16]
+    hooked = SimpleNamespace(cfg=SimpleNamespace(attn_types=["local", "global"], window_size=8))
+    assert [attention_window(hooked, layer) for layer in (0, 1)] == [8, None]
+    chunked = SimpleNamespace(layer_types=["chunked_attention"], sliding_window=None)
+    with pytest.raises(ModelError, match="chunked_attention"):
+        attention_window(SimpleNamespace(original_model=SimpleNamespace(config=chunked)), 0)
+
+
+def test_dtype_of_a_model_object_is_followed(checkpoint, native):
+    hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16)
+    assert next(hooked.parameters()).dtype == torch.bfloat16
+    result = ma.run(hooked, TEXT, progress=False)
+    assert result.provenance["model"]["dtype"] == "bfloat16"
+    assert result.provenance["model"]["weights"] == "raw"

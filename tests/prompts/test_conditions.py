@@ -63,6 +63,14 @@ def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
     assert text_of(model, sequence, "question").strip() == PROMPT.question
 
 
+def test_words_of_the_question_in_the_template_are_not_the_question(toy):
+    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
+    model.tokenizer.chat_template = "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
+    sequence = tokenize(ma.Prompt("Tom", template="chat"), model)
+    text = model.tokenizer.decode(sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])])
+    assert text.endswith("<u>")
+
+
 def test_a_model_without_bos_gets_none(toy):
     model = SimpleNamespace(tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False))
     assert runs(tokenize(PROMPT, model))[0] == "system"

@@ -93,3 +93,21 @@ def test_verdict_words(slash_result):
     assert re.search(r"Question attention −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\].*uniform attention −", words)
     assert "12 prompts" in words
     assert "of 32 heads" in words
+
+
+def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
+    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")}, progress=False)
+    figure = ma.render.received_attention(result, layer=0, heads=[0])
+    assert not figure.layout.shapes
+    assert "differ between prompts" in figure.layout.title.text
+
+
+def test_a_page_shows_every_condition(toy, prompts, tmp_path):
+    from mechattn.page import result_page
+
+    conditions = {"four": ma.MeaninglessTokens(count=4), "nine": ma.MeaninglessTokens(count=9)}
+    result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")], progress=False)
+    text = result_page(result, tmp_path / "index.html", 0, [0]).read_text()
+    assert "with “four”" in text
+    assert "with “nine”" in text
+    assert "all tokens after it pay to it" in text
