@@ -24,7 +24,7 @@ def figures(
     field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
     limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
-    heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "0,1,2",
+    heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "2,3,4",
     seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
@@ -51,7 +51,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise OptionError(f"--heads {text!r}: write the heads like 0,1,2") from None
+        raise OptionError(f"--heads {text!r}: write the heads like 2,3,4") from None
 
 
 def _command() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -80,7 +81,8 @@ def segment_mass(
 
     ``mass[s] = Σ_{k in s} Σ_q counted[q] · A[q, k]``; a query's own key counts.
     """
-    return columns @ member.to(columns.dtype).transpose(-1, -2)
+    member = member.to(columns.dtype)
+    return einsum(columns, member, "batch head key, batch segment key -> batch head segment")
 
 
 def segment_mean(
@@ -89,7 +91,8 @@ def segment_mean(
     """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an empty segment."""
     known = ~received.isnan()
     weight = member[:, None] & known[:, :, None]
-    sums = torch.einsum("bhk,bhsk->bhs", received.nan_to_num(), weight.to(received.dtype))
+    weight = weight.to(received.dtype)
+    sums = einsum(received.nan_to_num(), weight, "batch head key, batch head segment key -> batch head segment")
     return sums / weight.sum(-1)
 
 
