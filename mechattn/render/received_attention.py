@@ -70,6 +70,15 @@ def received_attention(
             moments = _moments(dataset, quantity, name, layer, head, shown)
             for trace in _line(moments, name == BASELINE, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
+    _label(figure, len(heads), span)
+    over = f"mean over {len(shown)} prompts, bands: pointwise 95 % intervals; heads {how}{where}"
+    figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
+    return figure
+
+
+def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None) -> None:
+    """Axes, legend and the shaded span."""
+    for column in range(1, columns + 1):
         if span is not None:
             figure.add_vrect(
                 span[0] - 0.5, span[1] + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
@@ -81,15 +90,10 @@ def received_attention(
     figure.update_yaxes(rangemode="tozero")
     figure.update_layout(
         **LAYOUT | {"margin": dict(l=80, r=20, t=120, b=60)},
-        title=dict(
-            text=f"{model_caption(result)}: received attention<br><sup>mean over {len(shown)} prompts, bands: "
-            f"pointwise 95 % intervals; heads {how}{where}</sup>"
-        ),
         legend=dict(orientation="h", x=1, xanchor="right", y=1.1, yanchor="bottom"),
         height=640,
         hovermode="x unified",
     )
-    return figure
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
