@@ -1,4 +1,7 @@
-"""Write a toy's card from what measure.py saved for its three training seeds, and copy the median one's weights.
+"""Write a toy's card from what measure.py saved for its three training seeds, and copy the weights of one.
+
+The median seed ships if it stays within 15 points of its clean accuracy with 55 held-out “/”. If it does not, the best
+one ships, and the card says so.
 
 python experiments/toys/measure.py out/toys/llama-0 out/toys/llama-1 out/toys/llama-2 --save
 python experiments/toys/card.py llama out/toys/llama-0 out/toys/llama-1 out/toys/llama-2
@@ -14,7 +17,7 @@ from pathlib import Path
 from measure import table_lines
 from safetensors.torch import load_file
 
-HARDEST = ("55 “/”", "5 steps")
+HARDEST, LARGEST_LOSS = "5 steps", 0.15
 TOYS = Path(__file__).parents[2] / "mechattn" / "toys"
 WORDS = {"llama": "Llama (RoPE, grouped-query attention, gated MLP, RMSNorm)"}
 
@@ -25,8 +28,10 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs=3)
     args = parser.parse_args()
     measured = {folder: json.loads((folder / "measured.json").read_text()) for folder in args.folders}
-    share = {folder: some["table"][HARDEST[0]][HARDEST[1]] for folder, some in measured.items()}
-    median = sorted(args.folders, key=share.__getitem__)[1]
+    ranked = sorted(args.folders, key=lambda folder: measured[folder]["table"]["55 “/”"][HARDEST])
+    table = measured[ranked[1]]["table"]
+    holds = table["clean"][HARDEST] - table["55 “/”"][HARDEST] <= LARGEST_LOSS
+    shipped = ranked[1] if holds else ranked[2]
     target = TOYS / args.family
     target.mkdir(exist_ok=True)
     for name in (
@@ -36,17 +41,18 @@ def main() -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     ):
-        shutil.copyfile(median / "model" / name, target / name)
-    (target / "README.md").write_text("\n".join(card_lines(args.family, measured, median)) + "\n")
-    print(f"{median} ships as toy:{args.family}")
+        shutil.copyfile(shipped / "model" / name, target / name)
+    (target / "README.md").write_text("\n".join(card_lines(args.family, measured, shipped, holds)) + "\n")
+    print(f"{shipped} ships as toy:{args.family}")
 
 
-def card_lines(family: str, measured: dict, median: Path) -> list[str]:
+def card_lines(family: str, measured: dict, folder: Path, is_median: bool) -> list[str]:
     """The card in Markdown."""
-    weights = load_file(median / "model" / "model.safetensors")
+    weights = load_file(folder / "model" / "model.safetensors")
     size, stored = sum(w.numel() for w in weights.values()), str(next(iter(weights.values())).dtype)
-    config = json.loads((median / "model" / "config.json").read_text())
-    shipped, seed = measured[median], median.name.split("-")[-1]
+    config = json.loads((folder / "model" / "config.json").read_text())
+    shipped, seed = measured[folder], folder.name.split("-")[-1]
+    which = "the median of three" if is_median else "**the best of three, since the median loses more than 15 points,**"
     lines = [
         f"# toy:{family}",
         "",
@@ -58,10 +64,9 @@ def card_lines(family: str, measured: dict, median: Path) -> list[str]:
         "measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
         "question in part of the examples, never `/`, `?` or `he`.",
         "",
-        f"Training seed {seed}, the median of three by exact match on five-step problems with 55 "
-        "“/”. Trained on the CPU by",
+        f"Training seed {seed}, {which} by exact match on five-step problems with 55 “/”. Trained on the CPU by",
         "",
-        f"    python experiments/toys/train.py --family {family} --seed {seed} --out out/toys/{median.name}",
+        f"    python experiments/toys/train.py --family {family} --seed {seed} --out out/toys/{folder.name}",
         "",
         f"## Held-out exact match, greedy, weights as stored ({shipped['problems']} problems a row)",
         "",
@@ -74,9 +79,9 @@ def card_lines(family: str, measured: dict, median: Path) -> list[str]:
         "| seed | " + " | ".join(f"{name}, {kind}" for name, rows in shipped["table"].items() for kind in rows) + " |",
         "|---" * (1 + sum(len(rows) for rows in shipped["table"].values())) + "|",
     ]
-    for folder, some in measured.items():
+    for training, some in measured.items():
         shares = [f"{100 * value:.1f} %" for rows in some["table"].values() for value in rows.values()]
-        lines.append(f"| {folder.name.split('-')[-1]} | " + " | ".join(shares) + " |")
+        lines.append(f"| {training.name.split('-')[-1]} | " + " | ".join(shares) + " |")
     return lines
 
 
