@@ -21,10 +21,10 @@ from mechattn.prompts.problems import word_problems
 from mechattn.stats.intervals import wilson_interval
 
 FILLERS = {"clean": None, "55 “/”": "/", "55 “?”": "?", "55 “he”": "he"}
-SEED = 1
+CHOOSING, REPORTING = 1, 2  # seeds of the problems on which a training is chosen, and of those that the card reports
 
 
-def measure(folder: Path, problems: int) -> dict[str, dict[str, float]]:
+def measure(folder: Path, problems: int, seed: int = REPORTING) -> dict[str, dict[str, float]]:
     """Exact match by filler and number of steps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -32,9 +32,9 @@ def measure(folder: Path, problems: int) -> dict[str, dict[str, float]]:
     for name, text in FILLERS.items():
         filler = [] if text is None else tokenizer(" ".join([text] * 55), add_special_tokens=False)["input_ids"]
         assert len(filler) in (0, 55), f"{text!r} is no single token"
-        rows = {"all": list(islice(word_problems("test", seed=SEED), problems))}
+        rows = {"all": list(islice(word_problems("test", seed=seed), problems))}
         if text in (None, "/"):
-            rows["5 steps"] = list(islice(word_problems("test", steps=(5,), seed=SEED), problems))
+            rows["5 steps"] = list(islice(word_problems("test", steps=(5,), seed=seed), problems))
         table[name] = {kind: exact_match(model, tokenizer, some, filler) for kind, some in rows.items()}
     return table
 
@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", help="a checkpoint folder, or a training's folder")
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save", action="store_true", help="write measured.json beside each training's weights")
+    parser.add_argument("--save", action="store_true", help="write measured.json, to choose a training by")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for folder in args.folders:
         weights = folder / "model" if (folder / "model").is_dir() else folder
-        table = measure(weights, args.problems)
+        table = measure(weights, args.problems, CHOOSING if args.save else REPORTING)
         print(
             f"{folder}: {args.problems} held-out problems each\n" + "\n".join(table_lines(table, args.problems)),
             flush=True,
