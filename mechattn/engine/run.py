@@ -21,9 +21,7 @@ from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 from mechattn.results import provenance
-from mechattn.results.result import Result
-
-BASELINE = "baseline"
+from mechattn.results.result import BASELINE, Result
 
 
 def run(
@@ -55,10 +53,12 @@ def run(
         A result with one dataset an analysis, and "sequences": the tokens that the model read.
 
     Raises:
-        MechattnError: Something given cannot be used; found before the first forward pass.
+        MechattnError: Something given cannot be used; found before the first forward pass, but for a model whose
+            attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
     """
     model = load_model(model)
     chosen = hooks.chosen_layers(model, layers)
+    windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
     prompts = as_prompts(prompts)
     named = _with_baseline(conditions)
     analyses = _checked_analyses(analyses)
@@ -70,19 +70,21 @@ def run(
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], model.cfg.n_heads, memory)
     collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
     for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
-        _measure(model, batch, chosen, analyses, collectors)
+        _measure(model, batch, windows, analyses, collectors)
     datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
     datasets["sequences"] = _sequences_dataset(model, prompts, list(named), sequences)
     about = _provenance(model, prompts, named, analyses, chosen)
     return Result(datasets, about | {"seed": seed, "memory": memory, "positions": positions})
 
 
-def _measure(model: Any, batch: Batch, layers: list[int], analyses: Seq[Analysis], collectors: list[Collector]) -> None:
+def _measure(
+    model: Any, batch: Batch, windows: Mapping[int, int | None], analyses: Seq[Analysis], collectors: list[Collector]
+) -> None:
     """One forward pass; every layer's pattern is reduced as it passes."""
     queries = torch.arange(batch.tokens.shape[1])
 
     def see(layer: int, pattern: Tensor) -> None:
-        window = hooks.attention_window(model, layer)
+        window = windows[layer]
         hooks.check_pattern(model, layer, pattern, batch.real, window)
         rows = AttentionRows(layer, pattern, queries, batch, window)
         for analysis, collector in zip(analyses, collectors, strict=True):
@@ -90,7 +92,7 @@ def _measure(model: Any, batch: Batch, layers: list[int], analyses: Seq[Analysis
             values = analysis.values(sums, batch, window)
             collector.add(layer, batch, values)
 
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, layers, see)
+    hooks.forward_with_patterns(model, batch.tokens, batch.real, list(windows), see)
 
 
 def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
