@@ -1,21 +1,28 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
+# make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # Each of them creates the environment in .venv first, from requirements.lock, with nothing but python3.
 
 PYTHON ?= python3
 BIN := .venv/bin
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine
 
-.PHONY: figures test lint docs cards lock clean
+.PHONY: figures test test-compat lint docs cards lock clean
 
 figures: .venv/installed
-	@echo "Running toy:llama on 64 word problems, with and without 55 meaningless tokens (about 20 seconds)."
+	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
 test: .venv/installed
 	@echo "Shapes and types of the tensor code are checked at run time in all tests but those of bad input."
-	$(BIN)/python -m pytest --ignore tests/bad_input --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(BIN)/python -m pytest --ignore tests/bad_input --ignore tests/compat --jaxtyping-packages=$(CHECKED),beartype.beartype
 	$(BIN)/python -m pytest tests/bad_input
+
+# It runs on the same torch and transformers, so it needs no second environment, only a place on the path.
+test-compat: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target out/compat \
+	  transformer-lens==3.9.0 better-abc==0.0.3
+	PYTHONPATH=out/compat $(BIN)/python -m pytest tests/compat
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

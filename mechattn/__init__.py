@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mechattn.errors import MechattnError as MechattnError
     from mechattn.look import pattern as pattern
     from mechattn.model.load import load_model as load_model
+    from mechattn.model.load import verify_model as verify_model
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
     from mechattn.prompts.datasets import load_prompts as load_prompts
@@ -35,6 +36,7 @@ _HOME = {
     "pattern": "look",
     "render": "",
     "run": "engine.run",
+    "verify_model": "model.load",
 }
 __all__ = sorted(_HOME)
 

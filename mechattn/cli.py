@@ -19,7 +19,9 @@ app = typer.Typer(
 @app.command()
 def figures(
     out: Annotated[Path, typer.Option(help="The folder that the page goes to.")] = Path("out/figures"),
-    model: Annotated[str, typer.Option(help="A toy, a checkpoint directory or a hub name.")] = "toy:llama",
+    model: Annotated[
+        list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; again for more; all toys without.")
+    ] = [],  # noqa: B006
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
     field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
     limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
@@ -29,8 +31,10 @@ def figures(
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
+    from mechattn.model.toys import toy_names
 
-    page = make_figures(out, model, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
+    models = model or toy_names()
+    page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
 
@@ -43,6 +47,32 @@ def run_config(
 
     for path in run_from_config(config, command=_command()):
         typer.echo(f"Wrote {path}")
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
+    families: Annotated[bool, typer.Option(help="Instead: which analyses run on which architecture.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
+    length: Annotated[int, typer.Option(help="Tokens of the probe; more than a window to test it.")] = 24,
+) -> None:
+    """Is the hooked model the model? Compare it with the model's own attention, and with itself."""
+    from mechattn.errors import OptionError
+
+    if families == bool(model):
+        raise OptionError("give a model, or --families: mechattn verify toy:llama")
+    if families:
+        from mechattn.families import as_markdown
+        from mechattn.families import families as all_families
+
+        typer.echo(as_markdown(all_families()))
+        return
+    from mechattn.model.load import dtype_named, verify_model
+
+    report = verify_model(model, dtype=dtype_named(dtype), length=length)
+    typer.echo(str(report))
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def _numbers(text: str) -> list[int]:

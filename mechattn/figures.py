@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-import torch
-
 from mechattn import config as configs
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.collect import Positions
@@ -14,7 +12,7 @@ from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import load_model
+from mechattn.model.load import dtype_named, load_model
 from mechattn.page import figure_section, result_page, result_sections, view_section, write_page
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
@@ -27,7 +25,7 @@ VIEW_TOKENS = 16
 
 def make_figures(
     out: Path,
-    model: str,
+    models: Seq[str],
     source: str,
     limit: int,
     layer: int,
@@ -37,7 +35,7 @@ def make_figures(
     seed: int = 0,
     command: str = "",
 ) -> Path:
-    """Two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
+    """For each model two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
     The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
     shows ``heads``, on all prompts.
@@ -47,25 +45,35 @@ def make_figures(
     """
     page = Path(out) / "index.html"
     check_writable(page)
-    check_result_place(Path(out) / "result.zarr")
-    hooked = load_model(model)
-    chosen_layers(hooked, layer)
-    check_heads(heads, hooked.cfg.n_heads)
+    places = {name: Path(out) / f"{file_name(name)}.zarr" for name in models}
+    for place in places.values():
+        check_result_place(place)
     prompts = load_prompts(source, limit=limit, field=field, seed=seed)
     _check_enough(len(prompts), 3)
-    slash = MeaninglessTokens("/", count=55)
-    result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
-    result.save(Path(out) / "result.zarr")
-    count = min(3, hooked.cfg.n_heads)
-    sections = result_sections(result, layer, count)
-    sections.append(figure_section(result, layer, heads))
-    short = MeaninglessTokens("/", count=VIEW_TOKENS)
-    shortest = min(prompts, key=lambda prompt: len(prompt.question))
-    view = pattern(hooked, shortest, layer, heads, short, seed=seed)
-    note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
-    sections.append(view_section(view, "The attention of one prompt", note))
+    results, sections = [], []
+    for name, place in places.items():
+        hooked = load_model(name)
+        chosen_layers(hooked, layer)
+        check_heads(heads, hooked.cfg.n_heads)
+        slash = MeaninglessTokens("/", count=55)
+        result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
+        result.save(place)
+        results.append(result)
+        sections += result_sections(result, layer, min(3, hooked.cfg.n_heads))
+        sections.append(figure_section(result, layer, heads))
+        short = MeaninglessTokens("/", count=VIEW_TOKENS)
+        shortest = min(prompts, key=lambda prompt: len(prompt.question))
+        view = pattern(hooked, shortest, layer, heads, short, seed=seed)
+        note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
+        sections.append(view_section(view, f"{name}: the attention of one prompt", note))
     subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
-    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, [result], sections, command)
+    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command)
+
+
+def file_name(model: str) -> str:
+    """A name for the files of a model: "toy:llama" gives "toy-llama", "/a/folder/" gives "folder"."""
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in last)
 
 
 def run_from_config(path: Path, command: str = "") -> list[Path]:
@@ -86,8 +94,7 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     prompts = load_prompts(**config.prompts.model_dump())
     if output.page:
         _check_enough(len(prompts), output.heads)
-    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = load_model(config.model, dtype=dtype)
+    model = load_model(config.model, dtype=dtype_named(config.dtype))
     layers = chosen_layers(model, config.layers)
     layer = layers[0] if output.layer is None else output.layer
     if output.page and not isinstance(output.heads, int):

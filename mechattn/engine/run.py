@@ -16,7 +16,8 @@ from mechattn.engine.collect import Collector, Positions
 from mechattn.engine.plan import batch_plan
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
-from mechattn.model.load import load_model, weights_kind
+from mechattn.model.known import Known, known
+from mechattn.model.load import load_model
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -56,7 +57,7 @@ def run(
         MechattnError: Something given cannot be used; found before the first forward pass, but for a model whose
             attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
     """
-    model = load_model(model)
+    model = load_model(model) if known(model) is None else model
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
     prompts = as_prompts(prompts)
@@ -68,6 +69,7 @@ def run(
     for prompt, made in zip(prompts, sequences, strict=True):
         _check_sequences(prompt, made, named, analyses, model)
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], model.cfg.n_heads, memory)
+    model = load_model(model)  # verified again if another model was made since
     collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
     for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
         _measure(model, batch, windows, analyses, collectors)
@@ -188,6 +190,7 @@ def _provenance(
     model: Any, prompts: list[Prompt], named: dict[str, Condition], analyses: Seq[Analysis], layers: list[int]
 ) -> dict[str, Any]:
     parameters = next(model.parameters())
+    about = known(model) or Known()
     return {
         "model": {
             "name": str(model.cfg.model_name),
@@ -199,7 +202,10 @@ def _provenance(
             "device": str(parameters.device),
             "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
             "hooked_by": type(model).__name__,
-            "weights": weights_kind(model),
+            "weights": about.weights,
+            "verified": about.verified,
+            "not_verified": about.report.not_checked if about.report else [],
+            "mended": list(about.mended),
         },
         "prompts": {"count": len(prompts), "hash": provenance.digest(prompts), "template": prompts[0].template},
         "conditions": {name: repr(condition) for name, condition in named.items()},

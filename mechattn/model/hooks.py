@@ -32,6 +32,11 @@ def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
         OptionError: A layer doesn't exist or has no attention.
     """
     have = attention_layers(model)
+    if not have:
+        raise ModelError(
+            f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern TransformerLens fires), "
+            "so there is nothing to analyse; choose a model with attention layers"
+        )
     if layers is None:
         return have
     if isinstance(layers, str):
@@ -91,8 +96,7 @@ def check_pattern(
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
-    sinks = any("sinks" in name for name, _ in model.named_parameters())
-    bad = ~((sums < 1.01) & (sums > (-0.01 if sinks else 0.99)))
+    bad = ~((sums < 1.01) & (sums > (-0.01 if has_sinks(model) else 0.99)))
     if bad.any():
         row, head, query = bad.nonzero()[0].tolist()
         raise ModelError(
@@ -107,6 +111,18 @@ def check_pattern(
             f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see "
             f"({'full causal attention' if window is None else f'a window of {window}'}); the mask is not the model's"
         )
+
+
+def has_sinks(model: Any) -> bool:
+    """Whether attention keeps part of each row to itself, in a learned sink (GPT-OSS)."""
+    return any("sinks" in name for name, _ in model.named_parameters())
+
+
+def prepends_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself starts a text with its BOS token."""
+    if tokenizer is None or tokenizer.bos_token_id is None:
+        return False
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def count_parameters(model: Any) -> int:

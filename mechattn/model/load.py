@@ -5,84 +5,165 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.hooks import prepends_bos
+from mechattn.model.known import Known, boots, count_boot, known, remember
+from mechattn.model.mend import mend
+from mechattn.model.native import classes_left_alone, native_twin
+from mechattn.model.report import Report
 from mechattn.model.toys import PREFIX, toy_folder, toy_names
+from mechattn.model.verify import AT_LOADING, PROBE, check_model
 
-_MARK = "mechattn_weights"
 Dtype = torch.dtype | Literal["auto"]
 
 
 def load_model(
-    model: Any, *, tokenizer: Any = None, dtype: Dtype = "auto", device: str | torch.device | None = None
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: Dtype = "auto",
+    device: str | torch.device | None = None,
+    verify: bool = True,
+    **options: Any,
 ) -> Any:
-    """Load a model as a hooked transformer, with HookedTransformer hook names and the raw weights.
+    """Load a model as a hooked transformer with the raw weights, verified against its own attention.
 
     No weight is folded or centred: biases, residual norms and head updates are those of the model itself. Whether a
     BOS token stands first is what the tokenizer does (``cfg.default_prepend_bos``), not TransformerLens' default True.
 
     Args:
         model: "toy:llama"; a checkpoint directory; a hub name; a model object of transformers (changed in place); or
-            a model that is hooked already, which is returned as it is.
+            a ``TransformerBridge`` or ``HookedTransformer``, which is verified and returned as it is.
         tokenizer: A tokenizer object of transformers, taken as it is, in place of the model's own.
         dtype: The type of the weights; "auto" takes the checkpoint's (float32 for the toys).
         device: Where the model goes; by default where TransformerLens puts it.
+        verify: Compare the hooked model with the model itself (``verify_model``) and refuse it where they differ. A
+            model that was verified already is verified again when another model was made since: booting one can
+            change classes that both use.
+        **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``device_map``, ``n_devices``,
+            ``max_memory``, ``n_ctx``, ``revision`` or ``trust_remote_code``.
 
     Returns:
-        A ``TransformerBridge`` in compatibility mode.
+        A ``TransformerBridge`` in compatibility mode, or the hooked model that was given.
 
     Raises:
-        ModelError: There is no such model, or it cannot be hooked.
+        ModelError: There is no such model, it cannot be hooked, or what is hooked is not the model.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
-        if tokenizer is not None or dtype != "auto" or device is not None:
+        if tokenizer is not None or dtype != "auto" or device is not None or options:
             raise OptionError("a hooked model is taken as it is; pass tokenizer, dtype and device where it is made")
-        return _hooked(model)
+        return _verified(model, _known_or_met(model), verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     if isinstance(model, torch.nn.Module):
-        return _from_object(model, tokenizer, dtype, device)
-    if isinstance(model, (str, Path)):
-        return _from_name(str(model), tokenizer, dtype, device)
-    raise ModelError(
-        f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
-    )
+        made = _from_object(model, tokenizer, dtype, device, options)
+    elif isinstance(model, (str, Path)):
+        made = _from_name(str(model), tokenizer, dtype, device, options)
+    else:
+        raise ModelError(
+            f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
+        )
+    return _verified(made, _known_or_met(made), verify)
 
 
-def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any) -> Any:
+def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
+    """Compare a hooked model with the model itself: a table of checks, each with both figures and its tolerance.
+
+    Args:
+        model: What ``load_model`` takes.
+        native: The model of transformers that a ``HookedTransformer`` was made from, to compare its logits with.
+        length: Tokens of the probe; more where that goes beyond a window of at most 128. Loading uses 8.
+        **options: Passed to ``load_model``.
+
+    Returns:
+        The report; ``report.passed`` says whether results of this model are verified, ``print(report)`` shows it all.
+
+    Raises:
+        ModelError: There is no such model, or it cannot be hooked.
+        OptionError: The probe is too short.
+    """
+    if length < AT_LOADING:
+        raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
+    hooked = load_model(model, verify=False, **options)
+    about = _known_or_met(hooked)
+    if native is not None:
+        about = replace(about, native=native.eval(), why_not_native="", probe_logits=None)
+    about.report = check_model(hooked, about, length)
+    about.boots = boots()
+    remember(hooked, about)
+    return about.report
+
+
+def dtype_named(name: str) -> Dtype:
+    """The dtype of a name such as "bfloat16", for configs and the command line.
+
+    Raises:
+        OptionError: There is none of this name.
+    """
+    if name == "auto":
+        return "auto"
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(f'dtype={name!r}: give "auto", "float32", "bfloat16" or "float16"')
+    return found
+
+
+def _known_or_met(model: Any) -> Known:
+    """What is known about a hooked model; for one that was hooked elsewhere, found out and mended now."""
+    about = known(model)
+    if about is not None:
+        return about
+    native, why = native_twin(model)
+    return remember(model, Known(native=native, why_not_native=why, mended=mend(model)))
+
+
+def _verified(model: Any, about: Known, verify: bool) -> Any:
+    if not verify:
+        about.to_verify = about.report is not None
+    elif about.to_verify and (about.report is None or about.boots < boots()):
+        about.report = check_model(model, about, AT_LOADING)
+        about.boots = boots()
+        about.report.require()
+    return model
+
+
+def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
     is_toy = name.startswith(PREFIX)
     place = str(toy_folder(name)) if is_toy else name
     if Path(place).is_dir() and not (Path(place) / "config.json").exists():
         raise ModelError(
             f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
         )
+    remote: dict[str, Any] = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     if dtype == "auto":
-        dtype = torch.float32 if is_toy else _checkpoint_dtype(place)
+        dtype = torch.float32 if is_toy else _checkpoint_dtype(place, remote)
     if tokenizer is None:
-        tokenizer = _tokenizer_of(place)
-    return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name)
+        tokenizer = _tokenizer_of(place, remote)
+    return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
 
-def _tokenizer_of(place: str) -> Any:
+def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(place, **remote)
     except Exception as error:
         raise ModelError(
             f"{place} holds no tokenizer that loads ({_reason(error)}); pass one: load_model(…, tokenizer=…)"
         ) from error
 
 
-def _checkpoint_dtype(name: str) -> torch.dtype:
+def _checkpoint_dtype(name: str, remote: dict[str, Any]) -> torch.dtype:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
@@ -92,34 +173,40 @@ def _checkpoint_dtype(name: str) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any) -> Any:
+def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
     if not hasattr(hf_model, "config"):
         raise ModelError(f"a {type(hf_model).__name__} is no model of transformers: it has no config")
     if tokenizer is None:
         raise ModelError("a model object comes without a tokenizer; pass one: load_model(model, tokenizer=…)")
     hf_model.config.architectures = [type(hf_model).__name__]
     name = getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
-    _refuse_doubled_alibi(hf_model.config)
-    dtype = hf_model.dtype if dtype == "auto" else dtype
-    return _boot(name, hf_model=hf_model.to(dtype).eval(), tokenizer=tokenizer, dtype=dtype, device=device, shown=name)
+    placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
+    if placed and (dtype != "auto" or device is not None):
+        raise OptionError("a quantised or dispatched model keeps its dtype and devices; choose them where it is made")
+    if not placed:
+        hf_model = hf_model.to(device=device, dtype=None if dtype == "auto" else dtype)
+    kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}
+    return _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
+    count_boot()
     try:
-        with _quiet():
+        with _quiet(), classes_left_alone():
             bridge = TransformerBridge.boot_transformers(name, tokenizer=copy.deepcopy(tokenizer), **options)
-        bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
+            bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {_reason(error)}") from error
     # The very object that was given: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
-    _refuse_doubled_alibi(bridge.original_model.config)
-    setattr(bridge, _MARK, "raw")
-    return bridge.eval()
+    bridge.eval()
+    native, why = native_twin(bridge)
+    remember(bridge, Known(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
+    return bridge
 
 
 @contextmanager
@@ -134,36 +221,6 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def weights_kind(model: Any) -> str:
-    """ "raw" for a model that ``load_model`` made; a model that was hooked elsewhere may have folded weights."""
-    return getattr(model, _MARK, "as given, perhaps processed")
-
-
-def _refuse_doubled_alibi(config: Any) -> None:
-    if getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
-        raise ModelError(
-            "Falcon's eager attention, which hooks need, adds ALiBi twice in transformers 4.46 to 5.23, so its numbers "
-            "would be those of another model; mechattn does not mend this yet"
-        )
-
-
-def _hooked(model: Any) -> Any:
-    _refuse_doubled_alibi(getattr(getattr(model, "original_model", None), "config", None))
-    if "blocks.0.attn.hook_pattern" not in model.hook_dict:
-        raise ModelError(
-            "this hooked model has no hook named blocks.0.attn.hook_pattern; "
-            "call model.enable_compatibility_mode(no_processing=True) first"
-        )
-    return model
-
-
-def prepends_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself starts a text with its BOS token."""
-    if tokenizer is None or tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mechattn.errors import ModelError
 
@@ -24,3 +25,10 @@ def toy_folder(name: str) -> Path:
     if name not in toy_names():
         raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())}")
     return FOLDER / name.removeprefix(PREFIX)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a toy."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(toy_folder(name))

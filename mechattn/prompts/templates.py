@@ -33,6 +33,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     if prompt.tokens:
         bos = _bos(model)
         _refuse_padding(prompt, model.tokenizer)
+        _refuse_other_bos(prompt, model, bos)
         segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
         return baseline_sequence(prompt.tokens, segments)
     tokenizer = require_tokenizer(model)
@@ -67,10 +68,27 @@ def _bos(model: TokenizedModel) -> int | None:
     return bos
 
 
+def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
+    """Token ids must begin as the model's texts do, since the first token takes much of the attention."""
+    if bos is not None and prompt.tokens[0] != bos:
+        raise PromptError(
+            f"the token ids of prompt {prompt.id} begin with {prompt.tokens[0]}, but this model reads text after a BOS "
+            f"token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
+        )
+    own = getattr(model.tokenizer, "bos_token_id", None)
+    if bos is None and own is not None and prompt.tokens[0] == own:
+        raise PromptError(
+            f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model reads text without "
+            "one; leave it out, or set model.cfg.default_prepend_bos = True"
+        )
+
+
 def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
     pad = getattr(tokenizer, "pad_token_id", None)
     ends = (prompt.tokens[0], prompt.tokens[-1])
-    if pad is not None and pad in ends and pad not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+    doubles = pad is not None and pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    run_of_pads = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
+    if pad is not None and (run_of_pads if doubles else pad in ends):
         raise PromptError(
             f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as text; give each "
             "prompt without padding, as Prompt(tokens=…) or as text"

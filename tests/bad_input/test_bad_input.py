@@ -8,6 +8,9 @@ import torch
 import mechattn as ma
 from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.figures import make_figures, run_from_config
+from mechattn.model.architectures import tiny_model
+from mechattn.model.load import dtype_named
+from mechattn.model.toys import load_tokenizer
 
 
 @pytest.fixture
@@ -63,21 +66,6 @@ def test_a_thing_that_is_no_model(thing):
         ma.load_model(thing)
 
 
-def test_hooked_model_with_other_hook_names(checkpoint):
-    from transformer_lens.model_bridge import TransformerBridge
-
-    with pytest.raises(ModelError, match="enable_compatibility_mode"):
-        ma.load_model(_without_aliases(TransformerBridge.boot_transformers(str(checkpoint))))
-
-
-def _without_aliases(bridge):
-    class Plain:
-        hook_dict = {name: hook for name, hook in bridge.hook_dict.items() if "pattern" not in name}
-        cfg = bridge.cfg
-
-    return Plain()
-
-
 def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
     prompts = ["Tom has 3 apples.", "word " * 1200]
     with pytest.raises(PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'):
@@ -92,23 +80,78 @@ def test_a_prompt_that_is_too_long_with_the_filler_only(no_forward):
 def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
     model = _random_llama(checkpoint)
     model.model.layers[1].self_attn.q_proj.weight.data[:8] = torch.nan  # head 0 of layer 1
-    hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint))
+    with pytest.raises(ModelError, match=r"(?s)not the model itself.*rows failed in layer 1"):
+        ma.load_model(model, tokenizer=_tokenizer(checkpoint))
+    hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint), verify=False)
     with pytest.raises(ModelError, match="layer 1, head 0: the attention of query 0 sums to 0"):
         ma.run(hooked, "Tom has 3 apples.", progress=False)
 
 
 def test_a_shifted_mask_is_refused(toy, monkeypatch):
     monkeypatch.setattr("mechattn.model.hooks.attention_window", lambda model, layer: 3)
+    monkeypatch.setattr(toy._mechattn, "to_verify", False)
     with pytest.raises(ModelError, match=r"should not see \(a window of 3\)"):
         ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", progress=False)
 
 
-def test_falcon_is_refused_until_it_is_mended(toy):
-    from transformers import FalconConfig, FalconForCausalLM
+def test_a_model_without_attention_says_so():
+    tokenizer = load_tokenizer("toy:llama")
+    mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="has no layer with attention"):
+        ma.run(mamba, "Tom has 3 apples.", progress=False)
 
-    config = FalconConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
-    with pytest.raises(ModelError, match="adds ALiBi twice"):
-        ma.load_model(FalconForCausalLM(config), tokenizer=toy.tokenizer)
+
+def test_a_model_that_is_not_itself_is_refused_with_the_figures():
+    """One head's output goes to another head's place behind the hooks."""
+    tokenizer = load_tokenizer("toy:llama")
+    hooked = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
+    hooked.blocks[1].attn.o.original_component.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
+    elsewhere = hooked.__class__.__new__(hooked.__class__)
+    elsewhere.__dict__ = {k: v for k, v in hooked.__dict__.items() if k != "_mechattn"}  # as if made by other code
+    said = r"(?s)not the model itself.*logits failed: .* where .* is expected.*heads failed in layer 1.*verify=False"
+    with pytest.raises(ModelError, match=said):
+        ma.run(elsewhere, "Tom has 3 apples.", progress=False)
+    assert not ma.run(hooked, "Tom has 3 apples.", progress=False).provenance["model"]["verified"]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float8"}, {"dtype": "int64"}])
+def test_a_dtype_that_is_none(options):
+    with pytest.raises(OptionError, match="float32"):
+        dtype_named(**{"name": options["dtype"]})
+
+
+def test_a_probe_of_nothing(toy):
+    with pytest.raises(OptionError, match="at least 8 tokens"):
+        ma.verify_model(toy, length=2)
+
+
+def test_an_option_that_transformer_lens_does_not_take():
+    with pytest.raises(ModelError, match="colour"):
+        ma.load_model("toy:llama", colour="red")
+
+
+def test_a_family_that_is_none():
+    with pytest.raises(ModelError, match="there is no family 'Lama'; there are Llama, Mistral"):
+        tiny_model("Lama", 100)
+
+
+def test_token_ids_that_begin_otherwise_than_the_models_texts(no_forward, monkeypatch):
+    bos = no_forward.tokenizer.bos_token_id
+    with pytest.raises(PromptError, match=r"begin with 7, but this model reads text after a BOS token"):
+        ma.run(no_forward, torch.tensor([[7, 8, 9]]), progress=False)
+    monkeypatch.setattr(no_forward.cfg, "default_prepend_bos", False)
+    with pytest.raises(PromptError, match=r"begin with the BOS token .*reads text without one"):
+        ma.run(no_forward, torch.tensor([[bos, 8, 9]]), progress=False)
+
+
+def test_a_tokenizer_without_bos_where_one_is_asked_for(no_forward, monkeypatch):
+    import copy
+
+    without = copy.deepcopy(no_forward.tokenizer)
+    without.bos_token = None
+    monkeypatch.setattr(no_forward, "_tokenizer", without)
+    with pytest.raises(ModelError, match="default_prepend_bos = False"):
+        ma.run(no_forward, "Tom has 3 apples.", progress=False)
 
 
 def test_options_that_a_hooked_model_cannot_take(toy):
@@ -206,7 +249,7 @@ def test_the_same_id_twice(no_forward):
 
 def test_a_single_token(no_forward):
     with pytest.raises(PromptError, match="single token"):
-        ma.run(no_forward, torch.tensor([[5]]), progress=False)
+        ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]), progress=False)
 
 
 @pytest.mark.parametrize("count", [0, -3])
@@ -320,7 +363,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="nothing can be written"):
-        make_figures(tmp_path / "file" / "figures", "no/such-model", "word-problems", 4, 0, [0])
+        make_figures(tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0])
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
@@ -339,9 +382,9 @@ def test_saving_over_something_else(slash_result, tmp_path):
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.figures.run", None)
     with pytest.raises(OptionError, match="at least 6 prompts"):
-        make_figures(tmp_path, "toy:llama", "word-problems", 5, 0, [0])
+        make_figures(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0])
     with pytest.raises(OptionError, match="heads are 0 to 7"):
-        make_figures(tmp_path, "toy:llama", "word-problems", 8, 0, [9])
+        make_figures(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9])
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,23 @@ def test_dtype_of_a_model_object_is_followed(checkpoint, native):
     result = ma.run(hooked, TEXT, progress=False)
     assert result.provenance["model"]["dtype"] == "bfloat16"
     assert result.provenance["model"]["weights"] == "raw"
+
+
+def test_what_transformer_lens_takes_is_passed_on(checkpoint):
+    placed = ma.load_model(str(checkpoint), device_map={"": "cpu"}, n_ctx=128)
+    assert placed._mechattn.report.passed
+    assert placed.cfg.n_ctx == 128
+    first, second = (ma.run(m, TEXT, progress=False)["received_attention"].received for m in (placed, str(checkpoint)))
+    torch.testing.assert_close(
+        torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
+    )
+
+
+def test_a_model_that_was_placed_keeps_its_place(checkpoint, native):
+    from mechattn.errors import OptionError
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    model.hf_device_map = {"": "cpu"}  # what dispatching leaves behind
+    with pytest.raises(OptionError, match="keeps its dtype and devices"):
+        ma.load_model(model, tokenizer=native[1], dtype=torch.bfloat16)
+    assert ma.load_model(model, tokenizer=native[1])._mechattn.report.passed

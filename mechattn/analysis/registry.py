@@ -1,0 +1,11 @@
+"""All analyses that come with mechattn: what the family table and the compatibility tests run over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.received_attention import ReceivedAttention
+
+ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AttentionMap)

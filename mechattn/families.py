@@ -1,0 +1,105 @@
+"""Which analyses are defined on which architecture: found by running all of them on a tiny model of each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.registry import ANALYSES
+from mechattn.engine.run import run
+from mechattn.errors import MechattnError
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.hooks import attention_layers
+from mechattn.model.load import load_model, verify_model
+from mechattn.model.report import Report
+from mechattn.model.toys import load_tokenizer
+from mechattn.prompts.conditions import MeaninglessTokens
+from mechattn.prompts.prompt import Prompt
+
+_PROMPTS = (Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"), Prompt("Add 2 and 5, please.", id="b"))
+_MINOR = ("hooks", "bos")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Args:
+        name: The family.
+        model_class: The class of transformers.
+        layers: How many layers have attention, of how many.
+        verified: "yes", or the checks that failed.
+        limits: What its hooks do not give, and why.
+        analyses: For each analysis "yes" or the reason of its refusal.
+    """
+
+    name: str
+    model_class: str
+    layers: str
+    verified: str
+    limits: tuple[str, ...]
+    analyses: dict[str, str]
+
+
+def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
+    """Build, load, verify and analyse a tiny model of each family; about a second each."""
+    tokenizer = load_tokenizer("toy:llama")
+    for name in names:
+        try:
+            model = load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer, verify=False)
+        except MechattnError as error:
+            yield Family(name, FAMILIES[name][0], "", f"no: {error}", (), {a().name: "no" for a in ANALYSES})
+            continue
+        report = verify_model(model)
+        has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
+        analyses = {make().name: _outcome(model, make) for make in ANALYSES}
+        yield Family(name, report.architecture, has, _verified(report), _limits(report), analyses)
+
+
+def _outcome(model: Any, make: Callable[[], Analysis]) -> str:
+    try:
+        run(model, list(_PROMPTS), {"slash": MeaninglessTokens("/", 12)}, [make()], progress=False)
+    except MechattnError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+def _verified(report: Report) -> str:
+    failed = [check.name for check in report.checks if check.outcome == "failed"]
+    if failed:
+        return f"no: {', '.join(failed)}"
+    if "logits" in report.not_checked:
+        return f"in part: {report['logits'].detail}"
+    return "yes, mended" if report.mended else "yes"
+
+
+def _limits(report: Report) -> tuple[str, ...]:
+    return tuple(f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR)
+
+
+def as_markdown(rows: Iterable[Family]) -> str:
+    """The table, with what is limited and the reasons of refusals below it."""
+    rows = list(rows)
+    names = list(rows[0].analyses)
+    head = ["Family", "Class", "Attention layers", "Verified", *(f"`{name}`" for name in names)]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for row in rows:
+        said = ["yes" if outcome == "yes" else "no" for outcome in row.analyses.values()]
+        lines.append(_line([row.name, f"`{row.model_class}`", row.layers, row.verified.split(":")[0], *said]))
+    notes = []
+    for row in rows:
+        refused: dict[str, list[str]] = {}
+        for name, outcome in row.analyses.items():
+            if outcome != "yes":
+                refused.setdefault(outcome.removeprefix("no: "), []).append(f"`{name}`")
+        said = [row.verified] * (":" in row.verified) + list(row.limits)
+        said += [f"{', '.join(names)} refused: {why}" for why, names in refused.items()]
+        if said:
+            notes.append(f"- **{row.name}**: {'; '.join(said)}.")
+    return "\n".join([*lines, "", *notes])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

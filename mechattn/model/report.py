@@ -1,0 +1,108 @@
+"""The outcome of a verification: one line a check, with both figures, the tolerance and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mechattn.errors import ModelError
+
+Outcome = Literal["passed", "failed", "limited", "not checked"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison, at the place where the two figures differ most.
+
+    Args:
+        name: What was checked, in a word.
+        outcome: "failed" makes the model unusable; "limited" only what needs this.
+        layer: The layer with the largest difference; None for the model as a whole.
+        hooked: The figure of the hooked model there.
+        expected: The figure that it should be.
+        difference: Their distance, in units of the tolerance's scale.
+        tolerance: How large the difference may be.
+        detail: What was compared, or why not.
+        remedy: What to do about it.
+    """
+
+    name: str
+    outcome: Outcome
+    layer: int | None = None
+    hooked: float | None = None
+    expected: float | None = None
+    difference: float | None = None
+    tolerance: float | None = None
+    detail: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        place = "" if self.layer is None else f" in layer {self.layer}"
+        figures = ""
+        if self.hooked is not None and self.expected is not None:
+            figures = f": {self.hooked:.5g} where {self.expected:.5g} is expected"
+            figures += f", {self.difference:.2g} apart (tolerance {self.tolerance:.2g})"
+        return f"{self.name} {self.outcome}{place}{figures}. {self.detail}" + (
+            f". {self.remedy}" if self.remedy else ""
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Is the hooked model the model? Prints as a table."""
+
+    model: str
+    architecture: str
+    dtype: str
+    versions: str
+    checks: tuple[Check, ...]
+    mended: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed; a limited or unchecked one doesn't count as failed."""
+        return not any(check.outcome == "failed" for check in self.checks)
+
+    @property
+    def not_checked(self) -> list[str]:
+        """The checks that could not be made."""
+        return [check.name for check in self.checks if check.outcome == "not checked"]
+
+    @property
+    def limited(self) -> dict[str, str]:
+        """What analyses cannot use on this model, and why."""
+        return {check.name: check.detail for check in self.checks if check.outcome == "limited"}
+
+    def __getitem__(self, name: str) -> Check:
+        return next(check for check in self.checks if check.name == name)
+
+    def require(self) -> None:
+        """Refuse a model whose check failed.
+
+        Raises:
+            ModelError: With each failed check: layer, both figures, tolerance, remedy.
+        """
+        failed = [check for check in self.checks if check.outcome == "failed"]
+        if failed:
+            said = "\n  ".join(map(str, failed))
+            raise ModelError(
+                f"{self.model} as hooked is not the model itself:\n  {said}\n"
+                "load_model(…, verify=False) takes it all the same; every result then says verified: false"
+            )
+
+    def __str__(self) -> str:
+        rows = [["check", "outcome", "layer", "hooked", "expected", "difference", "tolerance", "compared"]]
+        for check in self.checks:
+            layer = "" if check.layer is None else str(check.layer)
+            figures = map(_number, (check.hooked, check.expected, check.difference, check.tolerance))
+            rows.append([check.name, check.outcome, layer, *figures, check.detail])
+        widths = [max(len(row[column]) for row in rows) for column in range(7)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+        remedies = [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
+        verdict = "passed" if self.passed else "FAILED"
+        head = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
+        return "\n".join([head, *(f"mended: {text}" for text in self.mended), *lines, *remedies])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,373 @@
+"""Is the hooked model the model? A probe of a few tokens, two forward passes, and every identity that should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.functional.received import visible_keys
+from mechattn.model import hooks
+from mechattn.model.known import Known
+from mechattn.model.native import attention_of, run_native
+from mechattn.model.report import Check, Outcome, Report
+
+# Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
+# squares of what is compared. Measured on 30 architectures with random weights, the largest are: float32 2e-5 and 2e-6,
+# float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2; on the toys ten times less. A mask shifted by one gives 0.5 and more.
+TOLERANCE = {
+    torch.float64: (1e-6, 1e-7),
+    torch.float32: (1e-3, 2e-4),
+    torch.float16: (3e-2, 2e-2),
+    torch.bfloat16: (2.5e-1, 1.5e-1),
+}
+PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
+PROBE = 24
+LONGEST_PROBE = 136
+PADDED = 3
+
+# Inputs that TransformerLens fires only when asked to by a flag of cfg.
+_BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
+_ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
+
+Seen = dict[str, Tensor]
+
+
+def check_model(model: Any, about: Known, length: int) -> Report:
+    """Compare a hooked model with the model behind it and with itself.
+
+    The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
+    has attention: logits against native attention; rows of the pattern sum to 1; no mass on keys that a query cannot
+    see, some on every distance that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O =
+    attention output; residual + parts = residual; padded = unpadded; BOS; every declared hook fires.
+
+    Args:
+        model: A hooked model.
+        about: What is known about it.
+        length: Tokens of the probe; as many more as it takes to go beyond a window of at most 128.
+    """
+    tokens = probe_tokens(model, length)
+    dtype = _dtype(model)
+    captured, logits, fired = _forward(model, tokens)
+    native = _native_logits(about, tokens)
+    checks = [
+        _logits(about, logits[:1], native, dtype),
+        *_weights(about, native, dtype),
+        _rows(model, captured),
+        _mask(model, captured, tokens.shape[1]),
+        _scores(model, captured, dtype),
+        _values(model, captured, dtype),
+        _heads(model, captured, dtype),
+        _residual(model, captured, dtype),
+        _padding(logits, dtype),
+        _bos(model),
+        _hooks(model, fired),
+    ]
+    return Report(
+        model=str(model.cfg.model_name),
+        architecture=architecture(model),
+        dtype=str(dtype).removeprefix("torch."),
+        versions=f"transformer-lens {version('transformer-lens')}, transformers {version('transformers')}",
+        checks=tuple(checks),
+        mended=about.mended,
+    )
+
+
+def architecture(model: Any) -> str:
+    """The class of the model, as TransformerLens names it."""
+    return str(getattr(model.cfg, "architecture", None) or getattr(model.cfg, "original_architecture", None))
+
+
+def probe_tokens(model: Any, length: int) -> Int[Tensor, "1 pos"]:
+    """Random ordinary tokens, the same each time, after a BOS token where the model is used with one."""
+    windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
+    short = [w + 8 for w in windows if w is not None and w + 8 <= LONGEST_PROBE]
+    length = min(max([length, *short]), int(model.cfg.n_ctx or LONGEST_PROBE))
+    tokenizer = getattr(model, "tokenizer", None)
+    special = set(getattr(tokenizer, "all_special_ids", []) or [])
+    size = min(int(model.cfg.d_vocab), len(tokenizer)) if tokenizer is not None else int(model.cfg.d_vocab)
+    drawn = torch.randint(size, (2 * max(length, LONGEST_PROBE),), generator=torch.Generator().manual_seed(0))
+    ordinary = [token for token in drawn.tolist() if token not in special][:length]
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
+        ordinary[0] = bos
+    return torch.tensor([ordinary])
+
+
+def _dtype(model: Any) -> torch.dtype:
+    kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
+    return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
+
+
+def _forward(model: Any, tokens: Int[Tensor, "1 pos"]) -> tuple[Seen, Tensor, set[str]]:
+    """Activations and logits of the probe and of its beginning, padded; and the names of the hooks that fired."""
+    captured: Seen = {}
+    fired: set[str] = set()
+    wanted = {name for name in model.hook_dict if name.startswith("blocks.") and _is_captured(name.split(".", 2)[2])}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(value: Any, hook: Any) -> None:
+            fired.add(name)
+            if name in wanted and isinstance(value, Tensor):
+                captured[name] = value.detach().clone()
+
+        return hook
+
+    device = next(model.parameters()).device
+    real = torch.ones(2, tokens.shape[1], dtype=torch.long, device=device)
+    real[1, -PADDED:] = 0
+    padding = getattr(getattr(model, "tokenizer", None), "pad_token_id", None) or 0
+    both = torch.cat([tokens, tokens]).to(device).masked_fill(real == 0, padding)
+    named = [(name, keep(name)) for name in model.hook_dict if not name.endswith(_BY_FLAG)]
+    with torch.no_grad():
+        logits = model.run_with_hooks(both, fwd_hooks=named, return_type="logits", attention_mask=real)
+    return {name: value.float().cpu() for name, value in captured.items()}, logits.detach().float().cpu(), fired
+
+
+def _is_captured(name: str) -> bool:
+    return name in {
+        *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "v", "z", "out")),
+        *(f"hook_{part}" for part in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")),
+    }
+
+
+def _native_logits(about: Known, tokens: Tensor) -> Tensor | None:
+    if about.native is None:
+        return None
+    device = next(about.native.parameters()).device
+    return run_native(about.native, tokens.to(device)).float().cpu()
+
+
+def _logits(about: Known, hooked: Tensor, native: Tensor | None, dtype: torch.dtype) -> Check:
+    if native is None:
+        why = f"{about.why_not_native}; hand the model of transformers over with native=…"
+        return Check("logits", "not checked", detail=why)
+    detail = f"logits against the model's own attention ({attention_of(about.native)}), worst position"
+    remedy = f"the hooks compute another model than transformers does; {_ANOTHER_VERSION}"
+    return _compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
+
+
+def _weights(about: Known, native: Tensor | None, dtype: torch.dtype) -> list[Check]:
+    """Whether the weights are those of the first verification: a longer probe begins with the same tokens."""
+    if native is None:
+        return []
+    if about.probe_logits is None:
+        about.probe_logits = native[0, AT_LOADING - 1].clone()
+    pair = (native[0, AT_LOADING - 1, None], about.probe_logits[None])
+    remedy = "weights were changed after loading; load the model again, or verify=False if the change is meant"
+    detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
+    return [_compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
+
+
+def _rows(model: Any, seen: Seen) -> Check:
+    sinks = hooks.has_sinks(model)
+    pairs = {}
+    for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
+        sums = pattern[0].sum(-1)
+        pairs[layer] = (sums, sums.clamp(0, 1) if sinks else torch.ones_like(sums))
+    detail = "rows of the pattern sum to at most 1 (learned sinks)" if sinks else "rows of the pattern sum to 1"
+    tolerance = max(10 * PROBABILITY[_dtype(model)], 1e-4)
+    return _compare("rows", pairs, tolerance, detail, "hook_pattern shows no probabilities", scale=1.0)
+
+
+def _mask(model: Any, seen: Seen, length: int) -> Check:
+    """No mass on keys that a query cannot see; no key masked that it can (where the scores show it)."""
+    pairs, beyond = {}, []
+    masked = torch.finfo(_dtype(model)).min / 2
+    for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
+        window = hooks.attention_window(model, layer)
+        if window is not None and window >= length:
+            beyond.append(window)
+        visible = visible_keys(torch.arange(length), length, window)
+        stray = pattern[0].masked_fill(visible, 0.0).amax()
+        scores = seen.get(f"blocks.{layer}.attn.hook_attn_scores", pattern)
+        missing = (scores[0] < masked).logical_and(visible).any().float()
+        pairs[layer] = (torch.stack([stray, missing]), torch.zeros(2))
+    detail = "mass on keys that a query cannot see, and whether one is masked that it can"
+    if beyond:
+        detail += f" (the probe of {length} tokens does not reach the window of {min(beyond)}; verify_model(length=…))"
+    remedy = "the mask is not the model's; " + _ANOTHER_VERSION
+    return _compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
+
+
+def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+    pairs = {}
+    for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
+        scores = seen.get(f"blocks.{layer}.attn.hook_attn_scores")
+        if scores is not None and scores.shape == pattern.shape:
+            total = pattern[0].sum(-1, keepdim=True)
+            pairs[layer] = (scores[0].softmax(-1) * total, pattern[0])
+    made = _compare("scores", pairs, PROBABILITY[dtype], "softmax of hook_attn_scores against the pattern", "", scale=1)
+    return _limited(made, "hook_attn_scores does not hold the scores, so analyses of scores refuse this model")
+
+
+def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+    pairs, other = {}, ""
+    for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
+        v, z = (seen.get(f"blocks.{layer}.attn.hook_{part}") for part in ("v", "z"))
+        if v is None or z is None:
+            other = f"layer {layer} fires no hook_v or no hook_z"
+            continue
+        mixed = _mixed(pattern, v)
+        if mixed is None or mixed.shape != z.shape:
+            other = f"layer {layer}: pattern {_shape(pattern)}, v {_shape(v)} and z {_shape(z)} do not fit together"
+            continue
+        pairs[layer] = (mixed[0], z[0])
+    if other:
+        return Check("values", "limited", detail=f"pattern · v against z: {other}")
+    if getattr(model.cfg, "gated_q_proj", False):
+        return Check("values", "limited", detail="pattern · v is gated before it is z, so the two cannot be compared")
+    remedy = "the hooked pattern is not the one that mixes the values; " + _ANOTHER_VERSION
+    return _compare("values", pairs, TOLERANCE[dtype][1], "pattern · v against z", remedy)
+
+
+def _mixed(pattern: Float[Tensor, "batch head query key"], v: Tensor) -> Tensor | None:
+    """Values mixed by the pattern, [batch pos head d_head]; None where v has another layout."""
+    if v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
+        return None
+    every = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2)
+    return torch.einsum("bhqk,bkhd->bqhd", pattern, every)
+
+
+def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+    pairs, other = {}, ""
+    for layer, z in _each_layer(model, seen, "attn.hook_z"):
+        parts = _sum_of_heads(model, layer, z)
+        # Where the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
+        outs = [
+            seen[name] for name in (f"blocks.{layer}.attn.hook_out", f"blocks.{layer}.hook_attn_out") if name in seen
+        ]
+        outs = [out for out in outs if parts is not None and parts.shape == out.shape]
+        if parts is None or not outs:
+            other = f"layer {layer}: z {_shape(z)} and W_O do not give an output of the heads' shape"
+            continue
+        pairs[layer] = (parts[0], min((out[0] for out in outs), key=lambda out: float((out - parts[0]).abs().max())))
+    if other:
+        return Check("heads", "limited", detail=f"Σ_h z W_O + b_O against the attention output: {other}")
+    remedy = "the heads' outputs are not what reaches the residual stream; " + _ANOTHER_VERSION
+    return _compare("heads", pairs, TOLERANCE[dtype][1], "Σ_h z W_O + b_O against the attention output", remedy)
+
+
+def _sum_of_heads(model: Any, layer: int, z: Tensor) -> Tensor | None:
+    attention = model.blocks[layer].attn
+    try:
+        w_o = attention.W_O.detach().float().cpu()
+        b_o = getattr(attention, "b_O", None)
+    except Exception:  # an adapter that does not say what its output weights are
+        return None
+    if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
+        return None
+    bias = 0.0 if b_o is None else b_o.detach().float().cpu()
+    return z.flatten(2) @ w_o.flatten(0, 1) + bias
+
+
+def _residual(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+    pairs = {}
+    for layer in hooks.attention_layers(model):
+        parts = [seen.get(f"blocks.{layer}.hook_{n}") for n in ("resid_pre", "attn_out", "mlp_out", "resid_post")]
+        if any(part is None for part in parts):
+            continue
+        before, attention, mlp, after = (part[0] for part in parts if part is not None)
+        pairs[layer] = (before + attention + mlp, after)
+    made = _compare("residual", pairs, TOLERANCE[dtype][1], "residual + attention + MLP = residual after", "")
+    return _limited(made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse it")
+
+
+def _padding(logits: Float[Tensor, "two pos vocabulary"], dtype: torch.dtype) -> Check:
+    detail = "logits of a sequence padded on the right against those without padding"
+    remedy = "run prompts of one length together; padding changes this model"
+    pair = (logits[1, :-PADDED], logits[0, :-PADDED])
+    return _compare_positions("padding", *pair, TOLERANCE[dtype][0], detail, remedy)
+
+
+def _bos(model: Any) -> Check:
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return Check("bos", "not checked", detail="the model has no tokenizer")
+    asked = bool(getattr(model.cfg, "default_prepend_bos", False))
+    detail = f"cfg.default_prepend_bos={asked}"
+    if asked and tokenizer.bos_token_id is None:
+        return Check("bos", "failed", None, 0, 1, 1, 0, detail, "set model.cfg.default_prepend_bos = False")
+    usual = hooks.prepends_bos(tokenizer)
+    if asked != usual:
+        detail += f", though the tokenizer itself {'starts' if usual else 'does not start'} a text with BOS"
+        return Check(
+            "bos", "limited", None, int(asked), int(usual), 1, 0, detail, "set it as you mean it; it is recorded"
+        )
+    return Check("bos", "passed", None, int(asked), int(usual), 0, 0, detail + ", as the tokenizer does")
+
+
+def _hooks(model: Any, fired: set[str]) -> Check:
+    silent = sorted(n for n in model.hook_dict if n not in fired and not n.endswith(_BY_FLAG))
+    count = len(model.hook_dict)
+    if not silent:
+        return Check("hooks", "passed", None, count, count, 0, 0, "every declared hook fires")
+    names = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in silent})
+    detail = f"never fire: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return Check("hooks", "limited", None, count - len(silent), count, len(silent), 0, detail)
+
+
+def _each_layer(model: Any, seen: Seen, name: str) -> list[tuple[int, Tensor]]:
+    named = ((layer, seen.get(f"blocks.{layer}.{name}")) for layer in hooks.attention_layers(model))
+    return [(layer, value) for layer, value in named if value is not None]
+
+
+def _compare(
+    name: str,
+    pairs: dict[Any, tuple[Tensor, Tensor]],
+    tolerance: float,
+    detail: str,
+    remedy: str,
+    scale: float | None = None,
+) -> Check:
+    """The place of the largest difference over layers; relative to the root mean square unless ``scale`` is given."""
+    worst: Check | None = None
+    for layer, (hooked, expected) in pairs.items():
+        unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
+        distance = torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
+        at = int(distance.argmax())
+        apart = float(distance[at])
+        outcome: Outcome = "passed" if apart <= tolerance else "failed"
+        figures = (float(hooked.flatten()[at]), float(expected.flatten()[at]), apart, tolerance)
+        check = Check(name, outcome, layer, *figures, detail, remedy if outcome == "failed" else "")
+        if worst is None or apart > (worst.difference or 0.0):
+            worst = check
+    if worst is None:
+        return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
+    return worst
+
+
+def _compare_positions(
+    name: str,
+    hooked: Float[Tensor, "pos vocabulary"],
+    expected: Float[Tensor, "pos vocabulary"],
+    tolerance: float,
+    detail: str,
+    remedy: str,
+) -> Check:
+    """The position with the largest root mean square of the difference; its figures are those of its worst logit."""
+    # A constant added to all logits of a position changes no probability (centred unembeddings add one).
+    hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+    apart = (hooked - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
+    at = int(torch.nan_to_num(apart, nan=torch.inf).argmax())
+    worst = _compare(name, {None: (hooked[at], expected[at])}, tolerance, detail, remedy)
+    difference = float(torch.nan_to_num(apart, nan=torch.inf)[at])
+    failed = difference > tolerance
+    return replace(
+        worst, outcome="failed" if failed else "passed", difference=difference, remedy=remedy if failed else ""
+    )
+
+
+def _limited(check: Check, detail: str) -> Check:
+    """A check that, failing, bars some analyses only."""
+    return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))

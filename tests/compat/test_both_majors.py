@@ -1,0 +1,131 @@
+"""transformer-lens 3.9, beside which 4.3 is installed: every analysis gives the same numbers on the same weights.
+
+`make test-compat` puts 3.9 (the last version with a HookedTransformer) first on the path; the numbers of 4.3 come from
+a process of their own without it.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from mechattn.analysis.registry import ANALYSES
+from mechattn.model.toys import load_tokenizer, toy_folder
+
+TOLERANCE = 1e-5
+ORIGINAL = """
+import sys, mechattn as ma
+from importlib.metadata import version
+from mechattn.analysis.registry import ANALYSES
+assert version("transformer-lens").startswith("4."), version("transformer-lens")
+prompts = ma.load_prompts("word-problems", limit=4)
+slash = ma.MeaninglessTokens("/", 20)
+ma.run("toy:llama", prompts, {"slash": slash}, [make() for make in ANALYSES], progress=False).save(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory):
+    """What transformer-lens 4 gives."""
+    place = tmp_path_factory.mktemp("newest") / "result.zarr"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", ORIGINAL, str(place)], check=True, env=environment)
+    return ma.load_result(place)
+
+
+def hooked_transformer(fold: bool):
+    """toy:llama as a HookedTransformer, built offline; with ``fold`` as ``from_pretrained`` would process it."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.pretrained.weight_conversions import convert_llama_weights
+
+    native = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float32)
+    old = native.config
+    cfg = HookedTransformerConfig(
+        n_layers=old.num_hidden_layers, d_model=old.hidden_size, n_heads=old.num_attention_heads,
+        n_key_value_heads=old.num_key_value_heads, d_head=old.head_dim, d_mlp=old.intermediate_size,
+        n_ctx=old.max_position_embeddings, d_vocab=old.vocab_size, act_fn="silu", normalization_type="RMS",
+        positional_embedding_type="rotary", rotary_dim=old.head_dim, rotary_base=old.rope_parameters["rope_theta"],
+        rotary_adjacent_pairs=False, final_rms=True, gated_mlp=True, eps=old.rms_norm_eps, device="cpu",
+        original_architecture="LlamaForCausalLM", default_prepend_bos=True, model_name="toy-llama",
+    )  # fmt: skip
+    model = HookedTransformer(cfg)
+    model.load_and_process_state_dict(
+        convert_llama_weights(native, cfg), fold_ln=fold, center_writing_weights=False, center_unembed=fold,
+        fold_value_biases=False, refactor_factored_attn_matrices=False,
+    )  # fmt: skip
+    model.tokenizer = load_tokenizer("toy:llama")
+    model.cfg.default_prepend_bos = True
+    return model, native
+
+
+def bridge(compatibility: bool):
+    """toy:llama as a TransformerBridge that was not made by ``load_model``."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model = TransformerBridge.boot_transformers(str(toy_folder("toy:llama")), dtype=torch.float32, device="cpu")
+    if compatibility:
+        model.enable_compatibility_mode(no_processing=True)
+    return model
+
+
+MODELS = {
+    "HookedTransformer": lambda: hooked_transformer(fold=False)[0],
+    "HookedTransformer, folded": lambda: hooked_transformer(fold=True)[0],
+    "TransformerBridge": lambda: bridge(compatibility=False),
+    "TransformerBridge, compatibility mode": lambda: bridge(compatibility=True),
+    "load_model": lambda: ma.load_model("toy:llama"),
+}
+
+
+def test_this_is_the_older_major():
+    assert version("transformer-lens").startswith("3.9"), "run this with make test-compat"
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
+    model = MODELS[made]()
+    prompts = ma.load_prompts("word-problems", limit=4)
+    analyses = [make() for make in ANALYSES]
+    result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+    about = result.provenance["model"]
+    assert about["verified"]
+    assert about["hooked_by"] == made.split(",")[0].replace("load_model", "TransformerBridge")
+    assert result.provenance["engine"] == "hooks"
+    for name in (analysis.name for analysis in analyses):
+        for quantity, values in newest[name].data_vars.items():
+            np.testing.assert_allclose(result[name][quantity].values, values.values, atol=TOLERANCE, rtol=0)
+
+
+def test_the_comparison_would_notice_another_model(newest):
+    """One head's queries changed by a hundredth."""
+    model, _ = hooked_transformer(fold=False)
+    model.blocks[0].attn.W_Q.data[3] *= 1.01
+    result = ma.run(
+        model, ma.load_prompts("word-problems", limit=4), {"slash": ma.MeaninglessTokens("/", 20)}, progress=False
+    )
+    theirs = newest["received_attention"].received_by_segment
+    assert float(abs(result["received_attention"].received_by_segment - theirs).max()) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_hooked_transformer_is_verified_against_the_model_it_came_from(fold):
+    model, native = hooked_transformer(fold)
+    assert ma.verify_model(model).not_checked == ["logits"]
+    assert ma.verify_model(model, native=native).passed
+    model.blocks[1].attn.W_O.data = model.blocks[1].attn.W_O.data.roll(1, 0)
+    assert not ma.verify_model(model, native=native).passed
+
+
+def test_falcon_is_mended_in_a_bridge_of_3_9_too():
+    from mechattn.model.architectures import tiny_model
+
+    tokenizer = load_tokenizer("toy:llama")
+    report = ma.verify_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
+    assert report.passed
+    assert report.mended

@@ -1,0 +1,208 @@
+"""Sound models pass, and each way to break one fails the check that it should."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model.architectures import tiny_model
+from mechattn.model.hooks import attention_layers
+from mechattn.model.toys import load_tokenizer, toy_names
+
+TEXT = "Tom has 3 apples and gives 2 to Mia."
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("toy:llama")
+
+
+@pytest.fixture
+def llama(tokenizer):
+    return ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def falcon(tokenizer):
+    return ma.load_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
+
+
+def failed(report):
+    return {check.name for check in report.checks if check.outcome == "failed"}
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_every_toy_is_itself(name):
+    report = ma.verify_model(name)
+    assert report.passed, str(report)
+    assert not report.not_checked
+    assert set(report.limited) <= {"hooks"}
+    assert report["logits"].difference < 1e-5, "float32: far inside of the tolerance"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
+    """Patterns in half precision, statistics in float32: received attention within 1 % of the peak of its head."""
+    half = ma.load_model("toy:llama", dtype=dtype)
+    assert ma.verify_model(half).passed
+    slash = {"slash": ma.MeaninglessTokens()}
+    got, exact = (
+        ma.run(model, prompts[:4], slash, progress=False)["received_attention"].received_by_segment
+        for model in (half, toy)
+    )
+    assert got.dtype == "float32"
+    bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
+
+
+def test_heads_in_another_order_behind_the_hooks(llama):
+    llama.blocks[1].attn.o.original_component.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
+    report = ma.verify_model(llama)
+    assert failed(report) == {"logits", "heads"}
+    assert report["heads"].layer == 1
+
+
+def test_weights_of_one_head_permuted_behind_the_hooks(llama):
+    """The hooked module gets weights of its own: the two halves of a head's queries change place."""
+    query = llama.blocks[0].attn.q.original_component
+    permuted = query.weight.detach().clone()
+    permuted[:16] = permuted[:16].roll(8, 0)
+    query.weight = torch.nn.Parameter(permuted)
+    assert failed(ma.verify_model(llama)) == {"logits"}
+
+
+def test_weights_changed_after_loading(llama):
+    """The model without hooks shares the weights, so its logits change too: not what they were at loading."""
+    with torch.no_grad():
+        llama.blocks[0].attn.q.original_component.weight[:16] *= -1
+    assert failed(ma.verify_model(llama)) == {"weights"}
+
+
+def test_alibi_counted_twice(falcon):
+    assert ma.verify_model(falcon).mended
+    for block in falcon.blocks:
+        del block.attn._reconstruct_attention  # the mend
+    report = ma.verify_model(falcon)
+    assert failed(report) == {"logits"}
+    assert report["logits"].difference > 100 * report["logits"].tolerance
+
+
+def test_a_mask_shifted_by_one(llama):
+    attention = llama.blocks[0].attn
+    forward = attention.forward
+
+    def shifted(*args, attention_mask=None, **kwargs):
+        return forward(*args, attention_mask=attention_mask.roll(1, -1), **kwargs)
+
+    object.__setattr__(attention, "forward", shifted)  # a plain assignment goes to the wrapped module
+    report = ma.verify_model(llama)
+    assert {"logits", "mask"} <= failed(report)
+    assert report["mask"].layer == 0
+
+
+@pytest.mark.parametrize(
+    ("hook", "change", "check"),
+    [
+        ("blocks.1.attn.hook_pattern", lambda value: value / 2, "rows"),
+        ("blocks.1.attn.hook_z", lambda value: value.roll(1, 2), "values"),
+        ("hook_embed", lambda value: value * torch.tensor([1.0, 1.1])[:, None, None], "padding"),
+    ],
+)
+def test_each_check_of_the_parts_can_fail(llama, hook, change, check):
+    llama.hook_dict[hook].add_perma_hook(lambda value, hook: change(value))
+    assert check in failed(ma.verify_model(llama))
+
+
+def test_what_only_some_analyses_need_is_limited(llama, tokenizer):
+    """OPT's hook of the scores fires after the softmax; a block whose output is doubled has no parts that add up."""
+    opt = ma.verify_model(tiny_model("OPT", len(tokenizer)), tokenizer=tokenizer)
+    assert opt.passed
+    assert "scores" in opt.limited
+    llama.hook_dict["blocks.1.hook_resid_post"].add_perma_hook(lambda value, hook: value * 2)
+    assert "residual" in ma.verify_model(llama).limited
+
+
+def test_bos_that_is_asked_for_and_does_not_exist(llama, tokenizer):
+    import copy
+
+    llama._tokenizer = copy.deepcopy(tokenizer)
+    llama._tokenizer.bos_token = None
+    assert "bos" in failed(ma.verify_model(llama))
+
+
+def test_bos_that_the_tokenizer_would_not_put_first(llama):
+    llama.cfg.default_prepend_bos = False
+    assert "the tokenizer itself starts a text with BOS" in ma.verify_model(llama).limited["bos"]
+
+
+def test_a_window_is_probed_or_said_not_to_be(tokenizer):
+    model = tiny_model("Mistral", len(tokenizer))
+    assert "does not reach" not in ma.verify_model(model, tokenizer=tokenizer)["mask"].detail
+    wide = tiny_model("Mistral", len(tokenizer))
+    wide.config.sliding_window = 200
+    hooked = ma.load_model(wide, tokenizer=tokenizer)
+    assert "does not reach the window of 200" in ma.verify_model(hooked)["mask"].detail
+    assert "does not reach" not in ma.verify_model(hooked, length=210)["mask"].detail
+
+
+def test_the_table_names_both_figures_and_the_tolerance(llama):
+    said = str(ma.verify_model(llama))
+    assert said.startswith("LlamaForCausalLM (LlamaForCausalLM, float32; transformer-lens ")
+    assert "tolerance" in said
+    assert all(name in said for name in ("logits", "rows", "mask", "scores", "values", "heads", "residual", "padding"))
+
+
+def test_results_say_whether_the_model_was_verified(llama, tokenizer):
+    about = ma.run(llama, TEXT, progress=False).provenance["model"]
+    assert about["verified"] is True
+    unverified = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
+    assert ma.run(unverified, TEXT, progress=False).provenance["model"]["verified"] is False
+    assert ma.verify_model(unverified).passed
+    assert ma.run(unverified, TEXT, progress=False).provenance["model"]["verified"] is True
+
+
+def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    def boot(family):
+        model = tiny_model(family, len(tokenizer))
+        model.config.architectures = [type(model).__name__]
+        bridge = TransformerBridge.boot_transformers("tiny", hf_model=model, tokenizer=tokenizer)
+        bridge.cfg.default_prepend_bos = True
+        return bridge
+
+    ours = ma.load_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
+    results = [ma.run(model, TEXT, progress=False) for model in (ours, boot("Falcon-RW (ALiBi)"))]
+    first, second = (result["received_attention"].received for result in results)
+    torch.testing.assert_close(
+        torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
+    )
+    assert results[1].provenance["model"]["mended"]
+    processed = boot("Llama")
+    processed.enable_compatibility_mode(disable_warnings=True)
+    assert "processed" in ma.verify_model(processed)["logits"].detail
+    assert ma.verify_model(processed, native=tiny_model("Llama", len(tokenizer))).passed
+
+
+def test_a_second_model_leaves_the_classes_alone_and_the_first_is_verified_again(llama, tokenizer):
+    """TransformerLens issue 1795: booting a Llama replaced the eager attention of Gemma's modules."""
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gemma3 import modeling_gemma3
+
+    before = llama._mechattn.report
+    ma.load_model(tiny_model("Llama", len(tokenizer), seed=1), tokenizer=tokenizer)
+    for module in (modeling_gemma2, modeling_gemma3):
+        assert module.eager_attention_forward.__module__ == module.__name__
+    assert ma.load_model(llama)._mechattn.report is not before
+    again = llama._mechattn.report
+    assert ma.load_model(llama)._mechattn.report is again, "nothing was loaded in between"
+
+
+def test_native_twin_shares_the_parameters(llama):
+    own = {p.data_ptr() for p in llama._mechattn.native.parameters()}
+    assert own <= {p.data_ptr() for p in llama.original_model.parameters()}
+
+
+def test_layers_without_attention_are_left_out(tokenizer):
+    model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    assert attention_layers(model) == [1]
+    assert ma.run(model, TEXT, progress=False)["received_attention"].layer.values.tolist() == [1]

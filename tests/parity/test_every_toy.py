@@ -1,0 +1,90 @@
+"""`run` on every toy, and on tiny models of other families, against patterns of plain transformers in float64."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconAttention
+
+import mechattn as ma
+from mechattn.model.architectures import tiny_model
+from mechattn.model.toys import load_tokenizer, toy_folder, toy_names
+from tests.parity.test_received_attention import measured
+
+TOLERANCE = 2e-6
+TINY = ["Mistral", "BLOOM", "Falcon-RW (ALiBi)", "MPT", "GPT-2", "GPT-NeoX", "Gemma 2", "Qwen3", "OPT"]
+
+
+@contextlib.contextmanager
+def alibi_in_the_mask_only(model, monkeypatch):
+    """Falcon's eager attention adds ALiBi a second time: here the second is zero."""
+    forward = FalconAttention.forward
+
+    def once(self, hidden_states, alibi, *args, **kwargs):
+        return forward(self, hidden_states, None if alibi is None else torch.zeros_like(alibi), *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        if model.config.model_type == "falcon":
+            patch.setattr(FalconAttention, "forward", once)
+        yield
+
+
+def plain_and_hooked(name, tokenizer):
+    """A model of transformers in float64 with eager attention, and the same one hooked, in float32."""
+    if name in TINY:
+        plain, same = tiny_model(name, len(tokenizer)), tiny_model(name, len(tokenizer))
+        return plain.double(), ma.load_model(same, tokenizer=tokenizer)
+    return AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval(), ma.load_model(name)
+
+
+def windows(config):
+    """For each layer how far back a query sees, read from the configuration by hand."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return [width if kind == "sliding_attention" and width else 10**9 for kind in kinds]
+
+
+def oracle(model, ids, original):
+    """Received attention [layer, head, key], a mean over the original queries after each key that see it."""
+    with torch.no_grad():
+        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    out = np.full((len(attentions), attentions[0].shape[1], len(ids)), np.nan)
+    for layer, (attention, window) in enumerate(zip(attentions, windows(model.config), strict=True)):
+        for head, pattern in enumerate(attention[0].numpy()):
+            for key in range(len(ids)):
+                queries = [q for q in range(key + 1, len(ids)) if original[q] and q - key < window]
+                if queries:
+                    out[layer, head, key] = sum(pattern[q, key] for q in queries) / len(queries)
+    return out
+
+
+@pytest.mark.parametrize("name", [*toy_names(), *TINY])
+def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
+    tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
+    plain, hooked = plain_and_hooked(name, tokenizer)
+    slash = ma.MeaninglessTokens("/", 55)
+    result = ma.run(hooked, prompts[:1], {"slash": slash}, positions="prompts", progress=False)
+    sequence = slash.apply(prompts[0], hooked)
+    ids = sequence.tokens.tolist()
+    with torch.no_grad():
+        native = plain(torch.tensor([ids])).logits
+    plain.set_attn_implementation("eager")
+    with alibi_in_the_mask_only(plain, monkeypatch):
+        with torch.no_grad():
+            torch.testing.assert_close(plain(torch.tensor([ids])).logits, native, atol=1e-4, rtol=1e-4)
+        expected = oracle(plain, ids, (sequence.origin >= 0).tolist())
+    got = measured(result, 0, "slash", len(ids))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    assert np.nanmax(abs(got - expected)) <= (TOLERANCE if name in toy_names() else 10 * TOLERANCE)
+
+
+def test_the_oracle_would_notice_alibi_counted_twice(prompts):
+    tokenizer = load_tokenizer("toy:llama")
+    plain, hooked = plain_and_hooked("Falcon-RW (ALiBi)", tokenizer)
+    result = ma.run(hooked, prompts[:1], positions="prompts", progress=False)
+    ids = ma.Baseline().apply(prompts[0], hooked).tokens.tolist()
+    plain.set_attn_implementation("eager")
+    twice = oracle(plain, ids, [True] * len(ids))
+    assert np.nanmax(abs(measured(result, 0, "baseline", len(ids)) - twice)) > 1000 * TOLERANCE
