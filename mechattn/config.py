@@ -75,6 +75,7 @@ class Config(_Section):
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: str = "2GiB"
+    engine: Literal["auto", "streaming", "hooks"] = "auto"
 
 
 def read_config(path: str | Path) -> Config:

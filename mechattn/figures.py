@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 from mechattn import config as configs
 from mechattn.analysis.received_attention import ReceivedAttention
@@ -104,9 +105,8 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     conditions = {n: MeaninglessTokens(**c.model_dump(exclude={"kind"})) for n, c in config.conditions.items()}
     analyses = [ReceivedAttention(**a.model_dump(exclude={"kind"})) for a in config.analyses]
     positions: Positions = "prompts" if output.page and isinstance(output.heads, int) else "moments"
-    result = run(
-        model, prompts, conditions, analyses, layers=layers, seed=config.seed, memory=config.memory, positions=positions
-    )
+    options: dict[str, Any] = {"seed": config.seed, "memory": config.memory, "engine": config.engine}
+    result = run(model, prompts, conditions, analyses, layers=layers, positions=positions, **options)
     result.save(output.result)
     written = [Path(output.result)]
     if output.page:

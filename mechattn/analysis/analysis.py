@@ -18,19 +18,28 @@ Sums = dict[str, Tensor]
 class AttentionRows:
     """A block of query rows of one layer's attention, with the batch that it belongs to.
 
+    The pattern's memory is used again for the next block: reduce it, or copy it.
+
     Args:
         layer: The layer.
-        pattern: Attention probabilities of these rows over all keys.
+        pattern: Attention probabilities of these rows, float32, over the keys from ``first_key`` on.
         queries: The positions of these rows.
-        batch: The sequences; rows of padding are present and must not count.
+        first_key: The position of the first key; the keys before it, and those after the last, are seen by no row.
+        batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
         window: How many keys a query of this layer sees at most; None for full attention.
     """
 
     layer: int
     pattern: Float[Tensor, "batch head query key"]
     queries: Int[Tensor, " query"]
+    first_key: int
     batch: Batch
     window: int | None
+
+    @property
+    def keys(self) -> slice:
+        """The positions of the keys."""
+        return slice(self.first_key, self.first_key + self.pattern.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Quantity:
 
 @runtime_checkable
 class Analysis(Protocol):
-    """Reduces attention to values per prompt. Blocks come in any order; what ``reduce`` gives is added up over them.
+    """Reduces attention to values per prompt: ``start`` once a layer, ``add`` for each block, ``values`` at the end.
 
     ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
     quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
@@ -63,8 +72,12 @@ class Analysis(Protocol):
         """Why this sequence cannot be measured, in a sentence, or None; asked before the first forward pass."""
         ...
 
-    def reduce(self, rows: AttentionRows) -> Sums:
-        """Sums over the query rows of this block, batch first."""
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Empty sums for one layer, batch first, on the device of the batch."""
+        ...
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Add a block of query rows to the sums, in place."""
         ...
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

@@ -51,15 +51,18 @@ class AttentionMap:
             "more with max_tokens (the page grows with its square)"
         )
 
-    def reduce(self, rows: AttentionRows) -> Sums:
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Empty squares."""
+        shape = (len(batch.rows), heads, self.max_tokens, self.max_tokens)
+        return {"attention": torch.zeros(shape, device=batch.tokens.device)}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
         """This block of rows, in its place in the square."""
-        batch, heads, _, keys = rows.pattern.shape
-        square = rows.pattern.new_zeros((batch, heads, self.max_tokens, self.max_tokens), dtype=torch.float32)
-        square[:, :, rows.queries, :keys] = rows.pattern.float()
-        return {"attention": square}
+        sums["attention"][:, :, rows.queries, rows.keys] = rows.pattern
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The squares, NaN where there is no token."""
-        inside = torch.arange(self.max_tokens) < batch.lengths[:, None]
-        both = (inside[:, None, :, None] & inside[:, None, None, :]).to(sums["attention"].device)
+        lengths = batch.lengths.to(sums["attention"].device)
+        inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]
+        both = inside[:, None, :, None] & inside[:, None, None, :]
         return {"attention": sums["attention"].masked_fill(~both, torch.nan)}

@@ -75,33 +75,32 @@ class ReceivedAttention:
             return "has no key that a counted query comes after, so nothing is received"
         return None
 
-    def reduce(self, rows: AttentionRows) -> Sums:
-        """Column sums and segment masses of the counted queries in this block, under the model and under uniformity."""
-        device, keys = rows.pattern.device, rows.pattern.shape[-1]
-        queries = rows.queries.to(device)
-        counted = self._counted(rows.batch)[:, rows.queries].to(device)
-        visible = fn.visible_keys(queries, keys, rows.window, self.include_self)
-        uniform = fn.uniform_pattern(queries, keys, rows.window).expand(len(counted), 1, -1, -1)
-        sums = {"seeing": fn.seeing_queries(counted, visible)}
-        for null, pattern in (("", rows.pattern.float()), ("_uniform", uniform)):
-            sums["columns" + null] = fn.column_sums(pattern, counted)
-            sums["own" + null] = fn.self_sums(pattern, counted, queries)
-        return sums
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Column sums and self attention, zero."""
+        shape = (len(batch.rows), heads, batch.tokens.shape[1])
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("columns", "own")}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Column sums of the counted queries in this block, and their attention to themselves."""
+        counted = self._counted(rows.batch)[:, rows.queries]
+        sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
+        own = fn.self_attention(rows.pattern, rows.queries, rows.first_key)
+        sums["own"][..., rows.queries] = own * counted[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
-        device = sums["columns"].device
-        member, known = self._members(batch).to(device), self._keys(batch).to(device)
-        counted = self._counted(batch).sum(-1).to(device)
+        counted, member, known = self._counted(batch), self._members(batch), self._keys(batch)
+        seeing = fn.seeing_queries(counted, window, self.include_self)
+        attended = sums["columns"] if self.include_self else sums["columns"] - sums["own"]
+        null = fn.uniform_sums(counted, window, self.include_self)[:, None]
+        null_with_own = fn.uniform_sums(counted, window)[:, None]
         made = {}
-        for null in ("", "_uniform"):
-            columns, own = sums["columns" + null], sums["own" + null]
-            received = fn.received_attention(columns if self.include_self else columns - own, sums["seeing"])
-            received = received.masked_fill(~known[:, None], torch.nan)
-            made["received" + null] = received
-            made["received_by_segment" + null] = fn.segment_mean(received, member)
-            mass = fn.segment_mass(columns, member) / counted[:, None, None]
-            made["mass_by_segment" + null] = mass.masked_fill(~member.any(-1)[:, None], torch.nan)
+        for suffix, others, every in (("", attended, sums["columns"]), ("_uniform", null, null_with_own)):
+            received = fn.received_attention(others, seeing).masked_fill(~known[:, None], torch.nan)
+            made["received" + suffix] = received
+            made["received_by_segment" + suffix] = fn.segment_mean(received, member)
+            mass = fn.segment_mass(every, member) / counted.sum(-1)[:, None, None]
+            made["mass_by_segment" + suffix] = mass.masked_fill(~member.any(-1)[:, None], torch.nan)
         return {name: value.squeeze(1) if name.endswith("_uniform") else value for name, value in made.items()}
 
     def _counted(self, batch: Batch) -> Bool[Tensor, "batch query"]:

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from mechattn.errors import OptionError
+from mechattn.functional.rows import BLOCK
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Scores, masked scores, pattern and the working copies of a reduction live at the same time, in float32.
 _SQUARES = 6
 _LARGEST_BATCH = 64
+_FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a row of a batch takes, in bytes, as a function of its length alone: so that a plan can be repeated.
+
+    Args:
+        heads: Attention heads a layer.
+        width: Numbers that live at the same time at each position: residual stream, MLP, projections.
+        square: Whether a layer's whole pattern is held (hooks), or blocks of rows (streaming).
+    """
+
+    heads: int
+    width: int
+    square: bool
+
+    def of(self, length: int) -> int:
+        """Bytes for one sequence."""
+        attention = self.heads * length * (length * _SQUARES if self.square else BLOCK * 2)
+        return 4 * (attention + length * self.width)
 
 
 def memory_bytes(memory: str) -> int:
@@ -25,12 +48,12 @@ def memory_bytes(memory: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def batch_plan(lengths: Seq[Seq[int]], heads: int, memory: str) -> list[list[int]]:
-    """Group prompts of similar length so that the attention of one layer fits the budget.
+def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str) -> list[list[int]]:
+    """Group prompts of similar length so that one layer of a batch fits the budget.
 
     Args:
-        lengths: For each prompt the length of its sequence in every condition.
-        heads: Attention heads a layer.
+        lengths: For each prompt the length of its sequence in every condition; these stay in one batch.
+        cost: What a row takes.
         memory: The budget.
 
     Returns:
@@ -38,10 +61,13 @@ def batch_plan(lengths: Seq[Seq[int]], heads: int, memory: str) -> list[list[int
     """
     budget = memory_bytes(memory)
     batches: list[list[int]] = []
+    shortest = 0
     for index in sorted(range(len(lengths)), key=lambda i: (max(lengths[i]), i)):
+        longest = max(lengths[index])
         rows = (len(batches[-1]) + 1 if batches else 1) * len(lengths[index])
-        needed = rows * heads * max(lengths[index]) ** 2 * 4 * _SQUARES
-        if not batches or needed > budget or rows > _LARGEST_BATCH:
+        full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
+        if not batches or full or shortest < _FULLEST * longest:
             batches.append([])
+            shortest = longest
         batches[-1].append(index)
     return batches

@@ -13,8 +13,10 @@ from mechattn.analysis.analysis import Analysis, AttentionRows, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import SEGMENTS
 from mechattn.engine.collect import Collector, Positions
-from mechattn.engine.plan import batch_plan
-from mechattn.errors import OptionError, PromptError, PromptTooLong
+from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
+from mechattn.engine.plan import Cost, batch_plan
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.known import Known, known
 from mechattn.model.load import load_model
@@ -35,6 +37,7 @@ def run(
     seed: int = 0,
     positions: Positions = "moments",
     memory: str = "2GiB",
+    engine: Engine = "auto",
     progress: bool = True,
 ) -> Result:
     """Measure attention on every prompt under every condition, the baseline always among them.
@@ -47,7 +50,10 @@ def run(
         layers: Layers to look at, from 0; all that have attention by default.
         seed: Decides every random draw, together with the prompt's id.
         positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" each prompt's own too.
-        memory: The budget for the attention of one layer of one batch; the batches follow from it and the lengths.
+        memory: The budget for one layer of one batch; the batches follow from it and the lengths.
+        engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "hooks"
+            reduces each layer's pattern as TransformerLens shows it; "auto" streams where that gives the model's
+            own numbers.
         progress: Show a bar when the run takes longer than two seconds.
 
     Returns:
@@ -68,33 +74,54 @@ def run(
     sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
     for prompt, made in zip(prompts, sequences, strict=True):
         _check_sequences(prompt, made, named, analyses, model)
-    plan = batch_plan([[len(s) for s in made.values()] for made in sequences], model.cfg.n_heads, memory)
     model = load_model(model)  # verified again if another model was made since
+    forward, why = chosen_forward(model, engine)
+    cost = Cost(model.cfg.n_heads, position_width(model), square=forward is forward_through_hooks)
+    plan = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, memory)
     collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
     for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
-        _measure(model, batch, windows, analyses, collectors)
+        _measure(model, batch, forward, windows, analyses, collectors)
     datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
     datasets["sequences"] = _sequences_dataset(model, prompts, list(named), sequences)
     about = _provenance(model, prompts, named, analyses, chosen)
-    return Result(datasets, about | {"seed": seed, "memory": memory, "positions": positions})
+    ran = {"engine": "hooks" if forward is forward_through_hooks else "streaming", "engine_reason": why}
+    return Result(datasets, about | ran | {"seed": seed, "memory": memory, "positions": positions})
 
 
 def _measure(
-    model: Any, batch: Batch, windows: Mapping[int, int | None], analyses: Seq[Analysis], collectors: list[Collector]
+    model: Any,
+    batch: Batch,
+    forward: Forward,
+    windows: Mapping[int, int | None],
+    analyses: Seq[Analysis],
+    collectors: list[Collector],
 ) -> None:
-    """One forward pass; every layer's pattern is reduced as it passes."""
-    queries = torch.arange(batch.tokens.shape[1])
+    """One forward pass; every block of rows is reduced as it comes, every layer when its last block has come."""
+    placed = batch.to(next(model.parameters()).device)
+    length = batch.tokens.shape[1]
+    sums: dict[int, list[Sums]] = {}
 
-    def see(layer: int, pattern: Tensor) -> None:
+    def see(layer: int, rows: Rows) -> None:
         window = windows[layer]
-        hooks.check_pattern(model, layer, pattern, batch.real, window)
-        rows = AttentionRows(layer, pattern, queries, batch, window)
-        for analysis, collector in zip(analyses, collectors, strict=True):
-            sums: Sums = analysis.reduce(rows)
-            values = analysis.values(sums, batch, window)
-            collector.add(layer, batch, values)
+        if layer not in sums:
+            sums[layer] = [analysis.start(placed, rows.pattern.shape[1]) for analysis in analyses]
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.first_key, placed, window)
+        for analysis, made in zip(analyses, sums[layer], strict=True):
+            analysis.add(made, block)
+        if int(rows.queries[-1]) == length - 1:
+            for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):
+                _refuse_nan(model, layer, made)
+                collector.add(layer, batch, analysis.values(made, placed, window))
 
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, list(windows), see)
+    forward(model, placed, windows, see)
+
+
+def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:
+    for value in sums.values():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ModelError(
+                f"layer {layer} of {model.cfg.model_name} gives NaN or infinity; try another dtype, such as float32"
+            )
 
 
 def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
@@ -211,7 +238,6 @@ def _provenance(
         "conditions": {name: repr(condition) for name, condition in named.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
         "measured_layers": layers,
-        "engine": "hooks",
         "threads": torch.get_num_threads(),
         "versions": provenance.versions(),
         "time": provenance.now(),

@@ -35,23 +35,42 @@ def column_sums(
     return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
 
 
-def self_sums(
-    pattern: Float[Tensor, "batch head query key"],
-    counted: Bool[Tensor, "batch query"],
-    queries: Int[Tensor, " query"],
-) -> Float[Tensor, "batch head key"]:
-    """The part of :func:`column_sums` that the keys get from the query at their own position."""
-    rows = torch.arange(len(queries), device=queries.device)
-    own = pattern[:, :, rows, queries] * counted[:, None].to(pattern.dtype)
-    sums = pattern.new_zeros((pattern.shape[0], pattern.shape[1], pattern.shape[3]))
-    return sums.index_copy(-1, queries, own)
+def self_attention(
+    pattern: Float[Tensor, "batch head query key"], queries: Int[Tensor, " query"], first_key: int = 0
+) -> Float[Tensor, "batch head query"]:
+    """Attention of each query to its own position; ``first_key`` is the position of the pattern's first key."""
+    rows = torch.arange(len(queries), device=pattern.device)
+    return pattern[:, :, rows, queries - first_key]
+
+
+def _sums_over_seeing(
+    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool
+) -> Float[Tensor, "batch key"]:
+    """For each key the sum of the weights of the queries that can see it, from one cumulative sum."""
+    length = weight.shape[-1]
+    after = torch.nn.functional.pad(weight.double().flip(-1).cumsum(-1).flip(-1), (0, length + 1))
+    first = 0 if include_self else 1
+    last = length if window is None else min(max(window, first), length)
+    return after[:, first : first + length] - after[:, last : last + length]
 
 
 def seeing_queries(
-    counted: Bool[Tensor, "batch query"], visible: Bool[Tensor, "query key"]
+    counted: Bool[Tensor, "batch query"], window: int | None = None, include_self: bool = False
 ) -> Float[Tensor, "batch key"]:
     """How many counted queries can see each key: the denominator of :func:`received_attention`."""
-    return counted.float() @ visible.float()
+    return _sums_over_seeing(counted, window, include_self).round().float()
+
+
+def uniform_sums(
+    counted: Bool[Tensor, "batch query"], window: int | None = None, include_self: bool = True
+) -> Float[Tensor, "batch key"]:
+    """:func:`column_sums` of a head that is blind to content: each visible key gets 1 / number of visible keys.
+
+    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k.
+    """
+    visible = torch.arange(1, counted.shape[-1] + 1, device=counted.device, dtype=torch.float64)
+    weight = counted / visible.clamp(max=window or counted.shape[-1])
+    return _sums_over_seeing(weight, window, include_self).float()
 
 
 def received_attention(
@@ -94,9 +113,3 @@ def segment_mean(
     weight = weight.to(received.dtype)
     sums = einsum(received.nan_to_num(), weight, "batch head key, batch head segment key -> batch head segment")
     return sums / weight.sum(-1)
-
-
-def uniform_pattern(queries: Int[Tensor, " query"], keys: int, window: int | None = None) -> Float[Tensor, "query key"]:
-    """The pattern of a head that is blind to content: every visible key gets ``1 / number of visible keys``."""
-    visible = visible_keys(queries, keys, window).float()
-    return visible / visible.sum(-1, keepdim=True)

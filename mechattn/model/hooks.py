@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -138,14 +139,14 @@ def forward_with_patterns(
     layers: list[int],
     see: SeePattern,
 ) -> None:
-    """One forward pass; ``see(layer, pattern)`` is called as each layer's pattern passes, and nothing is kept.
+    """A forward pass as far as the last of the layers; ``see(layer, pattern)`` is called as each pattern passes.
 
     Args:
         model: A hooked model.
-        tokens: Token ids, padded on the right.
+        tokens: Token ids, padded on the right, on the device of the model.
         real: Which positions hold tokens, not padding [batch pos].
         layers: The layers whose patterns are wanted.
-        see: Reduces a pattern [batch head query key] at once.
+        see: Reduces a pattern [batch head query key] at once; nothing is kept.
     """
 
     def hook(layer: int) -> tuple[str, Callable]:
@@ -154,7 +155,23 @@ def forward_with_patterns(
 
         return pattern_hook(layer), reduce
 
-    device = next(model.parameters()).device
-    mask = {} if bool(real.all()) else {"attention_mask": real.to(device).long()}
+    mask = {} if bool(real.all()) else {"attention_mask": real.long()}
+    forward_to(model, tokens, max(layers), [hook(layer) for layer in layers], **mask)
+
+
+def forward_to(
+    model: Any, tokens: Int[Tensor, "batch pos"], last: int, fwd_hooks: list[tuple[str, Callable]], **options: Any
+) -> None:
+    """A forward pass that computes nothing after layer ``last``, and logits of one position at most."""
+    if last < model.cfg.n_layers - 1:
+        options["stop_at_layer"] = last + 1
+    elif _keeps_logits(model):
+        options["logits_to_keep"] = 1
     with torch.no_grad():
-        model.run_with_hooks(tokens.to(device), fwd_hooks=[hook(layer) for layer in layers], return_type=None, **mask)
+        model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
+
+
+def _keeps_logits(model: Any) -> bool:
+    """Whether the model can be asked for the logits of the last position alone."""
+    original = getattr(model, "original_model", None)
+    return original is not None and "logits_to_keep" in inspect.signature(original.forward).parameters

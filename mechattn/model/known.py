@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mechattn.model.report import Report
+    from mechattn.model.report import Check, Report
 
 _NAME = "_mechattn"
 _boots = 0
@@ -27,6 +27,7 @@ class Known:
         probe_logits: The native logits when the model was loaded.
         report: The last verification.
         boots: How many models the process had made at that time.
+        streaming: Whether attention in row blocks gives the hooks' numbers; None before it was tried.
     """
 
     weights: str = "as given, perhaps processed"
@@ -37,6 +38,7 @@ class Known:
     probe_logits: Tensor | None = None
     report: Report | None = None
     boots: int = -1
+    streaming: Check | None = None
 
     @property
     def verified(self) -> bool:

@@ -18,7 +18,7 @@ from mechattn.model.mend import mend
 from mechattn.model.native import classes_left_alone, native_twin
 from mechattn.model.report import Report
 from mechattn.model.toys import PREFIX, toy_folder, toy_names
-from mechattn.model.verify import AT_LOADING, PROBE, check_model
+from mechattn.model.verify import AT_LOADING, PROBE, check_model, check_streaming
 
 Dtype = torch.dtype | Literal["auto"]
 
@@ -94,7 +94,9 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     about = _known_or_met(hooked)
     if native is not None:
         about = replace(about, native=native.eval(), why_not_native="", probe_logits=None)
-    about.report = check_model(hooked, about, length)
+    about.streaming = check_streaming(hooked)
+    report = check_model(hooked, about, length)
+    about.report = replace(report, checks=(*report.checks, about.streaming))
     about.boots = boots()
     remember(hooked, about)
     return about.report

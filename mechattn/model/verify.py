@@ -12,10 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.functional.received import visible_keys
+from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.known import Known
 from mechattn.model.native import attention_of, run_native
 from mechattn.model.report import Check, Outcome, Report
+from mechattn.model.streaming import streaming, why_not
 
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. Measured on 30 architectures with random weights, the largest are: float32 2e-5 and 2e-6,
@@ -77,6 +79,55 @@ def check_model(model: Any, about: Known, length: int) -> Report:
         checks=tuple(checks),
         mended=about.mended,
     )
+
+
+def check_streaming(model: Any) -> Check:
+    """Whether attention in row blocks gives the logits and patterns that the hooks give, on the probe.
+
+    Tried before a model is streamed for the first time. GPT-J and GPT-Neo, say, never call the function that computes
+    blocks, and without the mask that it makes superfluous they would see the future.
+    """
+    if reason := why_not(model):
+        return Check("streaming", "limited", detail=reason)
+    tokens = probe_tokens(model, PROBE).to(next(model.parameters()).device)
+    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
+    shown: Seen = {}
+    named = [
+        (hooks.pattern_hook(layer), lambda value, hook: shown.update({hook.name: value.detach().float()}))
+        for layer in windows
+    ]
+    blocks: dict[int, list[Rows]] = {layer: [] for layer in windows}
+
+    def see(layer: int, rows: Rows) -> None:
+        blocks[layer].append(replace(rows, pattern=rows.pattern.clone()))
+
+    with torch.no_grad():
+        expected = model.run_with_hooks(tokens, fwd_hooks=named, return_type="logits")[0].float()
+        try:
+            with streaming(model, windows, see, block=8):
+                got = model(tokens, return_type="logits")[0].float()
+        except Exception as error:
+            return Check("streaming", "limited", detail=f"it raises {type(error).__name__}: {error}")
+    silent = [layer for layer, seen in blocks.items() if not seen]
+    if silent:
+        return Check(
+            "streaming", "limited", silent[0], detail="its attention is not computed by an exchangeable function"
+        )
+    pairs: Any = {layer: (_assembled(seen), shown[hooks.pattern_hook(layer)].cpu()) for layer, seen in blocks.items()}
+    dtype = _dtype(model)
+    detail = "attention in row blocks against the hooks"
+    patterns = _compare("streaming", pairs, PROBABILITY[dtype], f"{detail}: patterns", "", scale=1.0)
+    logits = _compare_positions("streaming", got.cpu(), expected.cpu(), TOLERANCE[dtype][0], f"{detail}: logits", "")
+    return next((_limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
+
+
+def _assembled(blocks: list[Rows]) -> Tensor:
+    """The whole pattern [batch head query key] from its blocks."""
+    length = max(rows.keys.stop for rows in blocks)
+    whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
+    for rows in blocks:
+        whole[:, :, rows.queries, rows.keys] = rows.pattern
+    return whole.cpu()
 
 
 def architecture(model: Any) -> str:

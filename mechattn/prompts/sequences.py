@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -87,7 +87,12 @@ class Batch:
 
     def members(self) -> Bool[Tensor, "batch segment pos"]:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
-        return self.segment[:, None, :] == torch.arange(len(SEGMENTS))[:, None]
+        return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "origin", "segment", "lengths")}
+        return replace(self, **moved)
 
 
 PADDING = -2

@@ -115,7 +115,7 @@ def test_only_the_chosen_layers(toy, prompts):
     every = ma.run(toy, prompts[:2], progress=False)["received_attention"].received
     some = ma.run(toy, prompts[:2], layers=[2, 0], progress=False)["received_attention"].received
     assert some.layer.values.tolist() == [0, 2]
-    np.testing.assert_allclose(some, every.sel(layer=[0, 2]))
+    np.testing.assert_allclose(some, every.sel(layer=[0, 2]), atol=1e-6)  # layers not asked for run SDPA
 
 
 def test_uniform_values_are_those_of_a_model_that_attends_uniformly(toy, prompts, checkpoint):
@@ -144,9 +144,12 @@ def test_an_analysis_of_ones_own(toy, prompts):
         def problem(self, sequence):
             return None
 
-        def reduce(self, rows):
-            own = rows.pattern[:, :, torch.arange(len(rows.queries)), rows.queries]
-            return {"own": (own * rows.batch.real[:, None, rows.queries]).sum(-1)}
+        def start(self, batch, heads):
+            return {"own": torch.zeros(len(batch.rows), heads)}
+
+        def add(self, sums, rows):
+            own = rows.pattern[:, :, torch.arange(len(rows.queries)), rows.queries - rows.first_key]
+            sums["own"] += (own * rows.batch.real[:, None, rows.queries]).sum(-1)
 
         def values(self, sums, batch, window):
             return {"own": sums["own"] / batch.lengths[:, None]}

@@ -25,14 +25,13 @@ def received(pattern, counted, window=None, include_self=False, block=64):
     """The library's path, in blocks of query rows."""
     length = pattern.shape[-1]
     pattern, counted = pattern[None], counted[None]
-    columns, own, seeing = 0, 0, 0
+    columns = torch.zeros((*pattern.shape[:2], length), dtype=torch.float64)
+    own = torch.zeros_like(columns)
     for start in range(0, length, block):
         queries = torch.arange(start, min(start + block, length))
-        rows, counted_rows = pattern[:, :, queries], counted[:, queries]
-        columns = columns + fn.column_sums(rows, counted_rows)
-        own = own + fn.self_sums(rows, counted_rows, queries)
-        visible = fn.visible_keys(queries, length, window, include_self)
-        seeing = seeing + fn.seeing_queries(counted_rows, visible)
+        columns += fn.column_sums(pattern[:, :, queries], counted[:, queries])
+        own[..., queries] = fn.self_attention(pattern[:, :, queries], queries) * counted[:, None, queries]
+    seeing = fn.seeing_queries(counted, window, include_self)
     return fn.received_attention(columns if include_self else columns - own, seeing)[0]
 
 
@@ -87,12 +86,24 @@ def test_an_empty_segment_has_no_mean(random_pattern):
     assert fn.segment_mean(per_key[None], torch.zeros(1, 1, 4, dtype=torch.bool)).isnan().all()
 
 
-def test_uniform_attention_by_hand():
-    pattern = fn.uniform_pattern(torch.arange(3), 3)
-    expected = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
-    torch.testing.assert_close(pattern, expected)
-    windowed = fn.uniform_pattern(torch.arange(3), 3, window=2)
-    torch.testing.assert_close(windowed[2], torch.tensor([0, 1 / 2, 1 / 2]))
+def uniform_pattern(length, window=None):
+    """The pattern of a head that is blind to content, row by row."""
+    rows = torch.zeros(length, length, dtype=torch.float64)
+    for query in range(length):
+        seen = range(0 if window is None else max(0, query - window + 1), query + 1)
+        rows[query, list(seen)] = 1 / len(seen)
+    return rows
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize("include_self", [False, True])
+def test_the_uniform_null_equals_a_loop(window, include_self):
+    counted = torch.rand(3, 13, generator=torch.Generator().manual_seed(0)) < 0.6
+    for row, got in zip(counted, fn.uniform_sums(counted, window, include_self), strict=True):
+        pattern = uniform_pattern(13, window)
+        if not include_self:
+            pattern.fill_diagonal_(0)
+        torch.testing.assert_close(got.double(), (pattern * row[:, None]).sum(0), atol=1e-6, rtol=0)
 
 
 def test_the_drop_of_a_content_blind_head_by_definition():
@@ -100,7 +111,7 @@ def test_the_drop_of_a_content_blind_head_by_definition():
 
     def question_received(inserted: int) -> float:
         length = 130 + inserted
-        pattern = fn.uniform_pattern(torch.arange(length), length).double()
+        pattern = uniform_pattern(length)
         counted = torch.ones(length, dtype=torch.bool)
         counted[30 : 30 + inserted] = False
         return float(loop_over_queries(pattern[None], counted)[0, 30 + inserted : -1].mean())

@@ -1,0 +1,118 @@
+"""Causal attention in blocks of query rows: the output, and each block of probabilities for whoever asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BLOCK = 64  # rows; 32 and 128 are slower on a CPU
+_MASKED = -1e30  # finite, so that probability · score is 0 and not NaN
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A block of query rows of one layer's attention. The pattern's memory is used again for the next block.
+
+    Args:
+        pattern: Attention probabilities, float32 or better, over the keys from ``first_key`` on; 0 for unseen keys.
+        queries: The positions of these rows.
+        first_key: The position of the first key; keys before it are seen by none of these rows.
+        v: The values of all positions.
+        scores: What the softmax was taken of, where it was asked for; large and negative for unseen keys.
+    """
+
+    pattern: Float[Tensor, "batch head query key"]
+    queries: Int[Tensor, " query"]
+    first_key: int
+    v: Float[Tensor, "batch kv_head pos d_value"] | None = None
+    scores: Float[Tensor, "batch head query key"] | None = None
+
+    @property
+    def keys(self) -> slice:
+        """The positions of the keys."""
+        return slice(self.first_key, self.first_key + self.pattern.shape[-1])
+
+
+def attention_by_rows(
+    q: Float[Tensor, "batch head pos d_head"],
+    k: Float[Tensor, "batch kv_head pos d_head"],
+    v: Float[Tensor, "batch kv_head pos d_value"],
+    scale: float,
+    see: Callable[[Rows], None] | None = None,
+    *,
+    bias: Float[Tensor, "#batch head pos"] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    keep_scores: bool = False,
+    block: int = BLOCK,
+) -> Float[Tensor, "batch head pos d_value"]:
+    """Causal attention; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
+
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``, ``out[q] = Σ_k A[q, k] v[k]``,
+    with ``cap(s) = softcap · tanh(s / softcap)``. Statistics and output are computed in float32 at least. Sequences
+    that are padded on the right need no mask: no token sees what comes after it.
+
+    Args:
+        q: Queries, after RoPE.
+        k: Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``.
+        v: Values.
+        scale: The factor of the scores, 1 / √d_head mostly.
+        see: Called with each block.
+        bias: Added to the scores of each key (ALiBi), already scaled.
+        window: How many keys a query sees, its own included; None for all.
+        softcap: The bound of soft-capped scores.
+        keep_scores: Hand the scores over as well; costs another buffer.
+        block: Rows in a block.
+    """
+    batch, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    wide = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+    n = batch * k.shape[1]
+    queries = q.reshape(n, groups, length, width)
+    keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
+    values = v.reshape(n, length, -1).to(wide)
+    out = q.new_empty(n, groups, length, values.shape[-1])
+    longest = min(length, window + block) if window else length
+    buffer = keys.new_empty(n * groups * min(block, length) * longest)
+    spare = torch.empty_like(buffer) if keep_scores else None
+    before = torch.ones(block, block, device=q.device, dtype=torch.bool).tril()
+    future = keys.new_zeros(block, block).masked_fill(~before, _MASKED)
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        rows = end - start
+        first = max(0, start - window + 1) if window else 0
+        count = end - first
+        s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
+        asked = (queries[:, :, start:end] * scale).to(wide).reshape(n, groups * rows, width)
+        torch.bmm(asked, keys[:, :, first:end], out=s)
+        by_head = s.view(n, groups, rows, count)
+        if softcap is not None:
+            s.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            by_head += bias[..., first:end].expand(batch, -1, -1).reshape(n, groups, 1, count)
+        by_head[..., start - first :] += future[:rows, :rows]
+        if window and end > window:
+            _mask_before_window(by_head, start, first, window)
+        scores = None
+        if spare is not None:
+            scores = spare[: s.numel()].view(batch, heads, rows, count).copy_(s.view(batch, heads, rows, count))
+        torch.softmax(s, -1, out=s)
+        out[:, :, start:end] = torch.bmm(s, values[:, first:end]).view(n, groups, rows, -1)
+        if see is not None:
+            position = torch.arange(start, end, device=q.device)
+            see(Rows(s.view(batch, heads, rows, count), position, first, v, scores))
+    return out.view(batch, heads, length, -1)
+
+
+def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> None:
+    """Hide from each row the keys that lie ``window`` or more before it."""
+    rows = scores.shape[-2]
+    hidden = first + torch.arange(rows, device=scores.device) <= start - window + torch.arange(
+        rows, device=scores.device
+    ).unsqueeze(-1)
+    hidden = hidden[:, : scores.shape[-1]]
+    scores[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)

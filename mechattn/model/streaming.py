@@ -1,0 +1,203 @@
+"""Attention in row blocks in place of a booted bridge's attention function, for the length of a ``with``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.errors import ModelError
+from mechattn.functional.rows import BLOCK, Rows, attention_by_rows
+from mechattn.model import hooks
+
+_NAME = "mechattn_rows"
+See = Callable[[int, Rows], None]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the attention function needs to know about the layer that calls it; ``see`` is None where nobody looks."""
+
+    number: int
+    window: int | None
+    see: See | None
+    block: int
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float | None
+    ) -> Tensor:
+        """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
+        if self.see is None and bias is None and softcap is None and self.window is None:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        see, number = self.see, self.number
+        told = None if see is None else lambda rows: see(number, rows)
+        return attention_by_rows(q, k, v, scale, told, bias=bias, window=self.window, softcap=softcap, block=self.block)
+
+
+_active: dict[int, _Layer] = {}  # by the id of the attention module of transformers that asks
+
+
+def why_not(model: Any) -> str:
+    """Why this model cannot be streamed, from its classes alone; "" if it perhaps can."""
+    if getattr(model, "original_model", None) is None:
+        return f"a {type(model).__name__} has no attention function to replace"
+    if hooks.has_sinks(model):
+        return "its attention has learned sinks"
+    kinds = {type(model.blocks[layer].attn).__name__ for layer in hooks.attention_layers(model)}
+    other = kinds - _DELEGATED - set(_FUSED)
+    if other:
+        return f"its attention is a {sorted(other)[0]}, which computes scores of its own"
+    return ""
+
+
+@contextmanager
+def streaming(model: Any, layers: Mapping[int, int | None], see: See, block: int = BLOCK) -> Iterator[None]:
+    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
+
+    hook_q, hook_k, hook_v, hook_z, and the hooks of the residual stream and of MLPs fire as before; hook_attn_scores
+    and hook_pattern don't. The model is put back as it was at the end, also after an exception and when nested.
+
+    Args:
+        model: A booted bridge.
+        layers: For each layer to look at, its window.
+        see: Takes a layer and a block of its rows.
+        block: Rows in a block.
+
+    Raises:
+        ModelError: The model cannot be streamed.
+    """
+    if reason := why_not(model):
+        raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
+    _register()
+    with ExitStack() as stack:
+        for number in hooks.attention_layers(model):
+            window = layers[number] if number in layers else hooks.attention_window(model, number)
+            layer = _Layer(number, window, see if number in layers else None, block)
+            attention = model.blocks[number].attn
+            kind = type(attention).__name__
+            if kind in _FUSED:
+                stack.enter_context(_set(attention, "_reconstruct_attention", _FUSED[kind](attention, layer)))
+            else:
+                stack.enter_context(_set(attention, "forward", MethodType(_delegating_forward(), attention)))
+                stack.enter_context(_activate(attention.original_component, layer))
+        for config in _configs(model):
+            stack.enter_context(_set(config, "_attn_implementation_internal", _NAME))
+        yield
+
+
+@contextmanager
+def _set(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on the object itself; a bridge would hand a plain assignment on to the module that it wraps."""
+    missing = object()
+    before = vars(thing).get(name, missing)
+    object.__setattr__(thing, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            object.__delattr__(thing, name)
+        else:
+            object.__setattr__(thing, name, before)
+
+
+@contextmanager
+def _activate(module: Any, layer: _Layer) -> Iterator[None]:
+    before = _active.get(id(module))
+    _active[id(module)] = layer
+    try:
+        yield
+    finally:
+        _active.pop(id(module))
+        if before is not None:
+            _active[id(module)] = before
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configuration objects that say which attention function runs: shared by the layers, mostly one."""
+    found = [model.original_model.config]
+    for layer in hooks.attention_layers(model):
+        config = getattr(model.blocks[layer].attn.original_component, "config", None)
+        if config is not None and all(config is not other for other in found):
+            found.append(config)
+    for config in list(found):
+        text = getattr(config, "text_config", None)
+        if text is not None and all(text is not other for other in found):
+            found.append(text)
+    return found
+
+
+def _register() -> None:
+    """Tell transformers of the attention function, and that its masks are needed for padding alone."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(_NAME, _attention_function)
+    AttentionMaskInterface.register(_NAME, flash_attention_mask)
+
+
+def _delegating_forward() -> Callable[..., Any]:
+    """The forward of the plain attention bridge: hook_in, the module of transformers, hook_out."""
+    from transformer_lens.model_bridge.generalized_components import AttentionBridge
+
+    return AttentionBridge.forward
+
+
+def _attention_function(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    """What transformers calls in place of SDPA: [batch head pos d_head] in, [batch pos head d_head] out."""
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = _active[id(module)].attend(query, key, value, scale, None, options.get("softcap"))
+    return out.transpose(1, 2).contiguous(), None
+
+
+_DELEGATED = {"PositionEmbeddingsAttentionBridge", "AttentionBridge"}
+
+
+def _fused(scale_and_bias: Callable[[Any, int, Mapping[str, Any]], tuple[float, Tensor | None]]) -> Callable:
+    """The attention of bridges that split a fused projection: from projected q, k, v to the block's output."""
+
+    def for_layer(attention: Any, layer: _Layer) -> Callable[..., Any]:
+        def reconstruct(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+            heads = attention.config.n_heads
+            kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
+            q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
+            scale, bias = scale_and_bias(attention, width, kwargs)
+            if bias is not None:
+                bias = bias.view(-1, heads, bias.shape[-1])[..., :length]
+            out = layer.attend(q, k, v, scale, bias, None)
+            out = attention._reshape_attn_output(out, batch, length, heads, width)
+            return attention._apply_output_projection(out), None
+
+        return reconstruct
+
+    return for_layer
+
+
+def _gpt2(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
+    scale = width**-0.5
+    if getattr(attention.config, "scale_attn_by_inverse_layer_idx", False) and attention._layer_idx is not None:
+        scale /= attention._layer_idx + 1
+    return scale, None
+
+
+def _bloom(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
+    return width**-0.5, kwargs.get("alibi")
+
+
+def _falcon(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
+    alibi = kwargs.get("alibi")  # once: no mask that holds it is made here
+    return width**-0.5, None if alibi is None else alibi * width**-0.5
+
+
+_FUSED: dict[str, Callable] = {
+    "JointQKVAttentionBridge": _fused(_gpt2),
+    "BloomAttentionBridge": _fused(_bloom),
+    "ALiBiJointQKVAttentionBridge": _fused(_falcon),
+}

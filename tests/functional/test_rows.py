@@ -1,0 +1,81 @@
+"""Attention in row blocks against the whole square in float64."""
+
+import pytest
+import torch
+
+from mechattn.functional.rows import attention_by_rows
+
+
+def square(q, k, v, scale, bias=None, window=None, softcap=None):
+    """Pattern and output from the whole [query, key] matrix."""
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    scores = scale * q @ k.repeat_interleave(groups, 1).transpose(-1, -2)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias[:, :, None]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) | (distance >= (window or length))
+    pattern = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return pattern, pattern @ v.repeat_interleave(groups, 1)
+
+
+def random_qkv(batch, heads, kv_heads, length, width, dtype=torch.float64, d_value=None):
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(heads, width), (kv_heads, width), (kv_heads, d_value or width)]
+    return [2 * torch.randn(batch, n, length, d, generator=generator, dtype=dtype) for n, d in shapes]
+
+
+def in_blocks(q, k, v, scale, **options):
+    pattern = torch.full((*q.shape[:3], q.shape[2]), torch.nan, dtype=torch.float64)
+
+    def see(rows):
+        pattern[:, :, rows.queries] = 0.0
+        pattern[:, :, rows.queries, rows.keys] = rows.pattern.double()
+
+    out = attention_by_rows(q, k, v, scale, see, **options)
+    return pattern, out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("length", "block"), [(1, 64), (7, 2), (64, 64), (130, 64)])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"bias": True}])
+def test_blocks_are_the_square(heads, kv_heads, length, block, window, extra):
+    q, k, v = random_qkv(2, heads, kv_heads, length, 8)
+    if "bias" in extra:
+        slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64)
+        extra = {"bias": (slopes[:, None] * torch.arange(length))[None]}
+    expected, out = square(q, k, v, 0.4, window=window, **extra)
+    got, streamed = in_blocks(q, k, v, 0.4, window=window, block=block, **extra)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(streamed, out, atol=1e-12, rtol=0)
+
+
+def test_the_square_would_notice_a_window_or_a_scale(random_pattern):
+    q, k, v = random_qkv(1, 2, 2, 40, 8)
+    expected, _ = square(q, k, v, 0.4, window=6)
+    assert (in_blocks(q, k, v, 0.4, window=7)[0] - expected).abs().max() > 0.01
+    assert (in_blocks(q, k, v, 0.41, window=6)[0] - expected).abs().max() > 0.001
+
+
+def test_half_precision_is_computed_in_float32():
+    q, k, v = random_qkv(1, 2, 1, 90, 16, torch.bfloat16)
+    got, out = in_blocks(q, k, v, 0.25)
+    expected, exact = square(q.double(), k.double(), v.double(), 0.25)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)  # what a bfloat16 softmax could not reach
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=1e-2)
+
+
+def test_values_may_have_another_width_and_scores_can_be_kept():
+    q, k, v = random_qkv(2, 4, 2, 70, 8, d_value=5)
+    _expected, out = square(q, k, v, 0.3)
+    seen = []
+
+    def see(rows):
+        seen.append((rows.scores.softmax(-1) - rows.pattern).abs().max())
+
+    torch.testing.assert_close(attention_by_rows(q, k, v, 0.3, see, keep_scores=True), out, atol=1e-12, rtol=0)
+    assert len(seen) == 2
+    assert max(seen) < 1e-12

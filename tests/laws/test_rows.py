@@ -1,0 +1,39 @@
+"""Any size of block and any split of a batch gives the same statistics."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mechattn.functional import received as fn
+from mechattn.functional.rows import attention_by_rows
+
+
+def columns(q, k, v, counted, window, block):
+    sums = torch.zeros(q.shape[:3], dtype=torch.float64)
+
+    def see(rows):
+        sums[..., rows.keys] += fn.column_sums(rows.pattern, counted[:, rows.queries])
+
+    out = attention_by_rows(q, k, v, 0.5, see, window=window, block=block)
+    return sums, out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 50),
+    block=st.integers(1, 60),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    batch=st.integers(1, 4),
+    split=st.integers(0, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_any_block_and_any_split_give_the_same(length, block, window, batch, split, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (3 * torch.randn(batch, n, length, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    counted = torch.rand(batch, length, generator=generator) < 0.7
+    whole, out = columns(q, k, v, counted, window, length)
+    parts = [slice(0, min(split, batch)), slice(min(split, batch), batch)]
+    pieces = [columns(q[p], k[p], v[p], counted[p], window, block) for p in parts if p.stop > p.start]
+    torch.testing.assert_close(torch.cat([sums for sums, _ in pieces]), whole, atol=1e-9, rtol=0)
+    torch.testing.assert_close(torch.cat([made for _, made in pieces]), out, atol=1e-9, rtol=0)
+    torch.testing.assert_close(whole.sum(-1), counted.sum(-1).double()[:, None].expand(-1, 4), atol=1e-9, rtol=0)
