@@ -13,7 +13,7 @@ from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import dtype_named, load_model
+from mechattn.model.load import dtype_named, load_model, model_place
 from mechattn.page import figure_section, result_page, result_sections, view_section, write_page
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
@@ -47,7 +47,8 @@ def make_figures(
     page = Path(out) / "index.html"
     check_writable(page)
     places = {name: Path(out) / f"{file_name(name)}.zarr" for name in models}
-    for place in places.values():
+    for name, place in places.items():
+        model_place(name)
         check_result_place(place)
     prompts = load_prompts(source, limit=limit, field=field, seed=seed)
     _check_enough(len(prompts), 3)

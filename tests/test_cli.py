@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import mechattn as ma
+from mechattn.model.toys import toy_names
 from tests.conftest import GSM8K
 
 
@@ -43,13 +44,24 @@ def test_every_public_name_is_there():
         ma.runn
 
 
-def test_figures_writes_a_page_and_a_result(tmp_path):
+def test_figures_writes_a_page_and_a_result_for_every_toy(tmp_path):
     done = mechattn("figures", "--out", tmp_path / "out", "--limit", 8)
     assert done.returncode == 0, done.stderr
     assert "index.html" in done.stdout
     text = (tmp_path / "out" / "index.html").read_text()
-    assert "toy, 1.0 M parameters" in text
-    assert ma.load_result(tmp_path / "out" / "result.zarr")["received_attention"].sizes["prompt"] == 8
+    for name in toy_names():
+        assert f"{name} (toy, " in text
+        result = ma.load_result(tmp_path / "out" / f"{name.replace(':', '-')}.zarr")
+        assert result["received_attention"].sizes["prompt"] == 8
+        assert result.provenance["model"]["verified"]
+
+
+def test_verify_prints_the_report_and_fails_where_a_model_does(tmp_path):
+    done = mechattn("verify", "toy:llama")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
+    assert ": passed" in done.stdout
+    assert "mechattn verify toy:llama" in mechattn("verify").stderr
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the data set ../shared/data/gsm8k_test.jsonl is not here")
@@ -68,5 +80,6 @@ def test_run_on_a_file_of_real_questions(tmp_path):
 def test_an_error_is_a_sentence_not_a_traceback(tmp_path):
     done = mechattn("figures", "--model", "toy:lama", "--out", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are toy:llama")
+    assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are ")
+    assert "toy:llama" in done.stderr
     assert "Traceback" not in done.stderr

@@ -80,7 +80,7 @@ def run(
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, memory)
     collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
     for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
-        _measure(model, batch, forward, windows, analyses, collectors)
+        measure_batch(model, batch, forward, windows, analyses, collectors)
     datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
     datasets["sequences"] = _sequences_dataset(model, prompts, list(named), sequences)
     about = _provenance(model, prompts, named, analyses, chosen)
@@ -88,7 +88,7 @@ def run(
     return Result(datasets, about | ran | {"seed": seed, "memory": memory, "positions": positions})
 
 
-def _measure(
+def measure_batch(
     model: Any,
     batch: Batch,
     forward: Forward,
@@ -222,7 +222,7 @@ def _provenance(
         "model": {
             "name": str(model.cfg.model_name),
             "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
-            "parameters": hooks.count_parameters(model),
+            "parameters": hooks.count_parameters(model if about.native is None else about.native),
             "heads": int(model.cfg.n_heads),
             "layers": int(model.cfg.n_layers),
             "dtype": str(parameters.dtype).removeprefix("torch."),

@@ -58,7 +58,7 @@ def seeing_queries(
     counted: Bool[Tensor, "batch query"], window: int | None = None, include_self: bool = False
 ) -> Float[Tensor, "batch key"]:
     """How many counted queries can see each key: the denominator of :func:`received_attention`."""
-    return _sums_over_seeing(counted, window, include_self).round().float()
+    return _sums_over_seeing(counted.double(), window, include_self).round().float()
 
 
 def uniform_sums(

@@ -127,7 +127,10 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def count_parameters(model: Any) -> int:
-    """Number of distinct parameters; a tied embedding counts once."""
+    """Number of distinct parameters; a tied embedding counts once.
+
+    Bridges of fused projections hold copies of their parts, so the model without hooks is the one to count.
+    """
     source = getattr(model, "original_model", model)
     return sum(p.numel() for p in {id(p): p for p in source.parameters()}.values())
 

@@ -137,17 +137,27 @@ def _verified(model: Any, about: Known, verify: bool) -> Any:
 
 def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
     is_toy = name.startswith(PREFIX)
-    place = str(toy_folder(name)) if is_toy else name
-    if Path(place).is_dir() and not (Path(place) / "config.json").exists():
-        raise ModelError(
-            f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
-        )
+    place = model_place(name)
     remote: dict[str, Any] = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     if dtype == "auto":
         dtype = torch.float32 if is_toy else _checkpoint_dtype(place, remote)
     if tokenizer is None:
         tokenizer = _tokenizer_of(place, remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
+
+
+def model_place(name: str) -> str:
+    """Where a model of this name lies: the folder of a toy, a directory, or a hub name, which is not looked up yet.
+
+    Raises:
+        ModelError: There is no such toy, or the directory is no checkpoint.
+    """
+    place = str(toy_folder(name)) if name.startswith(PREFIX) else name
+    if Path(place).is_dir() and not (Path(place) / "config.json").exists():
+        raise ModelError(
+            f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
+        )
+    return place
 
 
 def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:

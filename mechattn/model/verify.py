@@ -254,7 +254,9 @@ def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
         if scores is not None and scores.shape == pattern.shape:
             total = pattern[0].sum(-1, keepdim=True)
             pairs[layer] = (scores[0].softmax(-1) * total, pattern[0])
-    made = _compare("scores", pairs, PROBABILITY[dtype], "softmax of hook_attn_scores against the pattern", "", scale=1)
+    made = _compare(
+        "scores", pairs, PROBABILITY[dtype], "softmax of hook_attn_scores against the pattern", "", scale=1.0
+    )
     return _limited(made, "hook_attn_scores does not hold the scores, so analyses of scores refuse this model")
 
 
@@ -344,24 +346,24 @@ def _bos(model: Any) -> Check:
     asked = bool(getattr(model.cfg, "default_prepend_bos", False))
     detail = f"cfg.default_prepend_bos={asked}"
     if asked and tokenizer.bos_token_id is None:
-        return Check("bos", "failed", None, 0, 1, 1, 0, detail, "set model.cfg.default_prepend_bos = False")
+        return Check("bos", "failed", None, 0.0, 1.0, 1.0, 0.0, detail, "set model.cfg.default_prepend_bos = False")
     usual = hooks.prepends_bos(tokenizer)
+    figures = (float(asked), float(usual), float(asked != usual), 0.0)
     if asked != usual:
         detail += f", though the tokenizer itself {'starts' if usual else 'does not start'} a text with BOS"
-        return Check(
-            "bos", "limited", None, int(asked), int(usual), 1, 0, detail, "set it as you mean it; it is recorded"
-        )
-    return Check("bos", "passed", None, int(asked), int(usual), 0, 0, detail + ", as the tokenizer does")
+        return Check("bos", "limited", None, *figures, detail, "set it as you mean it; it is recorded")
+    return Check("bos", "passed", None, *figures, detail + ", as the tokenizer does")
 
 
 def _hooks(model: Any, fired: set[str]) -> Check:
     silent = sorted(n for n in model.hook_dict if n not in fired and not n.endswith(_BY_FLAG))
     count = len(model.hook_dict)
+    figures = (float(count - len(silent)), float(count), float(len(silent)), 0.0)
     if not silent:
-        return Check("hooks", "passed", None, count, count, 0, 0, "every declared hook fires")
+        return Check("hooks", "passed", None, *figures, "every declared hook fires")
     names = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in silent})
     detail = f"never fire: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    return Check("hooks", "limited", None, count - len(silent), count, len(silent), 0, detail)
+    return Check("hooks", "limited", None, *figures, detail)
 
 
 def _each_layer(model: Any, seen: Seen, name: str) -> list[tuple[int, Tensor]]:

@@ -1,0 +1,285 @@
+"""The cost of received attention of every layer and head: this library's engines, their limit, and their peers.
+
+One process, interleaved runs after a warm-up, medians; the peak memory of each in a process of its own. The limit is a
+plain forward pass of transformers with SDPA, without cache and with the logits of one position.
+
+    python experiments/benchmarks/bench.py --out experiments/benchmarks/2026-11-21-cpu.md
+    python experiments/benchmarks/bench.py --lengths 256 1024 --kv-heads 12 --engines sdpa streaming
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mechattn as ma
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
+from mechattn.engine.run import measure_batch
+from mechattn.model import hooks
+from mechattn.model.toys import load_tokenizer
+from mechattn.prompts.sequences import Batch
+
+LIMIT = "SDPA forward (the limit)"
+SHAPES = {  # layers, query heads, d_model, d_mlp
+    "small": (12, 12, 768, 3072),
+    "1B": (16, 32, 2048, 8192),
+    "7B": (28, 28, 3584, 18944),
+}
+
+
+class Nowhere:
+    """Takes values as a collector would, and counts them."""
+
+    def add(self, layer: int, batch: Batch, values: dict) -> None:
+        assert values["received"].shape[-1] == batch.tokens.shape[1]
+
+
+def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> Any:
+    """A Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, heads, width, mlp = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=longest,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def batch_of(length: int, device: str) -> Batch:
+    """One sequence of random tokens: a system prompt, inserted tokens, a question."""
+    tokens = torch.randint(5, 700, (1, length), generator=torch.Generator().manual_seed(0))
+    segment = torch.full((1, length), 4)
+    segment[:, : length // 4] = 2
+    segment[:, length // 4 : length // 2] = 3
+    origin = torch.arange(length)[None].clone()
+    origin[segment == 3] = -1
+    return Batch(tokens, origin, segment, torch.tensor([length]), ((0, "baseline"),)).to(device)
+
+
+def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> dict[str, Callable]:
+    """Each way to compute it, as a function of a batch; the hooked and the plain model share their parameters."""
+    bridge = ma.load_model(new_model(shape, kv_heads, longest, device, dtype), tokenizer=load_tokenizer("toy:llama"))
+    plain = bridge._mechattn.native
+    windows = dict.fromkeys(hooks.attention_layers(bridge))
+
+    def sdpa(batch: Batch) -> None:
+        plain(batch.tokens, use_cache=False, logits_to_keep=1)
+
+    def ours(forward: Callable) -> Callable[[Batch], None]:
+        def run(batch: Batch) -> None:
+            measure_batch(bridge, batch, forward, windows, [ReceivedAttention()], [Nowhere()])
+
+        return run
+
+    def one_layer(batch: Batch) -> None:
+        measure_batch(bridge, batch, forward_in_blocks, {0: None}, [ReceivedAttention()], [Nowhere()])
+
+    def output_attentions(batch: Batch) -> None:
+        plain.set_attn_implementation("eager")
+        made = plain(batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1).attentions
+        plain.set_attn_implementation("sdpa")
+        assert len([a.float().mean(-2) for a in made]) == len(windows)
+
+    def run_with_cache(batch: Batch) -> None:
+        _, cache = bridge.run_with_cache(batch.tokens, names_filter=lambda name: name.endswith("hook_pattern"))
+        assert len([cache["pattern", layer].float().mean(-2) for layer in windows]) == len(windows)
+
+    def reducing_hook(batch: Batch) -> None:
+        got: dict[str, torch.Tensor] = {}
+        named = [(hooks.pattern_hook(n), lambda a, hook: got.update({hook.name: a.float().mean(-2)})) for n in windows]
+        bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
+        assert len(got) == len(windows)
+
+    made = {
+        LIMIT: sdpa,
+        "mechattn, streaming": ours(forward_in_blocks),
+        "mechattn, streaming, layers=[0]": one_layer,
+        "mechattn, hooks": ours(forward_through_hooks),
+        "transformers, output_attentions": output_attentions,
+        "TransformerLens, run_with_cache": run_with_cache,
+        "TransformerLens, a hook that reduces": reducing_hook,
+    }
+    return made | _nnsight(plain, len(windows))
+
+
+def _nnsight(plain: Any, layers: int) -> dict[str, Callable]:
+    """nnsight tracing the eager attention of the plain model, where it is installed."""
+    try:
+        import nnsight
+    except ImportError:
+        return {}
+    wrapped = nnsight.NNsight(plain)
+
+    def trace(batch: Batch) -> None:
+        plain.set_attn_implementation("eager")
+        with torch.no_grad(), wrapped.trace(batch.tokens, use_cache=False, logits_to_keep=1):
+            saved = nnsight.save([])
+            for n in range(layers):
+                saved.append(wrapped.model.layers[n].self_attn.output[1].float().mean(-2))
+        plain.set_attn_implementation("sdpa")
+        assert len(saved) == layers
+
+    return {"nnsight, a trace that reduces": trace}
+
+
+def seconds(run: Callable, batch: Batch) -> float:
+    """The time of one run."""
+    began = time.perf_counter()
+    with torch.no_grad():
+        run(batch)
+    if batch.tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def needs(name: str, length: int, shape: str) -> float:
+    """Bytes of [query, key] matrices that are held at once, so that a way is left out where they do not fit."""
+    layers, heads = SHAPES[shape][:2]
+    held = {"output_attentions": layers + 3, "run_with_cache": layers + 3, "nnsight": 4, "hook": 4}
+    return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
+
+
+def times(args: argparse.Namespace) -> dict[tuple[str, int], float]:
+    """Median seconds by way and length."""
+    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
+    ways = {
+        name: run for name, run in ways.items() if not args.engines or any(e in name for e in [*args.engines, LIMIT])
+    }
+    found: dict[tuple[str, int], float] = {}
+    for length in args.lengths:
+        batch = batch_of(length, args.device)
+        fit = {name: run for name, run in ways.items() if needs(name, length, args.shape) < args.memory * 2**30}
+        taken: dict[str, list[float]] = {name: [] for name in fit}
+        for _ in range(args.runs + 1):
+            for name, run in fit.items():
+                taken[name].append(seconds(run, batch))
+        for name, some in taken.items():
+            found[name, length] = statistics.median(some[1:])
+            print(f"{length:6} {name:40} {found[name, length]:8.3f} s", flush=True)
+    return found
+
+
+def peak(args: argparse.Namespace, name: str, length: int) -> float | None:
+    """Peak memory in MiB of one way in a fresh process."""
+    command = [sys.executable, __file__, "--one", name, "--lengths", str(length), "--shape", args.shape]
+    command += ["--kv-heads", str(args.kv_heads), "--device", args.device, "--dtype", args.dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+
+
+def one(args: argparse.Namespace) -> None:
+    """Run one way once and print the peak of this process."""
+    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
+    seconds(ways[args.one], batch_of(args.lengths[0], args.device))
+    if args.device == "cuda":
+        print(torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+
+
+def table(args: argparse.Namespace, found: dict, peaks: dict) -> str:
+    """The results as Markdown."""
+
+    def ratio(name: str, length: int) -> str:
+        if (name, length) not in found:
+            return "does not fit"
+        return f"{found[name, length] / found[LIMIT, length]:.2f}"
+
+    def more(name: str, length: int) -> str:
+        if peaks.get((name, length)) is None:
+            return "does not fit"
+        return f"{peaks[name, length]:,.0f} MiB ({peaks[name, length] / peaks[LIMIT, length]:.2f})"
+
+    names = list(dict.fromkeys(name for name, _ in found))
+    layers, heads, width, _ = SHAPES[args.shape]
+    head = "| " + " | ".join(["", *map(str, args.lengths)]) + " |"
+    rule = "|---" * (len(args.lengths) + 1) + "|"
+    lines = [
+        f"{layers} layers, {heads} query heads, {args.kv_heads} key-value heads, d_model {width}, {args.dtype}, "
+        f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
+        f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
+        "",
+        f"Time as a ratio to the SDPA forward of the same model in the same process; medians of {args.runs} "
+        "interleaved runs after a warm-up.",
+        "",
+        head,
+        rule,
+        *("| " + " | ".join([name, *(ratio(name, n) for n in args.lengths)]) + " |" for name in names if name != LIMIT),
+        "| " + " | ".join([f"{LIMIT}, seconds", *(f"{found[LIMIT, n]:.2f}" for n in args.lengths)]) + " |",
+    ]
+    if peaks:
+        lines += ["", "Peak memory of a fresh process, and its ratio to that of the SDPA forward.", "", head, rule]
+        lines += ["| " + " | ".join([name, *(more(name, n) for n in args.lengths)]) + " |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    found = [line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return f"{len(found)} cores of {found[0]}" if found else platform.processor()
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _versions() -> str:
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "absent"
+
+    return ", ".join(f"{name} {of(name)}" for name in ("torch", "transformers", "transformer-lens", "nnsight"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
+    parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--memory", type=float, default=16, help="GiB that matrices may take")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--peaks", action="store_true", help="also measure peak memory, each in a process of its own")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.one:
+        one(args)
+        return
+    found = times(args)
+    peaks = {key: peak(args, *key) for key in found} if args.peaks else {}
+    text = table(args, found, peaks)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
