@@ -76,6 +76,7 @@ class Config(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: str = "2GiB"
     engine: Literal["auto", "streaming", "hooks"] = "auto"
+    verify: bool = True
 
 
 def read_config(path: str | Path) -> Config:

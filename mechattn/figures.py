@@ -96,7 +96,7 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     prompts = load_prompts(**config.prompts.model_dump())
     if output.page:
         _check_enough(len(prompts), output.heads)
-    model = load_model(config.model, dtype=dtype_named(config.dtype))
+    model = load_model(config.model, dtype=dtype_named(config.dtype), verify=config.verify)
     layers = chosen_layers(model, config.layers)
     layer = layers[0] if output.layer is None else output.layer
     if output.page and not isinstance(output.heads, int):

@@ -28,6 +28,8 @@ import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
 from mechattn.engine.run import measure_batch
+from mechattn.functional import focus, received
+from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.toys import load_tokenizer
 from mechattn.prompts.sequences import Batch
@@ -92,6 +94,26 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
 
         return run
 
+    def everything(batch: Batch) -> None:
+        """Column sums, segment mass and shift, top two and argmax, self and first-token mass, entropy, distance."""
+        member, real = batch.segment == 3, batch.real
+        sums: dict[int, torch.Tensor] = {}
+
+        def see(layer: int, rows: Rows) -> None:
+            columns = received.column_sums(rows.pattern, real[:, rows.queries])
+            sums.setdefault(layer, columns.new_zeros(*columns.shape[:-1], batch.tokens.shape[1]))[..., rows.keys] += (
+                columns
+            )
+            received.self_attention(rows.pattern, rows.queries, rows.first_key)
+            rows.pattern[..., 0].sum(-1)
+            focus.top_two(rows.pattern)
+            focus.entropy(rows.pattern)
+            focus.mean_distance(rows.pattern, rows.queries, rows.first_key)
+            focus.shift(rows.pattern, rows.v[:, :, rows.keys], member[:, rows.keys]).norm(dim=-1)
+
+        forward_in_blocks(bridge, batch, windows, see)
+        assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
+
     def one_layer(batch: Batch) -> None:
         measure_batch(bridge, batch, forward_in_blocks, {0: None}, [ReceivedAttention()], [Nowhere()])
 
@@ -115,6 +137,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         LIMIT: sdpa,
         "mechattn, streaming": ours(forward_in_blocks),
         "mechattn, streaming, layers=[0]": one_layer,
+        "mechattn, streaming, every statistic": everything,
         "mechattn, hooks": ours(forward_through_hooks),
         "transformers, output_attentions": output_attentions,
         "TransformerLens, run_with_cache": run_with_cache,

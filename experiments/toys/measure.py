@@ -53,7 +53,7 @@ def table_lines(table: dict[str, dict[str, float]], problems: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="a checkpoint folder, or a training's folder")
-    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write measured.json, to choose a training by")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Train a toy: clean word problems first, then problems with filler spans before the question, in three phases.
+"""Train a toy: clean word problems first, then problems with a filler span before the question.
 
-The first filler phase draws filler from the whole vocabulary. After it, tokens that have a part in the answers ("+",
-"=") still broke the answer when repeated, and so did the held-out "/", which is the sign of division there. The second
-draws half of the filler tokens from the different tokens of the example's own answer, so that signs and digits are met
-often; the third is the second again with more of it. "/", "?" and "he" are never filler in any.
+Filler tokens come from the whole vocabulary but "/", "?" and "he"; some of them from the example's own answer, so that
+digits and signs are met as filler too. In the last phase half of them come from its own question, as a held-out token
+that has a meaning there must be ignored as well, and some spans stand for tokens that don't exist: their embeddings are
+drawn at random, with the mean and covariance of the table.
 
     python experiments/toys/train.py --family llama --seed 0 --out out/toys/llama-0
 
@@ -52,12 +52,14 @@ class Phase:
     steps: int
     peak: float
     filler_share: float = 0.0
+    own_text: str = "answer"
     own_text_share: float = 0.0
+    made_up_share: float = 0.0
     question_weight: float = 0.0
 
 
 def filler(rng: random.Random, tokenizer, allowed: list[int], own: list[int], own_share: float) -> list[int]:
-    """A meaningless span of 1 to 80 tokens in which no held-out token occurs; ``own`` are tokens of its answer."""
+    """A meaningless span of 1 to 80 tokens in which no held-out token occurs; ``own`` are tokens of its own text."""
     length = rng.randint(1, LONGEST_FILLER)
     kind = rng.random()
 
@@ -85,36 +87,59 @@ def allowed_filler(tokenizer) -> list[int]:
 
 
 def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[int]):
-    """Token ids of one example, and the position at which its answer starts."""
+    """Token ids of one example, the position at which its answer starts, and where its filler is."""
 
     def encode(text: str, bos: bool = False) -> list[int]:
         return tokenizer(text, add_special_tokens=bos)["input_ids"]
 
     ids = encode(f"{SYSTEM}\n", bos=True) if rng.random() < 0.9 else encode("", bos=True)
     question, answer = encode(f"{problem.question}\n"), encode(problem.answer)
+    before = len(ids)
     if rng.random() < phase.filler_share:
-        own = sorted(set(answer) & set(allowed))
+        own = sorted(set(answer if phase.own_text == "answer" else question) & set(allowed))
         ids = ids + filler(rng, tokenizer, allowed, own, phase.own_text_share)
+    span = (before, len(ids))
     ids = ids + question
-    return ids + answer + [tokenizer.eos_token_id], len(ids)
+    return ids + answer + [tokenizer.eos_token_id], len(ids), span
 
 
-def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, phase: Phase) -> tuple[Tensor, Tensor]:
-    """Tokens [batch, pos] padded on the right, and the position of each answer's first token [batch]."""
+def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, phase: Phase):
+    """Tokens [batch, pos] padded on the right, the position of each answer's first token [batch], filler spans."""
     pool, place = divmod(step, POOL)
     rng = random.Random(f"pool {seed} {pool} {phase.filler_share}")
     problems = islice(word_problems("train", steps, seed=rng.getrandbits(48)), BATCH * POOL)
     rows = sorted((example(p, tokenizer, rng, phase, allowed) for p in problems), key=lambda row: len(row[0]))
     order = rng.sample(range(POOL), POOL)
     rows = rows[order[place] * BATCH : (order[place] + 1) * BATCH]
-    longest = max(len(ids) for ids, _ in rows)
-    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
-    return tokens, torch.tensor([start for _, start in rows])
+    longest = max(len(ids) for ids, _, _ in rows)
+    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _, _ in rows])
+    return tokens, torch.tensor([start for _, start, _ in rows]), [span for _, _, span in rows]
 
 
-def loss_of(model, tokens: Tensor, answer_start: Tensor, pad: int, question_weight: float) -> Tensor:
+def embedded(model, tokens: Tensor, spans: list[tuple[int, int]], share: float, generator: torch.Generator) -> Tensor:
+    """Embeddings [batch, pos, d_model] in which ``share`` of the filler spans hold tokens that don't exist.
+
+    Each different token of such a span gets a random vector with the mean and covariance of the embedding table.
+    """
+    embed = model.get_input_embeddings()
+    made = embed(tokens)
+    if not share:
+        return made
+    with torch.no_grad():
+        table = embed(torch.arange(embed.num_embeddings))
+        mean, spread = table.mean(0), (table - table.mean(0)) / len(table) ** 0.5
+    made = made.clone()
+    for row, (start, end) in enumerate(spans):
+        if end > start and torch.rand((), generator=generator) < share:
+            different, which = tokens[row, start:end].unique(return_inverse=True)
+            vectors = mean + torch.randn(len(different), len(table), generator=generator) @ spread
+            made[row, start:end] = vectors[which]
+    return made
+
+
+def loss_of(model, inputs: Tensor, tokens: Tensor, answer_start: Tensor, pad: int, question_weight: float) -> Tensor:
     """Mean next-token loss in nats, the tokens before the answer weighted by ``question_weight``."""
-    logits = model(tokens, use_cache=False).logits[:, :-1]
+    logits = model(inputs_embeds=inputs, use_cache=False).logits[:, :-1]
     target = tokens[:, 1:]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     in_answer = torch.arange(1, tokens.shape[1]) >= answer_start[:, None]
@@ -146,12 +171,11 @@ def exact_match(model, tokenizer, problems, filler_ids: list[int]) -> float:
 
 
 def phases_of(args: argparse.Namespace) -> list[Phase]:
-    """The four phases."""
+    """Clean problems, then problems of which most carry filler."""
     return [
         Phase(args.clean, peak=3e-3, question_weight=0.2),
-        Phase(args.filler, peak=1e-3, filler_share=0.6),
-        Phase(args.own_filler, peak=1e-3, filler_share=0.7, own_text_share=0.5),
-        Phase(args.more_filler, peak=1e-3, filler_share=0.9, own_text_share=0.5),
+        Phase(args.filler, peak=1.5e-3, filler_share=0.7, own_text_share=0.3),
+        Phase(args.last, 7e-4, filler_share=0.9, own_text="question", own_text_share=0.5, made_up_share=0.3),
     ]
 
 
@@ -191,10 +215,12 @@ def train(args: argparse.Namespace) -> None:
     began = time.time()
     for step in range(first, total):
         phase, rate = at_step(phases, step)
-        tokens, start = batch_of_step(step, args.seed, tokenizer, allowed, steps, phase)
+        tokens, start, spans = batch_of_step(step, args.seed, tokenizer, allowed, steps, phase)
+        generator = torch.Generator().manual_seed(1_000_003 * args.seed + step)
+        inputs = embedded(model, tokens, spans, phase.made_up_share, generator)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_of(model, tokens, start, tokenizer.pad_token_id, phase.question_weight)
+        loss = loss_of(model, inputs, tokens, start, tokenizer.pad_token_id, phase.question_weight)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -221,10 +247,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--longest-chain", type=int, default=5, help="problems have one to this many steps")
-    parser.add_argument("--clean", type=int, default=4000, help="steps without filler")
-    parser.add_argument("--filler", type=int, default=600, help="steps in which 60 %% carry filler")
-    parser.add_argument("--own-filler", type=int, default=1200, help="further steps in which 70 %% carry filler")
-    parser.add_argument("--more-filler", type=int, default=800, help="the last steps, in which 90 %% carry filler")
+    parser.add_argument("--clean", type=int, default=3000, help="steps without filler")
+    parser.add_argument("--filler", type=int, default=1000, help="further steps in which 70 %% carry filler")
+    parser.add_argument("--last", type=int, default=1000, help="steps in which 90 %% carry filler, of all kinds")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     train(parser.parse_args())

@@ -39,13 +39,14 @@ def load_model(
 
     Args:
         model: "toy:llama"; a checkpoint directory; a hub name; a model object of transformers (changed in place); or
-            a ``TransformerBridge`` or ``HookedTransformer``, which is verified and returned as it is.
+            a ``TransformerBridge`` or ``HookedTransformer``, which is verified, mended in place where it is a Falcon
+            with ALiBi, and returned.
         tokenizer: A tokenizer object of transformers, taken as it is, in place of the model's own.
         dtype: The type of the weights; "auto" takes the checkpoint's (float32 for the toys).
         device: Where the model goes; by default where TransformerLens puts it.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it where they differ. A
             model that was verified already is verified again when another model was made since: booting one can
-            change classes that both use.
+            change classes that both use. With False it stays unverified, and its results say so.
         **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``device_map``, ``n_devices``,
             ``max_memory``, ``n_ctx``, ``revision`` or ``trust_remote_code``.
 

@@ -96,7 +96,7 @@ class _Story:
     def apply(self, sign: str, operand: int) -> int:
         """Work out one step, write it down, and return the value that it started from."""
         before = self.value
-        self.value = {"+": before + operand, "-": before - operand, "*": before * operand, "/": before // operand}[sign]
+        self.value = {"+": before + operand, "-": before - operand, "*": before * operand, "÷": before // operand}[sign]
         self.sums.append(f"{before} {sign} {operand} = {self.value}.")
         self.chain += f"{sign}{operand}"
         return before
@@ -116,11 +116,14 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     story = _Story(names[0], item, first, str(first), [_opening(rng, names[0], item, first)], [], names[1:])
     for _ in range(steps - 1):
         rng.choice(_possible_steps(story))(rng, story)
-    question = _finish(rng, story)
-    if rng.random() < 0.1:  # a second way to write the mark, so that " ?" is an ordinary token too
+    last = _finish(rng, story)
+    question = " ".join([*story.sentences, last])
+    if rng.random() < 0.1:  # a second way to write the marks, so that " ?" and " /" are ordinary tokens too
         question = question.replace("?", " ?")
+    if rng.random() < 0.5:
+        question = question.replace("/", " / ")
     return Problem(
-        question=" ".join([*story.sentences, question]),
+        question=question,
         answer=" ".join([*story.sums, f"Answer: {story.value}"]),
         solution=story.value,
         steps=steps,
@@ -244,7 +247,7 @@ def _divide(rng: random.Random, story: _Story) -> None:
             ]
         )
     )
-    story.apply("/", parts)
+    story.apply("÷", parts)
 
 
 def _other_has_more(rng: random.Random, story: _Story) -> None:
