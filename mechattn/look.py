@@ -8,7 +8,7 @@ from typing import Any
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
-from mechattn.model.load import load_model
+from mechattn.model.load import as_hooked
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.patterns import View, attention_pattern
@@ -38,7 +38,7 @@ def pattern(
     Raises:
         MechattnError: The prompt is too long, or a layer or head is out of range.
     """
-    model = load_model(model)
+    model = as_hooked(model)
     heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
     for head in heads:
         if not 0 <= head < model.cfg.n_heads:

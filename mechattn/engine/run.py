@@ -14,12 +14,12 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import SEGMENTS
 from mechattn.engine.collect import Collector, Positions
 from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
-from mechattn.engine.plan import Cost, batch_plan
+from mechattn.engine.plan import Cost, batch_plan, memory_bytes
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.known import Known, known
-from mechattn.model.load import load_model
+from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -63,7 +63,8 @@ def run(
         MechattnError: Something given cannot be used; found before the first forward pass, but for a model whose
             attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
     """
-    model = load_model(model) if known(model) is None else model
+    model = as_hooked(model)
+    memory_bytes(memory)
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
     prompts = as_prompts(prompts)

@@ -73,6 +73,11 @@ def load_model(
     return _verified(made, _known_or_met(made), verify)
 
 
+def as_hooked(model: Any) -> Any:
+    """The model itself if ``load_model`` has seen it, else what ``load_model`` makes of it; for checks before a run."""
+    return load_model(model) if known(model) is None else model
+
+
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
     """Compare a hooked model with the model itself: a table of checks, each with both figures and its tolerance.
 

@@ -91,7 +91,7 @@ def test_a_shifted_mask_is_refused(toy, monkeypatch):
     monkeypatch.setattr("mechattn.model.hooks.attention_window", lambda model, layer: 3)
     monkeypatch.setattr(toy._mechattn, "to_verify", False)
     with pytest.raises(ModelError, match=r"should not see \(a window of 3\)"):
-        ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", progress=False)
+        ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", engine="hooks", progress=False)
 
 
 def test_a_model_without_attention_says_so():
@@ -118,6 +118,11 @@ def test_a_model_that_is_not_itself_is_refused_with_the_figures():
 def test_a_dtype_that_is_none(options):
     with pytest.raises(OptionError, match="float32"):
         dtype_named(**{"name": options["dtype"]})
+
+
+def test_an_engine_that_is_none(toy):
+    with pytest.raises(OptionError, match='"auto", "streaming" or "hooks"'):
+        ma.run(toy, "Tom has 3 apples.", engine="fast", progress=False)
 
 
 def test_a_probe_of_nothing(toy):
