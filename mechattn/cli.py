@@ -33,7 +33,7 @@ def figures(
     from mechattn.figures import make_figures
     from mechattn.model.toys import toy_names
 
-    models = model or toy_names()
+    models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from mechattn.errors import OptionError
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import dtype_named, load_model, model_place
-from mechattn.page import figure_section, result_page, result_sections, view_section, write_page
+from mechattn.page import Section, figure_section, result_page, result_sections, view_section, write_page
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
 from mechattn.render.received_attention import check_heads
+from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place, check_writable
 from mechattn.stats.intervals import FEWEST
 
@@ -52,7 +54,8 @@ def make_figures(
         check_result_place(place)
     prompts = load_prompts(source, limit=limit, field=field, seed=seed)
     _check_enough(len(prompts), 3)
-    results, sections = [], []
+    results: list[Result] = []
+    sections: list[Section] = []
     for name, place in places.items():
         hooked = load_model(name)
         chosen_layers(hooked, layer)
@@ -61,13 +64,15 @@ def make_figures(
         result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
         result.save(place)
         results.append(result)
-        sections += result_sections(result, layer, min(3, hooked.cfg.n_heads))
-        sections.append(figure_section(result, layer, heads))
+        made = result_sections(result, layer, min(3, hooked.cfg.n_heads))
+        made.append(figure_section(result, layer, heads))
         short = MeaninglessTokens("/", count=VIEW_TOKENS)
         shortest = min(prompts, key=lambda prompt: len(prompt.question))
         view = pattern(hooked, shortest, layer, heads, short, seed=seed)
         note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
-        sections.append(view_section(view, f"{name}: the attention of one prompt", note))
+        made.append(view_section(view, f"{name}: the attention of one prompt", note))
+        first = replace(made[0], title=f"{name}: one prompt as the model reads it", contents=name)
+        sections += [first, *(replace(section, contents="") for section in made[1:])]
     subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command)
 

@@ -17,13 +17,17 @@ from mechattn.results.result import Result
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, something to look at, and a sentence that says what it shows."""
+    """A part of a page: a title, something to look at, a sentence that says what it shows, its words in the contents.
+
+    Without ``contents`` the title stands there; with "" nothing.
+    """
 
     title: str
     note: str = ""
     figure: str = ""
     view: str = ""
     tokens: Seq[tuple[str, str]] = field(default_factory=list)
+    contents: str | None = None
 
     @property
     def names(self) -> list[str]:

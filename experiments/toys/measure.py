@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from train import exact_match
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mechattn.prompts.problems import word_problems
 from mechattn.stats.intervals import wilson_interval
@@ -27,7 +27,7 @@ CHOOSING, REPORTING = 1, 2  # seeds of the problems on which a training is chose
 def measure(folder: Path, problems: int, seed: int = REPORTING) -> dict[str, dict[str, float]]:
     """Exact match by filler and number of steps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # Auto would take Qwen2's own rules
     table: dict[str, dict[str, float]] = {}
     for name, text in FILLERS.items():
         filler = [] if text is None else tokenizer(" ".join([text] * 55), add_special_tokens=False)["input_ids"]

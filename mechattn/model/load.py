@@ -17,7 +17,7 @@ from mechattn.model.known import Known, boots, count_boot, known, remember
 from mechattn.model.mend import mend
 from mechattn.model.native import classes_left_alone, native_twin
 from mechattn.model.report import Report
-from mechattn.model.toys import PREFIX, toy_folder, toy_names
+from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
 from mechattn.model.verify import AT_LOADING, PROBE, check_model, check_streaming
 
 Dtype = torch.dtype | Literal["auto"]
@@ -148,7 +148,7 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: di
     if dtype == "auto":
         dtype = torch.float32 if is_toy else _checkpoint_dtype(place, remote)
     if tokenizer is None:
-        tokenizer = _tokenizer_of(place, remote)
+        tokenizer = load_tokenizer(name) if is_toy else _tokenizer_of(place, remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
 

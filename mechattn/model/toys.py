@@ -28,7 +28,10 @@ def toy_folder(name: str) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a toy."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a toy, as its tokenizer.json has it.
 
-    return AutoTokenizer.from_pretrained(toy_folder(name))
+    ``AutoTokenizer`` would give a toy of Qwen2's type the rules of Qwen2's own tokenizer, whatever the file says.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(toy_folder(name))
