@@ -11,7 +11,7 @@ CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model
 .PHONY: figures test test-compat lint docs cards bench lock clean
 
 figures: .venv/installed
-	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about a minute)."
+	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about 15 seconds)."
 	$(BIN)/mechattn figures --out out/figures
 
 test: .venv/installed

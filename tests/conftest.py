@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.toys import toy_folder
+from mechattn.model.toys import load_tokenizer, toy_folder
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 
@@ -15,6 +15,12 @@ GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 def toy():
     """The shipped toy:llama."""
     return ma.load_model("toy:llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The tokenizer of toy:llama, for tiny models."""
+    return load_tokenizer("toy:llama")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
-_MASKED = -1e30  # finite, so that probability · score is 0 and not NaN
+_MASKED = -1e30  # finite: added to a score it cannot make NaN
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,12 @@ class Rows:
         queries: The positions of these rows.
         first_key: The position of the first key; keys before it are seen by none of these rows.
         v: The values of all positions.
-        scores: What the softmax was taken of, where it was asked for; large and negative for unseen keys.
     """
 
     pattern: Float[Tensor, "batch head query key"]
     queries: Int[Tensor, " query"]
     first_key: int
     v: Float[Tensor, "batch kv_head pos d_value"] | None = None
-    scores: Float[Tensor, "batch head query key"] | None = None
 
     @property
     def keys(self) -> slice:
@@ -47,7 +45,6 @@ def attention_by_rows(
     bias: Float[Tensor, "#batch head pos"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    keep_scores: bool = False,
     block: int = BLOCK,
 ) -> Float[Tensor, "batch head pos d_value"]:
     """Causal attention; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
@@ -65,7 +62,6 @@ def attention_by_rows(
         bias: Added to the scores of each key (ALiBi), already scaled.
         window: How many keys a query sees, its own included; None for all.
         softcap: The bound of soft-capped scores.
-        keep_scores: Hand the scores over as well; costs another buffer.
         block: Rows in a block.
     """
     batch, heads, length, width = q.shape
@@ -78,7 +74,6 @@ def attention_by_rows(
     out = q.new_empty(n, groups, length, values.shape[-1])
     longest = min(length, window + block) if window else length
     buffer = keys.new_empty(n * groups * min(block, length) * longest)
-    spare = torch.empty_like(buffer) if keep_scores else None
     before = torch.ones(block, block, device=q.device, dtype=torch.bool).tril()
     future = keys.new_zeros(block, block).masked_fill(~before, _MASKED)
     for start in range(0, length, block):
@@ -97,14 +92,11 @@ def attention_by_rows(
         by_head[..., start - first :] += future[:rows, :rows]
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
-        scores = None
-        if spare is not None:
-            scores = spare[: s.numel()].view(batch, heads, rows, count).copy_(s.view(batch, heads, rows, count))
         torch.softmax(s, -1, out=s)
         out[:, :, start:end] = torch.bmm(s, values[:, first:end]).view(n, groups, rows, -1)
         if see is not None:
             position = torch.arange(start, end, device=q.device)
-            see(Rows(s.view(batch, heads, rows, count), position, first, v, scores))
+            see(Rows(s.view(batch, heads, rows, count), position, first, v))
     return out.view(batch, heads, length, -1)
 
 

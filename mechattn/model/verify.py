@@ -14,21 +14,12 @@ from torch import Tensor
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
+from mechattn.model.compare import PROBABILITY, TOLERANCE, compare, compare_positions, limited
 from mechattn.model.known import Known
 from mechattn.model.native import attention_of, run_native
-from mechattn.model.report import Check, Outcome, Report
+from mechattn.model.report import Check, Report
 from mechattn.model.streaming import streaming, why_not
 
-# Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
-# squares of what is compared. Measured on 30 architectures with random weights, the largest are: float32 2e-5 and 2e-6,
-# float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2; on the toys ten times less. A mask shifted by one gives 0.5 and more.
-TOLERANCE = {
-    torch.float64: (1e-6, 1e-7),
-    torch.float32: (1e-3, 2e-4),
-    torch.float16: (3e-2, 2e-2),
-    torch.bfloat16: (2.5e-1, 1.5e-1),
-}
-PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
 PROBE = 24
 LONGEST_PROBE = 136
@@ -116,9 +107,9 @@ def check_streaming(model: Any) -> Check:
     pairs: Any = {layer: (_assembled(seen), shown[hooks.pattern_hook(layer)].cpu()) for layer, seen in blocks.items()}
     dtype = _dtype(model)
     detail = "attention in row blocks against the hooks"
-    patterns = _compare("streaming", pairs, PROBABILITY[dtype], f"{detail}: patterns", "", scale=1.0)
-    logits = _compare_positions("streaming", got.cpu(), expected.cpu(), TOLERANCE[dtype][0], f"{detail}: logits", "")
-    return next((_limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
+    patterns = compare("streaming", pairs, PROBABILITY[dtype], f"{detail}: patterns", "", scale=1.0)
+    logits = compare_positions("streaming", got.cpu(), expected.cpu(), TOLERANCE[dtype][0], f"{detail}: logits", "")
+    return next((limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
 
 
 def _assembled(blocks: list[Rows]) -> Tensor:
@@ -201,7 +192,7 @@ def _logits(about: Known, hooked: Tensor, native: Tensor | None, dtype: torch.dt
         return Check("logits", "not checked", detail=why)
     detail = f"logits against the model's own attention ({attention_of(about.native)}), worst position"
     remedy = f"the hooks compute another model than transformers does; {_ANOTHER_VERSION}"
-    return _compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
+    return compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
 
 
 def _weights(about: Known, native: Tensor | None, dtype: torch.dtype) -> list[Check]:
@@ -213,7 +204,7 @@ def _weights(about: Known, native: Tensor | None, dtype: torch.dtype) -> list[Ch
     pair = (native[0, AT_LOADING - 1, None], about.probe_logits[None])
     remedy = "weights were changed after loading; load the model again, or verify=False if the change is meant"
     detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
-    return [_compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
+    return [compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
 
 
 def _rows(model: Any, seen: Seen) -> Check:
@@ -224,7 +215,7 @@ def _rows(model: Any, seen: Seen) -> Check:
         pairs[layer] = (sums, sums.clamp(0, 1) if sinks else torch.ones_like(sums))
     detail = "rows of the pattern sum to at most 1 (learned sinks)" if sinks else "rows of the pattern sum to 1"
     tolerance = max(10 * PROBABILITY[_dtype(model)], 1e-4)
-    return _compare("rows", pairs, tolerance, detail, "hook_pattern shows no probabilities", scale=1.0)
+    return compare("rows", pairs, tolerance, detail, "hook_pattern shows no probabilities", scale=1.0)
 
 
 def _mask(model: Any, seen: Seen, length: int) -> Check:
@@ -244,7 +235,7 @@ def _mask(model: Any, seen: Seen, length: int) -> Check:
     if beyond:
         detail += f" (the probe of {length} tokens does not reach the window of {min(beyond)}; verify_model(length=…))"
     remedy = "the mask is not the model's; " + _ANOTHER_VERSION
-    return _compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
+    return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
 
 def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
@@ -254,10 +245,10 @@ def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
         if scores is not None and scores.shape == pattern.shape:
             total = pattern[0].sum(-1, keepdim=True)
             pairs[layer] = (scores[0].softmax(-1) * total, pattern[0])
-    made = _compare(
+    made = compare(
         "scores", pairs, PROBABILITY[dtype], "softmax of hook_attn_scores against the pattern", "", scale=1.0
     )
-    return _limited(made, "hook_attn_scores does not hold the scores, so analyses of scores refuse this model")
+    return limited(made, "hook_attn_scores does not hold the scores, so analyses of scores refuse this model")
 
 
 def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
@@ -277,7 +268,7 @@ def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     if getattr(model.cfg, "gated_q_proj", False):
         return Check("values", "limited", detail="pattern · v is gated before it is z, so the two cannot be compared")
     remedy = "the hooked pattern is not the one that mixes the values; " + _ANOTHER_VERSION
-    return _compare("values", pairs, TOLERANCE[dtype][1], "pattern · v against z", remedy)
+    return compare("values", pairs, TOLERANCE[dtype][1], "pattern · v against z", remedy)
 
 
 def _mixed(pattern: Float[Tensor, "batch head query key"], v: Tensor) -> Tensor | None:
@@ -304,7 +295,7 @@ def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     if other:
         return Check("heads", "limited", detail=f"Σ_h z W_O + b_O against the attention output: {other}")
     remedy = "the heads' outputs are not what reaches the residual stream; " + _ANOTHER_VERSION
-    return _compare("heads", pairs, TOLERANCE[dtype][1], "Σ_h z W_O + b_O against the attention output", remedy)
+    return compare("heads", pairs, TOLERANCE[dtype][1], "Σ_h z W_O + b_O against the attention output", remedy)
 
 
 def _sum_of_heads(model: Any, layer: int, z: Tensor) -> Tensor | None:
@@ -328,15 +319,15 @@ def _residual(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
             continue
         before, attention, mlp, after = (part[0] for part in parts if part is not None)
         pairs[layer] = (before + attention + mlp, after)
-    made = _compare("residual", pairs, TOLERANCE[dtype][1], "residual + attention + MLP = residual after", "")
-    return _limited(made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse it")
+    made = compare("residual", pairs, TOLERANCE[dtype][1], "residual + attention + MLP = residual after", "")
+    return limited(made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse it")
 
 
 def _padding(logits: Float[Tensor, "two pos vocabulary"], dtype: torch.dtype) -> Check:
     detail = "logits of a sequence padded on the right against those without padding"
     remedy = "run prompts of one length together; padding changes this model"
     pair = (logits[1, :-PADDED], logits[0, :-PADDED])
-    return _compare_positions("padding", *pair, TOLERANCE[dtype][0], detail, remedy)
+    return compare_positions("padding", *pair, TOLERANCE[dtype][0], detail, remedy)
 
 
 def _bos(model: Any) -> Check:
@@ -369,57 +360,6 @@ def _hooks(model: Any, fired: set[str]) -> Check:
 def _each_layer(model: Any, seen: Seen, name: str) -> list[tuple[int, Tensor]]:
     named = ((layer, seen.get(f"blocks.{layer}.{name}")) for layer in hooks.attention_layers(model))
     return [(layer, value) for layer, value in named if value is not None]
-
-
-def _compare(
-    name: str,
-    pairs: dict[Any, tuple[Tensor, Tensor]],
-    tolerance: float,
-    detail: str,
-    remedy: str,
-    scale: float | None = None,
-) -> Check:
-    """The place of the largest difference over layers; relative to the root mean square unless ``scale`` is given."""
-    worst: Check | None = None
-    for layer, (hooked, expected) in pairs.items():
-        unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
-        distance = torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
-        at = int(distance.argmax())
-        apart = float(distance[at])
-        outcome: Outcome = "passed" if apart <= tolerance else "failed"
-        figures = (float(hooked.flatten()[at]), float(expected.flatten()[at]), apart, tolerance)
-        check = Check(name, outcome, layer, *figures, detail, remedy if outcome == "failed" else "")
-        if worst is None or apart > (worst.difference or 0.0):
-            worst = check
-    if worst is None:
-        return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
-    return worst
-
-
-def _compare_positions(
-    name: str,
-    hooked: Float[Tensor, "pos vocabulary"],
-    expected: Float[Tensor, "pos vocabulary"],
-    tolerance: float,
-    detail: str,
-    remedy: str,
-) -> Check:
-    """The position with the largest root mean square of the difference; its figures are those of its worst logit."""
-    # A constant added to all logits of a position changes no probability (centred unembeddings add one).
-    hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    apart = (hooked - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
-    at = int(torch.nan_to_num(apart, nan=torch.inf).argmax())
-    worst = _compare(name, {None: (hooked[at], expected[at])}, tolerance, detail, remedy)
-    difference = float(torch.nan_to_num(apart, nan=torch.inf)[at])
-    failed = difference > tolerance
-    return replace(
-        worst, outcome="failed" if failed else "passed", difference=difference, remedy=remedy if failed else ""
-    )
-
-
-def _limited(check: Check, detail: str) -> Check:
-    """A check that, failing, bars some analyses only."""
-    return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
 
 
 def _shape(tensor: Tensor) -> str:

@@ -8,18 +8,12 @@ from mechattn.errors import ModelError
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.streaming import streaming, why_not
-from mechattn.model.toys import load_tokenizer
 from mechattn.model.verify import check_streaming
 
 STREAMED = {
     "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-Next (hybrid)", "Gemma 1", "Gemma 2", "Gemma 3", "BLOOM",
     "Falcon-RW (ALiBi)", "GPT-2", "OPT", "Phi", "OLMo", "OLMo 2", "Cohere", "GLM", "Granite", "StableLM", "StarCoder2",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("toy:llama")
 
 
 @pytest.fixture

@@ -6,14 +6,9 @@ import torch
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.hooks import attention_layers
-from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.model.toys import toy_names
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("toy:llama")
 
 
 @pytest.fixture
