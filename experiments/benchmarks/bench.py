@@ -97,6 +97,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
     def everything(batch: Batch) -> None:
         """Column sums, segment mass and shift, top two and argmax, self and first-token mass, entropy, distance."""
         member, real = batch.segment == 3, batch.real
+        span = slice(batch.tokens.shape[1] // 4, batch.tokens.shape[1] // 2)
         sums: dict[int, torch.Tensor] = {}
 
         def see(layer: int, rows: Rows) -> None:
@@ -104,12 +105,13 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
             sums.setdefault(layer, columns.new_zeros(*columns.shape[:-1], batch.tokens.shape[1]))[..., rows.keys] += (
                 columns
             )
-            received.self_attention(rows.pattern, rows.queries, rows.first_key)
+            received.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
             rows.pattern[..., 0].sum(-1)
             focus.top_two(rows.pattern)
             focus.entropy(rows.pattern)
-            focus.mean_distance(rows.pattern, rows.queries, rows.first_key)
-            focus.shift(rows.pattern, rows.v[:, :, rows.keys], member[:, rows.keys]).norm(dim=-1)
+            focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start)
+            keys = slice(min(span.start, rows.keys.stop), min(span.stop, rows.keys.stop))
+            focus.shift(rows.pattern[..., keys], rows.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see)
         assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
@@ -183,24 +185,26 @@ def needs(name: str, length: int, shape: str) -> float:
     return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
 
 
-def times(args: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """Median seconds by way and length."""
+def times(args: argparse.Namespace) -> tuple[dict[tuple[str, int], float], dict[int, int]]:
+    """Median seconds by way and length, and the number of runs by length: more where a run is short."""
     ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
     ways = {
         name: run for name, run in ways.items() if not args.engines or any(e in name for e in [*args.engines, LIMIT])
     }
     found: dict[tuple[str, int], float] = {}
+    counts: dict[int, int] = {}
     for length in args.lengths:
         batch = batch_of(length, args.device)
         fit = {name: run for name, run in ways.items() if needs(name, length, args.shape) < args.memory * 2**30}
         taken: dict[str, list[float]] = {name: [] for name in fit}
-        for _ in range(args.runs + 1):
+        while len(taken[LIMIT]) <= args.runs or (len(taken[LIMIT]) < 30 and sum(map(sum, taken.values())) < args.least):
             for name, run in fit.items():
                 taken[name].append(seconds(run, batch))
+        counts[length] = len(taken[LIMIT]) - 1
         for name, some in taken.items():
             found[name, length] = statistics.median(some[1:])
             print(f"{length:6} {name:40} {found[name, length]:8.3f} s", flush=True)
-    return found
+    return found, counts
 
 
 def peak(args: argparse.Namespace, name: str, length: int) -> float | None:
@@ -221,7 +225,7 @@ def one(args: argparse.Namespace) -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
-def table(args: argparse.Namespace, found: dict, peaks: dict) -> str:
+def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> str:
     """The results as Markdown."""
 
     def ratio(name: str, length: int) -> str:
@@ -243,8 +247,8 @@ def table(args: argparse.Namespace, found: dict, peaks: dict) -> str:
         f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
         f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
         "",
-        f"Time as a ratio to the SDPA forward of the same model in the same process; medians of {args.runs} "
-        "interleaved runs after a warm-up.",
+        "Time as a ratio to the SDPA forward of the same model in the same process; medians of interleaved runs after a "
+        f"warm-up ({', '.join(map(str, counts.values()))}).",
         "",
         head,
         rule,
@@ -285,7 +289,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5, help="runs a length at least")
+    parser.add_argument("--least", type=float, default=60, help="seconds a length; more runs until then, at most 30")
     parser.add_argument("--memory", type=float, default=16, help="GiB that matrices may take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
@@ -296,9 +301,9 @@ def main() -> None:
     if args.one:
         one(args)
         return
-    found = times(args)
+    found, counts = times(args)
     peaks = {key: peak(args, *key) for key in found} if args.peaks else {}
-    text = table(args, found, peaks)
+    text = table(args, found, counts, peaks)
     print(text)
     if args.out:
         args.out.write_text(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.prompts.sequences import Batch, Sequence
@@ -22,24 +22,19 @@ class AttentionRows:
 
     Args:
         layer: The layer.
-        pattern: Attention probabilities of these rows, float32, over the keys from ``first_key`` on.
+        pattern: Attention probabilities of these rows, float32.
         queries: The positions of these rows.
-        first_key: The position of the first key; the keys before it, and those after the last, are seen by no row.
+        keys: The positions of the keys; the others are seen by none of these rows.
         batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
         window: How many keys a query of this layer sees at most; None for full attention.
     """
 
     layer: int
     pattern: Float[Tensor, "batch head query key"]
-    queries: Int[Tensor, " query"]
-    first_key: int
+    queries: slice
+    keys: slice
     batch: Batch
     window: int | None
-
-    @property
-    def keys(self) -> slice:
-        """The positions of the keys."""
-        return slice(self.first_key, self.first_key + self.pattern.shape[-1])
 
 
 @dataclass(frozen=True)

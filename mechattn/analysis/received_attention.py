@@ -84,7 +84,7 @@ class ReceivedAttention:
         """Column sums of the counted queries in this block, and their attention to themselves."""
         counted = self._counted(rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
-        own = fn.self_attention(rows.pattern, rows.queries, rows.first_key)
+        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         sums["own"][..., rows.queries] = own * counted[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
@@ -50,11 +49,11 @@ def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None
 
 def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See) -> None:
     """Each layer's whole pattern as one block, checked to be one."""
-    queries = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    every = slice(0, batch.tokens.shape[1])
 
     def whole(layer: int, pattern: Tensor) -> None:
         hooks.check_pattern(model, layer, pattern, batch.real, windows[layer])
-        see(layer, Rows(pattern.float(), queries, 0))
+        see(layer, Rows(pattern.float(), every, every))
 
     hooks.forward_with_patterns(model, batch.tokens, batch.real, list(windows), whole)
 

@@ -106,10 +106,10 @@ def measure_batch(
         window = windows[layer]
         if layer not in sums:
             sums[layer] = [analysis.start(placed, rows.pattern.shape[1]) for analysis in analyses]
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.first_key, placed, window)
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window)
         for analysis, made in zip(analyses, sums[layer], strict=True):
             analysis.add(made, block)
-        if int(rows.queries[-1]) == length - 1:
+        if rows.queries.stop == length:
             for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):
                 _refuse_nan(model, layer, made)
                 collector.add(layer, batch, analysis.values(made, placed, window))

@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+_CHUNK = 64  # keys
+_PIECE = 2**18  # elements; the logarithms of more do not stay in the cache of a CPU: four times as slow
+
 
 def top_two(
     pattern: Float[Tensor, "*batch query key"],
@@ -15,7 +18,7 @@ def top_two(
     ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, and means nothing. The pattern is changed
     for a moment and put back: two passes of a maximum cost half of a sort.
     """
-    first, at = pattern.max(-1)
+    first, at = _largest(pattern)
     where = at.unsqueeze(-1)
     pattern.scatter_(-1, where, -1.0)
     second = pattern.amax(-1)
@@ -23,21 +26,42 @@ def top_two(
     return first, second, at
 
 
+def _largest(
+    pattern: Float[Tensor, "*batch query key"],
+) -> tuple[Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
+    """The maximum and its index. Maxima without an index are vectorised, ten times as fast: first which chunk, then where."""
+    chunks = pattern.shape[-1] // _CHUNK
+    if chunks < 2:
+        return pattern.max(-1)
+    even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
+    value, chunk = even.unflatten(-1, (chunks, _CHUNK)).amax(-1).max(-1)
+    start = chunk.unsqueeze(-1) * _CHUNK
+    at = chunk * _CHUNK + pattern.gather(-1, start + torch.arange(_CHUNK, device=pattern.device)).argmax(-1)
+    if not rest.shape[-1]:
+        return value, at
+    last, last_at = rest.max(-1)
+    return torch.maximum(value, last), torch.where(last > value, last_at + chunks * _CHUNK, at)
+
+
 def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query"]:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing."""
-    return torch.special.entr(pattern).sum(-1)
+    tiny = torch.finfo(pattern.dtype).tiny
+    squares = pattern.reshape(-1, *pattern.shape[-2:])
+    pieces = squares.split(max(1, _PIECE // max(1, squares[0].numel())))
+    return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(pattern.shape[:-1])
 
 
 def mean_distance(
-    pattern: Float[Tensor, "*batch query key"], queries: Int[Tensor, " query"], first_key: int = 0
+    pattern: Float[Tensor, "*batch query key"], first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "*batch query"]:
     """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average.
 
     Args:
-        pattern: Probabilities; the first key is at position ``first_key``.
-        queries: The positions of the rows.
+        pattern: Probabilities.
+        first_query: The position of the first row.
         first_key: The position of the first key.
     """
+    queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=pattern.device)
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
@@ -58,5 +82,5 @@ def shift(
     """
     batch, heads, queries, keys = pattern.shape
     kept = v.to(pattern.dtype) * member[:, None, :, None]
-    grouped = pattern.reshape(batch, v.shape[1], -1, keys)
+    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
     return (grouped @ kept).view(batch, heads, queries, -1)

@@ -36,11 +36,10 @@ def column_sums(
 
 
 def self_attention(
-    pattern: Float[Tensor, "batch head query key"], queries: Int[Tensor, " query"], first_key: int = 0
+    pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query"]:
-    """Attention of each query to its own position; ``first_key`` is the position of the pattern's first key."""
-    rows = torch.arange(len(queries), device=pattern.device)
-    return pattern[:, :, rows, queries - first_key]
+    """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these positions."""
+    return pattern.diagonal(first_query - first_key, -2, -1)
 
 
 def _sums_over_seeing(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
@@ -18,21 +18,16 @@ class Rows:
     """A block of query rows of one layer's attention. The pattern's memory is used again for the next block.
 
     Args:
-        pattern: Attention probabilities, float32 or better, over the keys from ``first_key`` on; 0 for unseen keys.
+        pattern: Attention probabilities, float32 or better; 0 for unseen keys.
         queries: The positions of these rows.
-        first_key: The position of the first key; keys before it are seen by none of these rows.
+        keys: The positions of the keys; the others are seen by none of these rows.
         v: The values of all positions.
     """
 
     pattern: Float[Tensor, "batch head query key"]
-    queries: Int[Tensor, " query"]
-    first_key: int
+    queries: slice
+    keys: slice
     v: Float[Tensor, "batch kv_head pos d_value"] | None = None
-
-    @property
-    def keys(self) -> slice:
-        """The positions of the keys."""
-        return slice(self.first_key, self.first_key + self.pattern.shape[-1])
 
 
 def attention_by_rows(
@@ -95,8 +90,7 @@ def attention_by_rows(
         torch.softmax(s, -1, out=s)
         out[:, :, start:end] = torch.bmm(s, values[:, first:end]).view(n, groups, rows, -1)
         if see is not None:
-            position = torch.arange(start, end, device=q.device)
-            see(Rows(s.view(batch, heads, rows, count), position, first, v))
+            see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), v))
     return out.view(batch, heads, length, -1)
 
 

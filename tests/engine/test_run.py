@@ -148,7 +148,7 @@ def test_an_analysis_of_ones_own(toy, prompts):
             return {"own": torch.zeros(len(batch.rows), heads)}
 
         def add(self, sums, rows):
-            own = rows.pattern[:, :, torch.arange(len(rows.queries)), rows.queries - rows.first_key]
+            own = rows.pattern.diagonal(rows.queries.start - rows.keys.start, -2, -1)
             sums["own"] += (own * rows.batch.real[:, None, rows.queries]).sum(-1)
 
         def values(self, sums, batch, window):

@@ -30,7 +30,7 @@ def received(pattern, counted, window=None, include_self=False, block=64):
     for start in range(0, length, block):
         queries = torch.arange(start, min(start + block, length))
         columns += fn.column_sums(pattern[:, :, queries], counted[:, queries])
-        own[..., queries] = fn.self_attention(pattern[:, :, queries], queries) * counted[:, None, queries]
+        own[..., queries] = fn.self_attention(pattern[:, :, queries], start) * counted[:, None, queries]
     seeing = fn.seeing_queries(counted, window, include_self)
     return fn.received_attention(columns if include_self else columns - own, seeing)[0]
 
