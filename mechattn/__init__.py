@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mechattn import render as render
+    from mechattn.analysis.affine_shift import AffineShift as AffineShift
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.engine.run import run as run
     from mechattn.errors import MechattnError as MechattnError
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 # Loaded when first used, so that `import mechattn` imports neither torch nor TransformerLens.
 _HOME = {
+    "AffineShift": "analysis.affine_shift",
     "Baseline": "prompts.conditions",
     "MeaninglessTokens": "prompts.conditions",
     "MechattnError": "errors",

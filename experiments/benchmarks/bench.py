@@ -27,7 +27,7 @@ import torch
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
-from mechattn.engine.run import measure_batch
+from mechattn.engine.measure import measure_batch
 from mechattn.functional import focus, received
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
@@ -111,7 +111,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
             focus.entropy(rows.pattern)
             focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start)
             keys = slice(min(span.start, rows.keys.stop), min(span.stop, rows.keys.stop))
-            focus.shift(rows.pattern[..., keys], rows.v[:, :, keys], member[:, keys]).norm(dim=-1)
+            focus.shift(rows.pattern[..., keys], rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see)
         assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
@@ -207,22 +207,25 @@ def times(args: argparse.Namespace) -> tuple[dict[tuple[str, int], float], dict[
     return found, counts
 
 
-def peak(args: argparse.Namespace, name: str, length: int) -> float | None:
-    """Peak memory in MiB of one way in a fresh process."""
+def peak(args: argparse.Namespace, name: str, length: int) -> tuple[float, float] | None:
+    """Peak memory in MiB, and seconds, of one run of one way in a fresh process; None where it fails."""
     command = [sys.executable, __file__, "--one", name, "--lengths", str(length), "--shape", args.shape]
     command += ["--kv-heads", str(args.kv_heads), "--device", args.device, "--dtype", args.dtype]
     done = subprocess.run(command, capture_output=True, text=True)
-    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    mebibytes, taken = done.stdout.split()[-2:]
+    return float(mebibytes), float(taken)
 
 
 def one(args: argparse.Namespace) -> None:
-    """Run one way once and print the peak of this process."""
+    """Run one way once and print the peak of this process and the seconds of the run."""
     ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
-    seconds(ways[args.one], batch_of(args.lengths[0], args.device))
+    taken = seconds(ways[args.one], batch_of(args.lengths[0], args.device))
     if args.device == "cuda":
-        print(torch.cuda.max_memory_allocated() / 2**20)
+        print(torch.cuda.max_memory_allocated() / 2**20, taken)
     else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, taken)
 
 
 def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> str:
@@ -230,13 +233,16 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
 
     def ratio(name: str, length: int) -> str:
         if (name, length) not in found:
-            return "does not fit"
+            return f"over {args.memory:.0f} GiB"
         return f"{found[name, length] / found[LIMIT, length]:.2f}"
 
     def more(name: str, length: int) -> str:
-        if peaks.get((name, length)) is None:
-            return "does not fit"
-        return f"{peaks[name, length]:,.0f} MiB ({peaks[name, length] / peaks[LIMIT, length]:.2f})"
+        if (name, length) not in peaks:
+            return f"over {args.memory:.0f} GiB"
+        if peaks[name, length] is None:
+            return "fails"
+        (size, taken), limit = peaks[name, length], peaks[LIMIT, length][0]
+        return f"{size:,.0f} MiB ({size / limit:.2f}), {taken:.1f} s"
 
     names = list(dict.fromkeys(name for name, _ in found))
     layers, heads, width, _ = SHAPES[args.shape]
@@ -247,8 +253,8 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
         f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
         "",
-        "Time as a ratio to the SDPA forward of the same model in the same process; medians of interleaved runs after a "
-        f"warm-up ({', '.join(map(str, counts.values()))}).",
+        "Time as a ratio to the SDPA forward of the same model in the same process; medians of interleaved runs "
+        f"after a warm-up ({', '.join(map(str, counts.values()))}).",
         "",
         head,
         rule,
@@ -256,8 +262,10 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         "| " + " | ".join([f"{LIMIT}, seconds", *(f"{found[LIMIT, n]:.2f}" for n in args.lengths)]) + " |",
     ]
     if peaks:
-        lines += ["", "Peak memory of a fresh process, and its ratio to that of the SDPA forward.", "", head, rule]
-        lines += ["| " + " | ".join([name, *(more(name, n) for n in args.lengths)]) + " |" for name in names]
+        head = "| " + " | ".join(["", *map(str, args.peaks)]) + " |"
+        about = "Peak memory of a fresh process and its ratio to that of the SDPA forward; seconds of its only run."
+        lines += ["", about, "", head, "|---" * (len(args.peaks) + 1) + "|"]
+        lines += ["| " + " | ".join([name, *(more(name, n) for n in args.peaks)]) + " |" for name in names]
     return "\n".join(lines) + "\n"
 
 
@@ -291,10 +299,10 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
     parser.add_argument("--runs", type=int, default=5, help="runs a length at least")
     parser.add_argument("--least", type=float, default=60, help="seconds a length; more runs until then, at most 30")
-    parser.add_argument("--memory", type=float, default=16, help="GiB that matrices may take")
+    parser.add_argument("--memory", type=float, default=12, help="GiB that [query, key] matrices may take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
-    parser.add_argument("--peaks", action="store_true", help="also measure peak memory, each in a process of its own")
+    parser.add_argument("--peaks", type=int, nargs="*", default=[], help="lengths to measure peak memory at")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -302,7 +310,9 @@ def main() -> None:
         one(args)
         return
     found, counts = times(args)
-    peaks = {key: peak(args, *key) for key in found} if args.peaks else {}
+    names = list(dict.fromkeys(name for name, _ in found))
+    fit = [(name, n) for n in args.peaks for name in names if needs(name, n, args.shape) < args.memory * 2**30]
+    peaks = {key: peak(args, *key) for key in fit}
     text = table(args, found, counts, peaks)
     print(text)
     if args.out:

@@ -38,6 +38,40 @@ class AttentionRows:
 
 
 @dataclass(frozen=True)
+class PairedRows:
+    """A block of query rows of every sequence, and the rows of the same queries in the baseline of its prompt.
+
+    A baseline stands beside itself. Rows of inserted tokens and of padding are present; what stands there for the
+    baseline means nothing.
+
+    Args:
+        layer: The layer.
+        pattern: A', with inserted tokens.
+        aligned: A' over the original keys alone, in the order of the baseline; 0 where there is none.
+        baseline: A, without inserted tokens.
+        v: Values with them.
+        v_aligned: Values of the original keys, with them.
+        v_baseline: Values without them.
+        queries: The positions of these rows.
+        keys: The positions of the keys of ``pattern``.
+        batch: The sequences.
+        window: How many keys a query of this layer sees at most; None for full attention.
+    """
+
+    layer: int
+    pattern: Float[Tensor, "batch head query key"]
+    aligned: Float[Tensor, "batch head query original"]
+    baseline: Float[Tensor, "batch head query original"]
+    v: Float[Tensor, "batch kv_head key d_head"]
+    v_aligned: Float[Tensor, "batch kv_head original d_head"]
+    v_baseline: Float[Tensor, "batch kv_head original d_head"]
+    queries: slice
+    keys: slice
+    batch: Batch
+    window: int | None
+
+
+@dataclass(frozen=True)
 class Quantity:
     """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition."""
 
@@ -48,7 +82,9 @@ class Quantity:
 
 @runtime_checkable
 class Analysis(Protocol):
-    """Reduces attention to values per prompt: ``start`` once a layer, ``add`` for each block, ``values`` at the end.
+    """Reduces attention to values per prompt: ``start`` once a layer, then each block, ``values`` at the end.
+
+    An analysis has ``add`` (see :class:`RowAnalysis`) or ``add_pairs`` (see :class:`PairAnalysis`).
 
     ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
     quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
@@ -71,10 +107,24 @@ class Analysis(Protocol):
         """Empty sums for one layer, batch first, on the device of the batch."""
         ...
 
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Each quantity, batch first, from the sums over all query rows of a layer."""
+        ...
+
+
+@runtime_checkable
+class RowAnalysis(Analysis, Protocol):
+    """Sees every sequence of a batch."""
+
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add a block of query rows to the sums, in place."""
         ...
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Each quantity, batch first, from the sums over all query rows of a layer."""
+
+@runtime_checkable
+class PairAnalysis(Analysis, Protocol):
+    """Sees every sequence beside the baseline of its prompt."""
+
+    def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
+        """Add a block of query rows to the sums, in place."""
         ...

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 
-ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AttentionMap)
+ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AffineShift, AttentionMap)

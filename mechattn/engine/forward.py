@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import Rows
+from mechattn.functional.rows import Rows, Shown
 from mechattn.model import hooks
 from mechattn.model.known import Known, known
 from mechattn.model.streaming import See, streaming
@@ -51,9 +51,10 @@ def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | 
     """Each layer's whole pattern as one block, checked to be one."""
     every = slice(0, batch.tokens.shape[1])
 
-    def whole(layer: int, pattern: Tensor) -> None:
+    def whole(layer: int, pattern: Tensor, v: Tensor | None) -> None:
         hooks.check_pattern(model, layer, pattern, batch.real, windows[layer])
-        see(layer, Rows(pattern.float(), every, every))
+        pattern = pattern.float()
+        see(layer, Rows(pattern, every, every, None if v is None else Shown(pattern, v)))
 
     hooks.forward_with_patterns(model, batch.tokens, batch.real, list(windows), whole)
 

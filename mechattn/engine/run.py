@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AttentionRows, Sums
+from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import SEGMENTS
 from mechattn.engine.collect import Collector, Positions
-from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
+from mechattn.engine.forward import Engine, chosen_forward, forward_through_hooks, position_width
+from mechattn.engine.measure import measure_batch
 from mechattn.engine.plan import Cost, batch_plan, memory_bytes
-from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
-from mechattn.functional.rows import Rows
+from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
 from mechattn.model.known import Known, known
 from mechattn.model.load import as_hooked, load_model
@@ -87,42 +87,6 @@ def run(
     about = _provenance(model, prompts, named, analyses, chosen)
     ran = {"engine": "hooks" if forward is forward_through_hooks else "streaming", "engine_reason": why}
     return Result(datasets, about | ran | {"seed": seed, "memory": memory, "positions": positions})
-
-
-def measure_batch(
-    model: Any,
-    batch: Batch,
-    forward: Forward,
-    windows: Mapping[int, int | None],
-    analyses: Seq[Analysis],
-    collectors: list[Collector],
-) -> None:
-    """One forward pass; every block of rows is reduced as it comes, every layer when its last block has come."""
-    placed = batch.to(next(model.parameters()).device)
-    length = batch.tokens.shape[1]
-    sums: dict[int, list[Sums]] = {}
-
-    def see(layer: int, rows: Rows) -> None:
-        window = windows[layer]
-        if layer not in sums:
-            sums[layer] = [analysis.start(placed, rows.pattern.shape[1]) for analysis in analyses]
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window)
-        for analysis, made in zip(analyses, sums[layer], strict=True):
-            analysis.add(made, block)
-        if rows.queries.stop == length:
-            for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):
-                _refuse_nan(model, layer, made)
-                collector.add(layer, batch, analysis.values(made, placed, window))
-
-    forward(model, placed, windows, see)
-
-
-def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:
-    for value in sums.values():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise ModelError(
-                f"layer {layer} of {model.cfg.model_name} gives NaN or infinity; try another dtype, such as float32"
-            )
 
 
 def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mechattn.functional.affine import mix
+
 _CHUNK = 64  # keys
 _PIECE = 2**18  # elements; the logarithms of more do not stay in the cache of a CPU: four times as slow
 
@@ -29,7 +31,7 @@ def top_two(
 def _largest(
     pattern: Float[Tensor, "*batch query key"],
 ) -> tuple[Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
-    """The maximum and its index. Maxima without an index are vectorised, ten times as fast: first which chunk, then where."""
+    """The maximum and its index. A maximum without its index is vectorised, ten times as fast: so by chunks first."""
     chunks = pattern.shape[-1] // _CHUNK
     if chunks < 2:
         return pattern.max(-1)
@@ -80,7 +82,4 @@ def shift(
         v: Values; head h reads key-value head ``h // (head / kv_head)``.
         member: Which keys belong to the segment.
     """
-    batch, heads, queries, keys = pattern.shape
-    kept = v.to(pattern.dtype) * member[:, None, :, None]
-    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
-    return (grouped @ kept).view(batch, heads, queries, -1)
+    return mix(pattern, v * member[:, None, :, None])

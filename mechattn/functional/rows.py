@@ -3,14 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 _MASKED = -1e30  # finite: added to a score it cannot make NaN
+
+
+class AnyRows(Protocol):
+    """One layer's attention, of which single rows can be had: computed (``Attention``), or looked up (``Shown``)."""
+
+    @property
+    def v(self) -> Float[Tensor, "batch kv_head pos d_value"]:
+        """Values."""
+        ...
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> AnyRows:
+        """The same for some sequences of the batch."""
+        ...
+
+    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+        """Probabilities of any queries of each sequence over the first keys, which hold all that they see."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What causal attention is computed from. ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``.
+
+    ``cap(s) = softcap · tanh(s / softcap)``. Sequences that are padded on the right need no mask: no token sees what
+    comes after it.
+
+    Args:
+        q: Queries, after RoPE.
+        k: Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``.
+        v: Values.
+        scale: The factor of the scores, 1 / √d_head mostly.
+        bias: Added to the scores of each key (ALiBi), already scaled.
+        window: How many keys a query sees, its own included; None for all.
+        softcap: The bound of soft-capped scores.
+        hidden: Keys that only queries at other hidden positions see.
+    """
+
+    q: Float[Tensor, "batch head pos d_head"]
+    k: Float[Tensor, "batch kv_head pos d_head"]
+    v: Float[Tensor, "batch kv_head pos d_value"]
+    scale: float
+    bias: Float[Tensor, "#batch head pos"] | None = None
+    window: int | None = None
+    softcap: float | None = None
+    hidden: Bool[Tensor, "batch pos"] | None = None
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Statistics and output are computed in float32 at least."""
+        return self.q.dtype if self.q.dtype in (torch.float32, torch.float64) else torch.float32
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
+        """The same for some sequences of the batch."""
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
+        hidden = None if self.hidden is None else self.hidden[sequences]
+        q, k, v = (part[sequences] for part in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, bias=bias, hidden=hidden)
+
+    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+        """Probabilities of any queries of each sequence over the first ``keys`` keys, which hold all that they see."""
+        batch, heads, _, width = self.q.shape
+        asked = self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(self.wide) * self.scale
+        grouped = asked.reshape(batch, self.k.shape[1], -1, width)
+        scores = grouped @ self.k[:, :, :keys].to(self.wide).transpose(-1, -2)
+        scores = scores.view(batch, heads, -1, keys)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + self.bias[:, :, None, :keys]
+        distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
+        unseen = distance < 0
+        if self.window is not None:
+            unseen |= distance >= self.window
+        if self.hidden is not None:
+            unseen |= self.hidden[:, None, :keys] & ~self.hidden.gather(1, queries)[:, :, None]
+        return scores.masked_fill(unseen[:, None], _MASKED).softmax(-1)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A whole pattern that a hook has shown, and its values: rows are looked up."""
+
+    pattern: Float[Tensor, "batch head pos pos"]
+    v: Float[Tensor, "batch kv_head pos d_value"]
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> Shown:
+        """The same for some sequences of the batch."""
+        return Shown(self.pattern[sequences], self.v[sequences])
+
+    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+        """Probabilities of any queries of each sequence over the first ``keys`` keys."""
+        cut = self.pattern[..., :keys]
+        return cut.gather(2, queries[:, None, :, None].expand(-1, cut.shape[1], -1, keys))
 
 
 @dataclass(frozen=True)
@@ -21,47 +115,28 @@ class Rows:
         pattern: Attention probabilities, float32 or better; 0 for unseen keys.
         queries: The positions of these rows.
         keys: The positions of the keys; the others are seen by none of these rows.
-        v: The values of all positions.
+        attention: Where other rows, and the values, can be had; None where nobody has asked for them.
     """
 
     pattern: Float[Tensor, "batch head query key"]
     queries: slice
     keys: slice
-    v: Float[Tensor, "batch kv_head pos d_value"] | None = None
+    attention: AnyRows | None = None
 
 
 def attention_by_rows(
-    q: Float[Tensor, "batch head pos d_head"],
-    k: Float[Tensor, "batch kv_head pos d_head"],
-    v: Float[Tensor, "batch kv_head pos d_value"],
-    scale: float,
-    see: Callable[[Rows], None] | None = None,
-    *,
-    bias: Float[Tensor, "#batch head pos"] | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    block: int = BLOCK,
+    attention: Attention, see: Callable[[Rows], None] | None = None, block: int = BLOCK
 ) -> Float[Tensor, "batch head pos d_value"]:
-    """Causal attention; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
-
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``, ``out[q] = Σ_k A[q, k] v[k]``,
-    with ``cap(s) = softcap · tanh(s / softcap)``. Statistics and output are computed in float32 at least. Sequences
-    that are padded on the right need no mask: no token sees what comes after it.
+    """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
 
     Args:
-        q: Queries, after RoPE.
-        k: Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``.
-        v: Values.
-        scale: The factor of the scores, 1 / √d_head mostly.
+        attention: What it is computed from.
         see: Called with each block.
-        bias: Added to the scores of each key (ALiBi), already scaled.
-        window: How many keys a query sees, its own included; None for all.
-        softcap: The bound of soft-capped scores.
         block: Rows in a block.
     """
+    q, k, v, wide, window = attention.q, attention.k, attention.v, attention.wide, attention.window
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
-    wide = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     n = batch * k.shape[1]
     queries = q.reshape(n, groups, length, width)
     keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
@@ -77,21 +152,28 @@ def attention_by_rows(
         first = max(0, start - window + 1) if window else 0
         count = end - first
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
-        asked = (queries[:, :, start:end] * scale).to(wide).reshape(n, groups * rows, width)
+        asked = (queries[:, :, start:end] * attention.scale).to(wide).reshape(n, groups * rows, width)
         torch.bmm(asked, keys[:, :, first:end], out=s)
+        _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
         by_head = s.view(n, groups, rows, count)
-        if softcap is not None:
-            s.div_(softcap).tanh_().mul_(softcap)
-        if bias is not None:
-            by_head += bias[..., first:end].expand(batch, -1, -1).reshape(n, groups, 1, count)
         by_head[..., start - first :] += future[:rows, :rows]
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
+        if attention.hidden is not None:
+            _mask_hidden(s.view(batch, heads, rows, count), attention.hidden, slice(start, end), slice(first, end))
         torch.softmax(s, -1, out=s)
         out[:, :, start:end] = torch.bmm(s, values[:, first:end]).view(n, groups, rows, -1)
         if see is not None:
-            see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), v))
+            see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), attention))
     return out.view(batch, heads, length, -1)
+
+
+def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query key"], keys: slice) -> None:
+    """In place."""
+    if attention.softcap is not None:
+        scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
+    if attention.bias is not None:
+        scores += attention.bias[:, :, None, keys]
 
 
 def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> None:
@@ -102,3 +184,9 @@ def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> 
     ).unsqueeze(-1)
     hidden = hidden[:, : scores.shape[-1]]
     scores[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
+
+
+def _mask_hidden(scores: Tensor, hidden: Bool[Tensor, "batch pos"], queries: slice, keys: slice) -> None:
+    """Hide the hidden keys from all rows that are not hidden themselves."""
+    unseen = hidden[:, keys].unsqueeze(1) & ~hidden[:, queries].unsqueeze(2)
+    scores.masked_fill_(unseen[:, None], _MASKED)

@@ -13,7 +13,9 @@ from torch import Tensor
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.received import visible_keys
 
-SeePattern = Callable[[int, Float[Tensor, "batch head query key"]], None]
+SeePattern = Callable[
+    [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
+]
 
 
 def pattern_hook(layer: int) -> str:
@@ -142,24 +144,37 @@ def forward_with_patterns(
     layers: list[int],
     see: SeePattern,
 ) -> None:
-    """A forward pass as far as the last of the layers; ``see(layer, pattern)`` is called as each pattern passes.
+    """A forward pass as far as the last of the layers; ``see(layer, pattern, v)`` is called as each pattern passes.
 
     Args:
         model: A hooked model.
         tokens: Token ids, padded on the right, on the device of the model.
         real: Which positions hold tokens, not padding [batch pos].
         layers: The layers whose patterns are wanted.
-        see: Reduces a pattern [batch head query key] at once; nothing is kept.
+        see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are None where no hook
+            shows them head by head.
     """
+    values: dict[int, Tensor] = {}
 
-    def hook(layer: int) -> tuple[str, Callable]:
+    def hook(layer: int) -> list[tuple[str, Callable]]:
+        def keep(v: Tensor, hook: Any) -> None:
+            values[layer] = v.detach()
+
         def reduce(pattern: Tensor, hook: Any) -> None:
-            see(layer, pattern.detach())
+            see(layer, pattern.detach(), _by_head(values.pop(layer, None), pattern))
 
-        return pattern_hook(layer), reduce
+        name = f"blocks.{layer}.attn.hook_v"
+        return [*([(name, keep)] if name in model.hook_dict else []), (pattern_hook(layer), reduce)]
 
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
-    forward_to(model, tokens, max(layers), [hook(layer) for layer in layers], **mask)
+    forward_to(model, tokens, max(layers), [pair for layer in layers for pair in hook(layer)], **mask)
+
+
+def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
+    """Values [batch pos kv_head d_head] as [batch kv_head pos d_head]; None if they have another layout."""
+    if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
+        return None
+    return v.transpose(1, 2)
 
 
 def forward_to(

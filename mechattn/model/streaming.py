@@ -9,10 +9,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.rows import BLOCK, Rows, attention_by_rows
+from mechattn.functional.rows import BLOCK, Attention, Rows, attention_by_rows
 from mechattn.model import hooks
 
 _NAME = "mechattn_rows"
@@ -27,18 +28,20 @@ class _Layer:
     window: int | None
     see: See | None
     block: int
+    hidden: Tensor | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float | None
     ) -> Tensor:
         """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
-        if self.see is None and bias is None and softcap is None and self.window is None:
+        if self.see is None and bias is None and softcap is None and self.window is None and self.hidden is None:
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         see, number = self.see, self.number
         told = None if see is None else lambda rows: see(number, rows)
-        return attention_by_rows(q, k, v, scale, told, bias=bias, window=self.window, softcap=softcap, block=self.block)
+        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.hidden)
+        return attention_by_rows(attention, told, self.block)
 
 
 _active: dict[int, _Layer] = {}  # by the id of the attention module of transformers that asks
@@ -58,7 +61,13 @@ def why_not(model: Any) -> str:
 
 
 @contextmanager
-def streaming(model: Any, layers: Mapping[int, int | None], see: See, block: int = BLOCK) -> Iterator[None]:
+def streaming(
+    model: Any,
+    layers: Mapping[int, int | None],
+    see: See,
+    block: int = BLOCK,
+    hidden: Bool[Tensor, "batch pos"] | None = None,
+) -> Iterator[None]:
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
 
     hook_q, hook_k, hook_v, hook_z, and the hooks of the residual stream and of MLPs fire as before; hook_attn_scores
@@ -69,6 +78,7 @@ def streaming(model: Any, layers: Mapping[int, int | None], see: See, block: int
         layers: For each layer to look at, its window.
         see: Takes a layer and a block of its rows.
         block: Rows in a block.
+        hidden: Keys that only queries at other hidden positions see.
 
     Raises:
         ModelError: The model cannot be streamed.
@@ -79,7 +89,7 @@ def streaming(model: Any, layers: Mapping[int, int | None], see: See, block: int
     with ExitStack() as stack:
         for number in hooks.attention_layers(model):
             window = layers[number] if number in layers else hooks.attention_window(model, number)
-            layer = _Layer(number, window, see if number in layers else None, block)
+            layer = _Layer(number, window, see if number in layers else None, block, hidden)
             attention = model.blocks[number].attn
             kind = type(attention).__name__
             if kind in _FUSED:

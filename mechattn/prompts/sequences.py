@@ -81,6 +81,11 @@ class Batch:
         """Which positions hold a token rather than padding."""
         return self.segment >= 0
 
+    @property
+    def inserted(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions were inserted by a condition."""
+        return self.origin == INSERTED
+
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
         """Which positions belong to the segment ``name``."""
         return self.segment == SEGMENTS.index(name)

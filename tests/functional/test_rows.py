@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechattn.functional.rows import attention_by_rows
+from mechattn.functional.rows import Attention, Shown, attention_by_rows
 
 
 def square(q, k, v, scale, bias=None, window=None, softcap=None):
@@ -26,14 +26,14 @@ def random_qkv(batch, heads, kv_heads, length, width, dtype=torch.float64, d_val
     return [2 * torch.randn(batch, n, length, d, generator=generator, dtype=dtype) for n, d in shapes]
 
 
-def in_blocks(q, k, v, scale, **options):
+def in_blocks(q, k, v, scale, block=64, **options):
     pattern = torch.full((*q.shape[:3], q.shape[2]), torch.nan, dtype=torch.float64)
 
     def see(rows):
         pattern[:, :, rows.queries] = 0.0
         pattern[:, :, rows.queries, rows.keys] = rows.pattern.double()
 
-    out = attention_by_rows(q, k, v, scale, see, **options)
+    out = attention_by_rows(Attention(q, k, v, scale, **options), see, block)
     return pattern, out
 
 
@@ -71,4 +71,38 @@ def test_half_precision_is_computed_in_float32():
 def test_values_may_have_another_width():
     q, k, v = random_qkv(2, 4, 2, 70, 8, d_value=5)
     _, out = square(q, k, v, 0.3)
-    torch.testing.assert_close(attention_by_rows(q, k, v, 0.3), out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(attention_by_rows(Attention(q, k, v, 0.3)), out, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"bias": True}, {"window": 6}, {"hidden": True}])
+def test_single_rows_are_rows_of_the_square(extra):
+    """Any queries, in any order, of some of the sequences; looked up in a pattern that was shown, just so."""
+    q, k, v = random_qkv(3, 4, 2, 20, 8)
+    if "bias" in extra:
+        extra = {"bias": torch.randn(3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    if "hidden" in extra:
+        extra = {"hidden": torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])}
+    attention = Attention(q, k, v, 0.4, **extra)
+    whole, _ = in_blocks(q, k, v, 0.4, **extra)
+    sequences, queries = torch.tensor([2, 0]), torch.tensor([[3, 19, 0], [7, 7, 18]])
+    expected = torch.stack([whole[s][:, rows] for s, rows in zip(sequences, queries, strict=True)])
+    torch.testing.assert_close(attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0)
+    assert torch.equal(Shown(whole, v).of(sequences).rows(queries, 20), expected)
+    early = torch.tensor([[2], [4]])
+    cut = attention.of(sequences).rows(early, 5)
+    torch.testing.assert_close(cut, Shown(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("block", [3, 64])
+def test_hidden_keys_are_seen_by_hidden_queries_alone(block):
+    """As if the hidden tokens were not there, for the others; a hidden one sees those before it, and itself."""
+    q, k, v = random_qkv(1, 2, 2, 12, 8)
+    hidden = torch.zeros(1, 12, dtype=torch.bool)
+    hidden[0, 4:7] = True
+    got, out = in_blocks(q, k, v, 0.4, block=block, hidden=hidden)
+    kept = (~hidden[0]).nonzero().flatten()
+    without, expected = square(q[:, :, kept], k[:, :, kept], v[:, :, kept], 0.4)
+    torch.testing.assert_close(got[:, :, kept][..., kept], without, atol=1e-12, rtol=0)
+    torch.testing.assert_close(out[:, :, kept], expected, atol=1e-12, rtol=0)
+    assert got[:, :, kept][..., hidden[0]].abs().max() == 0
+    torch.testing.assert_close(got[:, :, hidden[0]], square(q, k, v, 0.4)[0][:, :, hidden[0]], atol=1e-12, rtol=0)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mechattn.functional import received as fn
-from mechattn.functional.rows import attention_by_rows
+from mechattn.functional.rows import Attention, attention_by_rows
 
 
 def columns(q, k, v, counted, window, block):
@@ -14,7 +14,7 @@ def columns(q, k, v, counted, window, block):
     def see(rows):
         sums[..., rows.keys] += fn.column_sums(rows.pattern, counted[:, rows.queries])
 
-    out = attention_by_rows(q, k, v, 0.5, see, window=window, block=block)
+    out = attention_by_rows(Attention(q, k, v, 0.5, window=window), see, block)
     return sums, out
 
 

@@ -1,0 +1,70 @@
+"""One forward pass of a batch: every block of rows is reduced as it comes, every layer when its last block has come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, RowAnalysis, Sums
+from mechattn.engine.collect import Collector
+from mechattn.engine.forward import Forward
+from mechattn.engine.pairs import PairedLayer, paired_layer
+from mechattn.errors import ModelError
+from mechattn.functional.rows import Rows
+from mechattn.prompts.pairs import pairs_of
+from mechattn.prompts.sequences import Batch
+from mechattn.results.result import BASELINE
+
+
+def measure_batch(
+    model: Any,
+    batch: Batch,
+    forward: Forward,
+    windows: Mapping[int, int | None],
+    analyses: Seq[Analysis],
+    collectors: Seq[Collector],
+) -> None:
+    """Run the model on a batch and hand each layer's values to the collectors.
+
+    Args:
+        model: A hooked model.
+        batch: All conditions of some prompts.
+        forward: How attention reaches the analyses.
+        windows: The layers to look at, and what a query of each can see.
+        analyses: What to measure.
+        collectors: Where the values of each analysis go.
+    """
+    placed = batch.to(next(model.parameters()).device)
+    pairs = pairs_of(placed, BASELINE) if any(isinstance(a, PairAnalysis) for a in analyses) else None
+    sums: dict[int, list[Sums]] = {}
+    paired: dict[int, PairedLayer] = {}
+
+    def see(layer: int, rows: Rows) -> None:
+        window = windows[layer]
+        if layer not in sums:
+            sums[layer] = [analysis.start(placed, rows.pattern.shape[1]) for analysis in analyses]
+            if pairs is not None:
+                paired[layer] = paired_layer(layer, rows.attention, pairs, window)
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window)
+        both = paired[layer].rows(rows) if layer in paired else None
+        for analysis, made in zip(analyses, sums[layer], strict=True):
+            if isinstance(analysis, RowAnalysis):
+                analysis.add(made, block)
+            if isinstance(analysis, PairAnalysis) and both is not None:
+                analysis.add_pairs(made, both)
+        if rows.queries.stop == batch.tokens.shape[1]:
+            paired.pop(layer, None)
+            for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):
+                _refuse_nan(model, layer, made)
+                collector.add(layer, placed, analysis.values(made, placed, window))
+
+    forward(model, placed, windows, see)
+
+
+def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:
+    for value in sums.values():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ModelError(
+                f"layer {layer} of {model.cfg.model_name} gives NaN or infinity; try another dtype, such as float32"
+            )

@@ -1,0 +1,125 @@
+"""The affine reading of inserted tokens: attention outputs are scaled, shifted, and changed in two further ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """What became of each head's output [batch head query d_head] when tokens were inserted; exact in every layer.
+
+    ``output = scale · before + shift + rerouting + new_values``
+
+    Args:
+        output: The output with the inserted tokens, before W_O.
+        before: The output of the same query without them.
+        scale: What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``.
+        shift: Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``.
+        rerouting: ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed.
+        new_values: ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed.
+    """
+
+    output: Float[Tensor, "batch head query d_head"]
+    before: Float[Tensor, "batch head query d_head"]
+    scale: Float[Tensor, "batch head query"]
+    shift: Float[Tensor, "batch head query d_head"]
+    rerouting: Float[Tensor, "batch head query d_head"]
+    new_values: Float[Tensor, "batch head query d_head"]
+
+    @property
+    def dilution(self) -> Float[Tensor, "batch head query d_head"]:
+        """``(λ − 1) · before``: the part of the change that less attention to everything makes."""
+        return (self.scale - 1).unsqueeze(-1) * self.before
+
+    @property
+    def change(self) -> Float[Tensor, "batch head query d_head"]:
+        """``output − before``."""
+        return self.output - self.before
+
+
+def mix(
+    pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head key d_head"]
+) -> Float[Tensor, "batch head query d_head"]:
+    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
+    batch, heads, queries, keys = pattern.shape
+    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
+    return (grouped @ v.to(pattern.dtype)).view(batch, heads, queries, -1)
+
+
+def split(
+    pattern: Float[Tensor, "batch head query key"],
+    v: Float[Tensor, "batch kv_head key d_head"],
+    inserted: Bool[Tensor, "batch key"],
+    aligned: Float[Tensor, "batch head query original"],
+    v_aligned: Float[Tensor, "batch kv_head original d_head"],
+    baseline: Float[Tensor, "batch head query original"],
+    v_baseline: Float[Tensor, "batch kv_head original d_head"],
+) -> Split:
+    """The four parts of each query's output, from the same query with and without inserted tokens.
+
+    Args:
+        pattern: A', with inserted tokens.
+        v: Values with them.
+        inserted: Which keys they are.
+        aligned: A' over the original keys alone, in their order.
+        v_aligned: Values of the original keys, with inserted tokens.
+        baseline: A, without them.
+        v_baseline: Values without them.
+    """
+    to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
+    scale = 1 - to_inserted.sum(-1)
+    return Split(
+        output=mix(pattern, v),
+        before=mix(baseline, v_baseline),
+        scale=scale,
+        shift=mix(to_inserted, v),
+        rerouting=mix(aligned - scale.unsqueeze(-1) * baseline, v_baseline),
+        new_values=mix(aligned, v_aligned - v_baseline),
+    )
+
+
+def share_of_change(
+    part: Float[Tensor, "*batch query d_head"], change: Float[Tensor, "*batch query d_head"]
+) -> Float[Tensor, "*batch query"]:
+    """``⟨part, change⟩ / ‖change‖²``: the shares of parts that add up to the change add up to 1; one may exceed it."""
+    return torch.linalg.vecdot(part, change) / torch.linalg.vecdot(change, change)
+
+
+def total_variation(
+    aligned: Float[Tensor, "batch head query original"],
+    baseline: Float[Tensor, "batch head query original"],
+    scale: Float[Tensor, "batch head query"],
+) -> Float[Tensor, "batch head query"]:
+    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 where attention among them is only diluted."""
+    return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
+
+
+def uniform_scale(inserted: Bool[Tensor, "batch pos"], window: int | None = None) -> Float[Tensor, "batch pos"]:
+    """λ of a head that is blind to content: the share of original keys among those that each query can see."""
+    seen = inserted.double().cumsum(-1)
+    visible = torch.arange(1, inserted.shape[-1] + 1, device=inserted.device, dtype=torch.float64)
+    if window is not None and window < inserted.shape[-1]:
+        seen[:, window:] -= seen[:, :-window].clone()
+        visible = visible.clamp(max=window)
+    return (1 - seen / visible).float()
+
+
+def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:
+    """Squared singular values, largest first, of the matrix whose Gram matrix this is."""
+    return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
+
+
+def rank_one_share(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+    """``s₁² / Σ s²``: 1 for a matrix of rank 1; NaN for a zero matrix, which has no rank."""
+    return energies[..., 0] / energies.sum(-1)
+
+
+def effective_rank(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli, EUSIPCO 2007."""
+    s = energies.sqrt()
+    return torch.special.entr(s / s.sum(-1, keepdim=True)).sum(-1).exp()

@@ -1,0 +1,50 @@
+"""Each sequence of a batch beside the baseline of its prompt, and how their tokens line up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from mechattn.prompts.sequences import Batch
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every sequence of a batch beside the baseline of its prompt; a baseline beside itself.
+
+    Args:
+        batch: The sequences.
+        baseline: The row of the baseline of each.
+        place: Where each original token stands in the sequence; 0 where there is none.
+        original: Which original tokens there are, by their position in the baseline.
+        reach: For each position, how many original tokens stand at or before it, in the pair that has most.
+    """
+
+    batch: Batch
+    baseline: Int[Tensor, " pair"]
+    place: Int[Tensor, "pair original"]
+    original: Bool[Tensor, "pair original"]
+    reach: tuple[int, ...]
+
+
+def pairs_of(batch: Batch, baseline: str) -> Pairs:
+    """The pairs of a batch that holds all conditions of its prompts."""
+    first = {prompt: row for row, (prompt, name) in enumerate(batch.rows) if name == baseline}
+    device = batch.tokens.device
+    origin = batch.origin.cpu()
+    exists = origin >= 0
+    place = torch.zeros(len(batch.rows), int(exists.sum(-1).max()), dtype=torch.long)
+    original = torch.zeros_like(place, dtype=torch.bool)
+    pair, position = exists.nonzero(as_tuple=True)
+    place[pair, origin[pair, position]] = position
+    original[pair, origin[pair, position]] = True
+    return Pairs(
+        batch=batch,
+        baseline=torch.tensor([first[prompt] for prompt, _ in batch.rows], device=device),
+        place=place.to(device),
+        original=original.to(device),
+        reach=tuple(exists.cumsum(-1).amax(0).tolist()),
+    )

@@ -1,0 +1,142 @@
+"""`AffineShift` on every toy against loops over queries of plain transformers in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.model.toys import load_tokenizer, toy_names
+from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked, windows
+
+PARTS = ("dilution", "shift", "rerouting", "new_values")
+
+
+def patterns_and_values(model, ids):
+    """Patterns [layer][head, query, key] and values [layer][head, key, d_head], each head with its own copy."""
+    heads, seen = model.config.num_attention_heads, []
+    fused = model.config.model_type == "falcon"
+    names = [name for name, _ in model.named_modules() if name.endswith("query_key_value" if fused else "v_proj")]
+    modules = dict(model.named_modules())
+    handles = [modules[name].register_forward_hook(lambda m, i, out: seen.append(out[0])) for name in names]
+    with torch.no_grad():
+        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    for handle in handles:
+        handle.remove()
+    values = []
+    for out in seen:
+        if fused:  # [pos, head, (q, k, v), d_head]
+            values.append(out.view(len(ids), heads, 3, -1)[:, :, 2].transpose(0, 1).numpy())
+        else:
+            width = model.config.hidden_size // heads if model.config.model_type != "gemma3_text" else None
+            width = width or model.config.head_dim
+            by_kv_head = out.view(len(ids), -1, width).transpose(0, 1)
+            values.append(by_kv_head.repeat_interleave(heads // len(by_kv_head), 0).numpy())
+    return [a[0].numpy() for a in attentions], values
+
+
+def one_query(a, a_with, v, v_with, place, query, place_of_query):
+    """The numbers of one query, from rows of probabilities and values, key by key."""
+    originals = range(len(place))
+    inserted = [k for k in range(len(v_with)) if k not in set(place)]
+    out = sum(a[query, k] * v[k] for k in originals)
+    out_with = sum(a_with[place_of_query, k] * v_with[k] for k in range(len(v_with)))
+    scale = 1 - sum(a_with[place_of_query, k] for k in inserted)
+    shift = sum((a_with[place_of_query, k] * v_with[k] for k in inserted), np.zeros_like(out))
+    kept = [a_with[place_of_query, place[k]] for k in originals]
+    parts = {
+        "dilution": (scale - 1) * out,
+        "shift": shift,
+        "rerouting": sum((kept[k] - scale * a[query, k]) * v[k] for k in originals),
+        "new_values": sum(kept[k] * (v_with[place[k]] - v[k]) for k in originals),
+    }
+    change = out_with - out
+    np.testing.assert_allclose(sum(parts.values()), change, atol=1e-12)
+    missed = np.linalg.norm(out_with - scale * out - shift)
+    made = {
+        "scale": scale,
+        "total_variation": sum(abs(kept[k] / scale - a[query, k]) for k in originals) / 2,
+        "relative_error": missed / np.linalg.norm(out_with),
+        "output_norm": np.linalg.norm(out_with),
+        "shift_norm": np.linalg.norm(shift),
+        "shift_share": np.linalg.norm(shift) / np.linalg.norm(out_with),
+    }
+    if scale < 1:
+        made |= {f"change_by_{name}": part @ change / (change @ change) for name, part in parts.items()}
+    return made, shift
+
+
+def oracle(plain, baseline, sequence, layer_head):
+    """Means over the question's queries by layer and head, and singular values of the shifts after the insertion."""
+    a, v = patterns_and_values(plain, baseline.tokens.tolist())
+    a_with, v_with = patterns_and_values(plain, sequence.tokens.tolist())
+    place = [int((sequence.origin == k).nonzero()) for k in range(len(baseline))]
+    first = int(sequence.inserted.nonzero()[0])
+    for layer, head in layer_head:
+        of_question, shifts = [], []
+        for query, at in enumerate(place):
+            if at < first:
+                continue
+            numbers, shift = one_query(
+                a[layer][head], a_with[layer][head], v[layer][head], v_with[layer][head], place, query, at
+            )
+            shifts.append(shift)
+            if sequence.segment[at] == SEGMENTS.index("question"):
+                of_question.append(numbers)
+        means = {name: np.mean([numbers[name] for numbers in of_question]) for name in of_question[0]}
+        s = np.linalg.svd(np.array(shifts), compute_uv=False)
+        p = s / s.sum()
+        means["shift_rank_one_share"] = s[0] ** 2 / (s**2).sum()
+        means["shift_effective_rank"] = np.exp(-(p * np.log(p + 1e-300)).sum())
+        yield (layer, head), means
+
+
+def measured(result, index, layer, head, name):
+    cell = result["affine_shift"][name].isel(prompt=index, condition=1, layer=layer, head=head)
+    return float(cell.sel(segment="question") if "segment" in cell.dims else cell)
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
+    tokenizer = load_tokenizer(name)
+    plain, hooked = plain_and_hooked(name, tokenizer)
+    slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
+    index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
+    results = [
+        ma.run(hooked, some, {"slash": slash}, ma.AffineShift(), engine=engine, progress=False)
+        for engine in ("streaming", "hooks")
+    ]
+    baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)
+    plain.set_attn_implementation("eager")
+    cells = [(layer, head) for layer in range(hooked.cfg.n_layers) for head in (0, hooked.cfg.n_heads - 1)]
+    with alibi_in_the_mask_only(plain, monkeypatch):
+        for (layer, head), expected in oracle(plain, baseline, sequence, cells):
+            for result in results:
+                for quantity, number in expected.items():
+                    got = measured(result, index, layer, head, quantity)
+                    where = f"{name}, layer {layer}, head {head}, {quantity}"
+                    # Shares of a small change are small differences of large numbers.
+                    assert got == pytest.approx(number, abs=2e-4 if "change_by" in quantity else 2e-5), where
+    assert {w for w in windows(plain.config) if w < 10**9} == ({64} if name == "toy:gemma3" else set())
+
+
+def test_the_oracle_would_notice_a_token_out_of_place(prompts, toy):
+    """Filler that is said to begin one token early gives other numbers."""
+    plain, _ = plain_and_hooked("toy:llama", None)
+    plain.set_attn_implementation("eager")
+    slash = ma.MeaninglessTokens("/", 20)
+    baseline, sequence = ma.Baseline().apply(prompts[0], toy), slash.apply(prompts[0], toy)
+    right = dict(oracle(plain, baseline, sequence, [(1, 0)]))[1, 0]
+    early = ma.Sequence(sequence.tokens, _one_early(sequence.origin), sequence.segment)
+    wrong = dict(oracle(plain, baseline, early, [(1, 0)]))[1, 0]
+    assert abs(right["scale"] - wrong["scale"]) > 1e-3
+    assert abs(right["total_variation"] - wrong["total_variation"]) > 1e-3
+
+
+def _one_early(origin):
+    """The origin of a sequence whose inserted run is said to begin a token before it does."""
+    moved = origin.clone()
+    first = int((origin < 0).nonzero()[0])
+    last = int((origin < 0).nonzero()[-1])
+    moved[first - 1], moved[last] = -1, origin[first - 1]
+    return moved
