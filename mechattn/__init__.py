@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from mechattn import render as render
     from mechattn.analysis.affine_shift import AffineShift as AffineShift
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
+    from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
     from mechattn.engine.run import run as run
     from mechattn.errors import MechattnError as MechattnError
     from mechattn.look import pattern as pattern
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from mechattn.model.load import verify_model as verify_model
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
+    from mechattn.prompts.conditions import RandomSentence as RandomSentence
+    from mechattn.prompts.conditions import RandomTokens as RandomTokens
+    from mechattn.prompts.conditions import RepeatedWord as RepeatedWord
+    from mechattn.prompts.conditions import ShuffledSentence as ShuffledSentence
+    from mechattn.prompts.conditions import sweep as sweep
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
@@ -29,15 +35,21 @@ _HOME = {
     "MeaninglessTokens": "prompts.conditions",
     "MechattnError": "errors",
     "Prompt": "prompts.prompt",
+    "RandomSentence": "prompts.conditions",
+    "RandomTokens": "prompts.conditions",
     "ReceivedAttention": "analysis.received_attention",
+    "RepeatedWord": "prompts.conditions",
     "Result": "results.result",
+    "SegmentFlow": "analysis.segment_flow",
     "Sequence": "prompts.sequences",
+    "ShuffledSentence": "prompts.conditions",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",
     "pattern": "look",
     "render": "",
     "run": "engine.run",
+    "sweep": "prompts.conditions",
     "verify_model": "model.load",
 }
 __all__ = sorted(_HOME)

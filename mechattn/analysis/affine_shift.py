@@ -121,7 +121,7 @@ class AffineShift:
         """Means over segments; an inserted query has a scale, and nothing to be compared with."""
         members, after = batch.members(), self._after(batch)
         original = members & (batch.origin >= 0)[:, None]
-        null = segment_mean(fn.uniform_scale(batch.inserted, window)[:, None], members)
+        null = segment_mean(fn.uniform_scale(batch.inserted, window, batch.hidden)[:, None], members)
 
         def mean(value: Float[Tensor, "batch head query"], over: Bool[Tensor, "batch query"] | None = None) -> Tensor:
             return segment_mean(value, original if over is None else original & over[:, None])

@@ -27,6 +27,7 @@ class AttentionRows:
         keys: The positions of the keys; the others are seen by none of these rows.
         batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
         window: How many keys a query of this layer sees at most; None for full attention.
+        v: Values of all positions; None where no hook shows them head by head.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class AttentionRows:
     keys: slice
     batch: Batch
     window: int | None
+    v: Float[Tensor, "batch kv_head pos d_head"] | None = None
 
 
 @dataclass(frozen=True)

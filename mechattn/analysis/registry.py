@@ -8,5 +8,6 @@ from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.analysis.segment_flow import SegmentFlow
 
-ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AffineShift, AttentionMap)
+ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AffineShift, SegmentFlow, AttentionMap)

@@ -57,6 +57,8 @@ class Collector:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
+        if "to_segment" in made.dims:
+            made = made.assign_coords({"to_segment": list(SEGMENTS)})
         for dim in ("head", "key", "original_key"):
             if dim in made.dims:
                 made = made.assign_coords({dim: np.arange(made.sizes[dim])})

@@ -43,8 +43,8 @@ def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
 
 def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See) -> None:
     """Blocks of query rows, as attention is computed. No token sees the padding to its right, so it needs no mask."""
-    with streaming(model, windows, see):
-        hooks.forward_to(model, batch.tokens, max(windows), [])
+    with streaming(model, windows, see, hidden=batch.hidden):
+        hooks.forward_to(model, batch.tokens, max(windows), [], batch.position_ids)
 
 
 def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See) -> None:
@@ -52,11 +52,12 @@ def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | 
     every = slice(0, batch.tokens.shape[1])
 
     def whole(layer: int, pattern: Tensor, v: Tensor | None) -> None:
-        hooks.check_pattern(model, layer, pattern, batch.real, windows[layer])
+        hooks.check_pattern(model, layer, pattern, batch.real, windows[layer], batch.hidden)
         pattern = pattern.float()
         see(layer, Rows(pattern, every, every, None if v is None else Shown(pattern, v)))
 
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, list(windows), whole)
+    layers = list(windows)
+    hooks.forward_with_patterns(model, batch.tokens, batch.real, layers, whole, batch.hidden, batch.position_ids)
 
 
 def position_width(model: Any) -> int:

@@ -76,6 +76,7 @@ def run(
     for prompt, made in zip(prompts, sequences, strict=True):
         _check_sequences(prompt, made, named, analyses, model)
     model = load_model(model)  # verified again if another model was made since
+    _check_position_ids(model, sequences)
     forward, why = chosen_forward(model, engine)
     cost = Cost(model.cfg.n_heads, position_width(model), square=forward is forward_through_hooks)
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, memory)
@@ -132,6 +133,15 @@ def _check_sequences(
         for analysis in analyses:
             if problem := analysis.problem(sequence):
                 raise PromptError(f"{where} {problem}")
+
+
+def _check_position_ids(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+    kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
+    if kept and not hooks.takes_position_ids(model):
+        raise OptionError(
+            f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does), so "
+            f"the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
+        )
 
 
 def _batch(model: Any, sequences: list[dict[str, Sequence]], indices: list[int]) -> Batch:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechattn.functional.received import visible_counts
+
 
 @dataclass(frozen=True)
 class Split:
@@ -99,14 +101,20 @@ def total_variation(
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 
 
-def uniform_scale(inserted: Bool[Tensor, "batch pos"], window: int | None = None) -> Float[Tensor, "batch pos"]:
-    """λ of a head that is blind to content: the share of original keys among those that each query can see."""
-    seen = inserted.double().cumsum(-1)
-    visible = torch.arange(1, inserted.shape[-1] + 1, device=inserted.device, dtype=torch.float64)
-    if window is not None and window < inserted.shape[-1]:
-        seen[:, window:] -= seen[:, :-window].clone()
-        visible = visible.clamp(max=window)
-    return (1 - seen / visible).float()
+def uniform_scale(
+    inserted: Bool[Tensor, "batch pos"], window: int | None = None, hidden: Bool[Tensor, "batch pos"] | None = None
+) -> Float[Tensor, "batch pos"]:
+    """λ of a head that is blind to content: the share of original keys among those that each query can see.
+
+    Args:
+        inserted: Which tokens were inserted.
+        window: How many keys a query sees.
+        hidden: Those of the inserted tokens that original ones cannot see.
+    """
+    scale = 1 - visible_counts(inserted, window) / visible_counts(torch.ones_like(inserted), window)
+    if hidden is not None:
+        scale = torch.where(hidden.any(-1, keepdim=True) & ~hidden, 1.0, scale)
+    return scale.float()
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:

@@ -53,23 +53,55 @@ def _sums_over_seeing(
     return after[:, first : first + length] - after[:, last : last + length]
 
 
-def seeing_queries(
-    counted: Bool[Tensor, "batch query"], window: int | None = None, include_self: bool = False
+def _sums_for_keys(
+    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, hidden: Bool[Tensor, "batch pos"] | None
 ) -> Float[Tensor, "batch key"]:
-    """How many counted queries can see each key: the denominator of :func:`received_attention`."""
-    return _sums_over_seeing(counted.double(), window, include_self).round().float()
+    """The same where hidden keys are seen by hidden queries alone."""
+    sums = _sums_over_seeing(weight, window, include_self)
+    return sums if hidden is None else torch.where(hidden, _sums_over_seeing(weight * hidden, window, include_self), sums)
+
+
+def visible_counts(
+    marked: Bool[Tensor, "batch pos"], window: int | None = None
+) -> Float[Tensor, "batch query"]:
+    """How many marked keys lie within the view of each query, its own position included."""
+    seen = marked.double().cumsum(-1)
+    if window is not None and window < marked.shape[-1]:
+        seen[:, window:] -= seen[:, :-window].clone()
+    return seen
+
+
+def seeing_queries(
+    counted: Bool[Tensor, "batch query"],
+    window: int | None = None,
+    include_self: bool = False,
+    hidden: Bool[Tensor, "batch pos"] | None = None,
+) -> Float[Tensor, "batch key"]:
+    """How many counted queries can see each key: the denominator of :func:`received_attention`.
+
+    Args:
+        counted: Which queries count.
+        window: How many keys a query sees.
+        include_self: Whether a query's own key counts.
+        hidden: Keys that only queries at other hidden positions see.
+    """
+    return _sums_for_keys(counted.double(), window, include_self, hidden).round().float()
 
 
 def uniform_sums(
-    counted: Bool[Tensor, "batch query"], window: int | None = None, include_self: bool = True
+    counted: Bool[Tensor, "batch query"],
+    window: int | None = None,
+    include_self: bool = True,
+    hidden: Bool[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, "batch key"]:
     """:func:`column_sums` of a head that is blind to content: each visible key gets 1 / number of visible keys.
 
-    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k.
+    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k; fewer where keys are hidden.
     """
-    visible = torch.arange(1, counted.shape[-1] + 1, device=counted.device, dtype=torch.float64)
-    weight = counted / visible.clamp(max=window or counted.shape[-1])
-    return _sums_over_seeing(weight, window, include_self).float()
+    visible = visible_counts(torch.ones_like(counted), window)
+    if hidden is not None:
+        visible = torch.where(hidden, visible, visible - visible_counts(hidden, window))
+    return _sums_for_keys(counted / visible.clamp(min=1), window, include_self, hidden).float()
 
 
 def received_attention(

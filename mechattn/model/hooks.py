@@ -88,6 +88,7 @@ def check_pattern(
     pattern: Float[Tensor, "batch head query key"],
     real: Bool[Tensor, "batch query"],
     window: int | None,
+    hidden: Bool[Tensor, "batch pos"] | None = None,
 ) -> None:
     """Refuse a pattern that is no attention: rows that don't sum to 1, or mass on keys that a query cannot see.
 
@@ -107,8 +108,13 @@ def check_pattern(
             "not to 1; the model gives NaN or infinity there (try another dtype), or its hook shows no probabilities"
         )
     length = pattern.shape[-1]
-    hidden = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
-    stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~hidden, 0.0)
+    unseen = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
+    stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
+    if hidden is not None and float((pattern.amax(1) * (hidden[:, None] & ~hidden[:, :, None])).max()) > 1e-6:
+        raise ModelError(
+            f"layer {layer}: a query sees a masked token, so what hides it in hook_attn_scores has no effect here; "
+            'use engine="streaming" if the model can be streamed'
+        )
     if stray.max() > 1e-6:
         raise ModelError(
             f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see "
@@ -143,6 +149,8 @@ def forward_with_patterns(
     real: Tensor,
     layers: list[int],
     see: SeePattern,
+    hidden: Bool[Tensor, "batch pos"] | None = None,
+    position_ids: Int[Tensor, "batch pos"] | None = None,
 ) -> None:
     """A forward pass as far as the last of the layers; ``see(layer, pattern, v)`` is called as each pattern passes.
 
@@ -153,6 +161,8 @@ def forward_with_patterns(
         layers: The layers whose patterns are wanted.
         see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are None where no hook
             shows them head by head.
+        hidden: Keys that only queries at other hidden positions see.
+        position_ids: In place of 0, 1, 2 ….
     """
     values: dict[int, Tensor] = {}
 
@@ -166,8 +176,14 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in model.hook_dict else []), (pattern_hook(layer), reduce)]
 
+    def hide(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill((hidden[:, None] & ~hidden[:, :, None])[:, None], torch.finfo(scores.dtype).min)
+
+    every = [layer for layer in attention_layers(model) if layer <= max(layers)] if hidden is not None else []
+    hiding = [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in every]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
-    forward_to(model, tokens, max(layers), [pair for layer in layers for pair in hook(layer)], **mask)
+    looking = [pair for layer in layers for pair in hook(layer)]
+    forward_to(model, tokens, max(layers), [*hiding, *looking], position_ids, **mask)
 
 
 def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
@@ -178,15 +194,43 @@ def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
 
 
 def forward_to(
-    model: Any, tokens: Int[Tensor, "batch pos"], last: int, fwd_hooks: list[tuple[str, Callable]], **options: Any
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    last: int,
+    fwd_hooks: list[tuple[str, Callable]],
+    position_ids: Int[Tensor, "batch pos"] | None = None,
+    **options: Any,
 ) -> None:
     """A forward pass that computes nothing after layer ``last``, and logits of one position at most."""
+    if position_ids is not None:
+        # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
+        options = {"attention_mask": torch.ones_like(tokens)} | options
+        learned = hasattr(model, "pos_embed")  # it has no row for a negative position
+        options["position_ids"] = position_ids.clamp(min=0) if learned else position_ids
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif _keeps_logits(model):
         options["logits_to_keep"] = 1
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
+
+
+def takes_position_ids(model: Any) -> bool:
+    """Whether the model's attention depends on the position ids that it is told, tried on a few tokens."""
+    if getattr(model, "original_model", None) is None:
+        return False
+    device = next(model.parameters()).device
+    tokens = torch.arange(5, 11, device=device)[None]
+    seen: list[Tensor] = []
+    for ids in (torch.arange(6, device=device)[None], 3 * torch.arange(6, device=device)[None]):
+        try:
+            layer = attention_layers(model)[-1]
+            forward_with_patterns(
+                model, tokens, torch.ones_like(tokens), [layer], lambda n, pattern, v: seen.append(pattern), None, ids
+            )
+        except (TypeError, ValueError):
+            return False
+    return not torch.equal(*seen)
 
 
 def _keeps_logits(model: Any) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
+from mechattn.prompts import fillers
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
@@ -31,6 +34,48 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A condition whose inserted tokens take no attention, or don't move what follows them, or neither.
+
+    The 2 × 2 that separates dilution from distance: ``.masked()`` moves the original tokens apart and takes no
+    attention; ``.unshifted()`` takes attention and moves nothing; both together are the baseline.
+
+    Args:
+        condition: What is inserted.
+        hides: Original tokens cannot see the inserted ones.
+        keeps_positions: Original tokens keep the position ids that they have in the baseline. Inserted ones get the
+            ids just before that of the token which follows them, so their distance to it is what it was.
+    """
+
+    condition: Condition
+    hides: bool = False
+    keeps_positions: bool = False
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The same tokens, marked."""
+        made = self.condition.apply(prompt, model, seed)
+        return replace(made, hides=self.hides, keeps_positions=self.keeps_positions)
+
+    def masked(self) -> Variant:
+        """With inserted tokens that the original ones cannot see."""
+        return replace(self, hides=True)
+
+    def unshifted(self) -> Variant:
+        """With original tokens that keep their position ids."""
+        return replace(self, keeps_positions=True)
+
+
+def _masked(self: Condition) -> Variant:
+    """The same tokens, invisible to the original ones, which they still move apart."""
+    return Variant(self, hides=True)
+
+
+def _unshifted(self: Condition) -> Variant:
+    """The same tokens, and original ones that keep the position ids that they have in the baseline."""
+    return Variant(self, keeps_positions=True)
+
+
+@dataclass(frozen=True)
 class MeaninglessTokens:
     """A run of one repeated text, ``count`` tokens long, put into the prompt (arXiv:2510.01032: 55 × "/").
 
@@ -39,7 +84,7 @@ class MeaninglessTokens:
         count: How many *tokens* are inserted, at least 1.
         place: "before_question"; "start" (after BOS, before everything else); "before_answer" (at the end where there
             is no answer); "random" (one run at a token boundary inside the question, drawn for each prompt).
-        separator: What stands between two repetitions.
+        separator: What stands between two repetitions; "" for none.
     """
 
     text: str = "/"
@@ -48,14 +93,11 @@ class MeaninglessTokens:
     separator: str = " "
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or isinstance(self.count, bool) or not isinstance(self.count, int):
+        if not isinstance(self.text, str):
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
         if not self.text:
             raise OptionError('text="": give the text that is to be repeated, "/" for example')
-        if self.count < 1:
-            raise OptionError(f"count={self.count}: insert at least one token; the baseline is always run beside it")
-        if self.place not in get_args(Place):
-            raise OptionError(f"place={self.place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
+        _check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the run inserted on token ids.
@@ -63,32 +105,160 @@ class MeaninglessTokens:
         Raises:
             ConditionError: ``count`` tokens are no whole number of repetitions, or the place doesn't exist here.
         """
-        sequence = tokenize(prompt, model)
-        return insert(sequence, self.filler(model), _position(self.place, sequence, prompt, seed))
+        return _inserted(self.filler(model), self.place, prompt, model, seed)
 
     def filler(self, model: TokenizedModel) -> list[int]:
         """The token ids of the run: the most repetitions that give exactly ``count`` tokens."""
-        tokenizer = require_tokenizer(model)
+        return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
-        def encode(repetitions: int) -> list[int]:
-            text = self.separator.join([self.text] * repetitions)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
+    masked, unshifted = _masked, _unshifted
 
-        lengths: dict[int, int] = {}
-        low, high = 1, self.count + 1
-        while low < high:  # the length grows with the repetitions: find the first that is long enough
-            middle = (low + high) // 2
-            lengths[middle] = len(encode(middle))
-            low, high = (middle + 1, high) if lengths[middle] < self.count else (low, middle)
-        tokens = encode(low)
-        if len(tokens) != self.count:
-            pieces = [tokenizer.decode([token]) for token in encode(2)]
-            near = sorted({len(encode(max(1, low - 1))), len(tokens)})
-            raise ConditionError(
-                f"{self.count} tokens are no whole number of {self.text!r}: in this tokenizer two of them, separated "
-                f"by {self.separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, or another separator"
-            )
-        return tokens
+
+@dataclass(frozen=True)
+class RepeatedWord:
+    """A run of one repeated word, which has a meaning: the paper's control (55 × "he").
+
+    Args:
+        word: What is repeated, separated by spaces.
+        count: How many tokens are inserted.
+        place: As for :class:`MeaninglessTokens`.
+    """
+
+    word: str = "he"
+    count: int = 55
+    place: Place = "before_question"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.word, str) or not self.word.strip():
+            raise OptionError(f'word={self.word!r}: give a word, "he" for example')
+        _check_run(self.count, self.place)
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with the run inserted."""
+        filler = fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
+        return _inserted(filler, self.place, prompt, model, seed)
+
+    masked, unshifted = _masked, _unshifted
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Ordinary tokens of the vocabulary, drawn uniformly and anew for each prompt: neither meaning nor repetition.
+
+    Args:
+        count: How many tokens are inserted.
+        place: As for :class:`MeaninglessTokens`.
+    """
+
+    count: int = 55
+    place: Place = "before_question"
+
+    def __post_init__(self) -> None:
+        _check_run(self.count, self.place)
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with the drawn ones inserted."""
+        draw = random.Random(f"tokens {seed} {prompt.id}")
+        filler = fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
+        return _inserted(filler, self.place, prompt, model, seed)
+
+    masked, unshifted = _masked, _unshifted
+
+
+@dataclass(frozen=True)
+class RandomSentence:
+    """Grammatical sentences about nothing, drawn anew for each prompt and cut to exactly ``count`` tokens.
+
+    The control of arXiv:2510.01032, whose own sentences are not published.
+
+    Args:
+        count: How many tokens are inserted.
+        place: As for :class:`MeaninglessTokens`.
+    """
+
+    count: int = 55
+    place: Place = "before_question"
+
+    def __post_init__(self) -> None:
+        _check_run(self.count, self.place)
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with the sentences inserted."""
+        return _inserted(self.filler(prompt, model, seed), self.place, prompt, model, seed)
+
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The token ids of the sentences."""
+        draw = random.Random(f"sentence {seed} {prompt.id}")
+        return fillers.random_sentence(require_tokenizer(model), self.count, draw)
+
+    masked, unshifted = _masked, _unshifted
+
+
+@dataclass(frozen=True)
+class ShuffledSentence:
+    """The tokens of :class:`RandomSentence` (the same ones, at the same seed) in random order: words without grammar.
+
+    Args:
+        count: How many tokens are inserted.
+        place: As for :class:`MeaninglessTokens`.
+    """
+
+    count: int = 55
+    place: Place = "before_question"
+
+    def __post_init__(self) -> None:
+        _check_run(self.count, self.place)
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with the shuffled ones inserted."""
+        filler = RandomSentence(self.count, self.place).filler(prompt, model, seed)
+        random.Random(f"shuffle {seed} {prompt.id}").shuffle(filler)
+        return _inserted(filler, self.place, prompt, model, seed)
+
+    masked, unshifted = _masked, _unshifted
+
+
+def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
+    """Conditions that differ in one option or more, named after them: what ``run`` takes, in one call.
+
+    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is
+    the baseline, which is always run. With several options all combinations.
+
+    Args:
+        condition: What is varied.
+        options: The values of each option of the condition.
+
+    Raises:
+        OptionError: The condition has no such option, or a value cannot be.
+    """
+    if isinstance(condition, Variant):
+        return {name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()}
+    have = [field.name for field in fields(condition)] if is_dataclass(condition) else []
+    for name in options:
+        if name not in have:
+            raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
+    if not options:
+        raise OptionError("a sweep needs an option with its values, such as count=[10, 25, 40]")
+    made = {}
+    for values in product(*options.values()):
+        varied = dict(zip(options, values, strict=True))
+        if varied.get("count") != 0:
+            made[", ".join(f"{name}={value}" for name, value in varied.items())] = replace(condition, **varied)
+    return made
+
+
+def _check_run(count: int, place: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise OptionError(f"count={count!r}: give a whole number of tokens")
+    if count < 1:
+        raise OptionError(f"count={count}: insert at least one token; the baseline is always run beside it")
+    if place not in get_args(Place):
+        raise OptionError(f"place={place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
+
+
+def _inserted(filler: list[int], place: Place, prompt: Prompt, model: TokenizedModel, seed: int) -> Sequence:
+    sequence = tokenize(prompt, model)
+    return insert(sequence, filler, _position(place, sequence, prompt, seed))
 
 
 def _position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:

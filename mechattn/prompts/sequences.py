@@ -22,11 +22,15 @@ class Sequence:
         tokens: Token ids.
         origin: For each position its index in the baseline sequence, −1 where it was inserted.
         segment: For each position the index of its segment in ``SEGMENTS``.
+        hides: The original tokens cannot see the inserted ones.
+        keeps_positions: The original tokens keep the position ids of the baseline.
     """
 
     tokens: Int[Tensor, " pos"]
     origin: Int[Tensor, " pos"]
     segment: Int[Tensor, " pos"]
+    hides: bool = False
+    keeps_positions: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -35,6 +39,20 @@ class Sequence:
     def inserted(self) -> Bool[Tensor, " pos"]:
         """Which positions were inserted by a condition."""
         return self.origin == INSERTED
+
+    @property
+    def position_ids(self) -> Int[Tensor, " pos"]:
+        """What RoPE or a position embedding is told: 0, 1, 2 …; or the ids of the baseline.
+
+        An inserted token then has the id just before that of the next token, so ids may be negative.
+        """
+        ids = torch.arange(len(self))
+        if self.keeps_positions:
+            following = len(self) - int(self.inserted.sum())
+            for position in reversed(range(len(self))):
+                following = following - 1 if self.inserted[position] else int(self.origin[position])
+                ids[position] = following
+        return ids
 
     def of_segment(self, name: str) -> Bool[Tensor, " pos"]:
         """Which positions belong to the segment ``name``."""
@@ -67,7 +85,8 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
 
-    ``rows[i]`` says which prompt and which condition row ``i`` is.
+    ``rows[i]`` says which prompt and which condition row ``i`` is. ``hidden`` are the positions that original tokens
+    cannot see, None where there is none; ``position_ids`` None where all are 0, 1, 2 ….
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -75,6 +94,8 @@ class Batch:
     segment: Int[Tensor, "batch pos"]
     lengths: Int[Tensor, " batch"]
     rows: tuple[tuple[int, str], ...]
+    hidden: Bool[Tensor, "batch pos"] | None = None
+    position_ids: Int[Tensor, "batch pos"] | None = None
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -96,8 +117,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
-        moved = {name: getattr(self, name).to(device) for name in ("tokens", "origin", "segment", "lengths")}
-        return replace(self, **moved)
+        tensors = ("tokens", "origin", "segment", "lengths", "hidden", "position_ids")
+        given = {name: getattr(self, name) for name in tensors}
+        return replace(self, **{name: value.to(device) for name, value in given.items() if value is not None})
 
 
 PADDING = -2
@@ -109,10 +131,14 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
     def padded(parts: list[Tensor], value: int) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
 
+    hidden = padded([s.inserted & s.hides for s in sequences], 0) if any(s.hides for s in sequences) else None
+    kept = any(s.keeps_positions for s in sequences)
     return Batch(
         tokens=padded([s.tokens for s in sequences], pad_token),
         origin=padded([s.origin for s in sequences], PADDING),
         segment=padded([s.segment for s in sequences], PADDING),
         lengths=torch.tensor([len(s) for s in sequences]),
         rows=tuple(rows),
+        hidden=hidden,
+        position_ids=padded([s.position_ids for s in sequences], 0) if kept else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -80,6 +80,52 @@ class Result:
             values("received_by_segment_uniform", condition)[..., None],
             values("received_by_segment_uniform", BASELINE)[..., None],
         )
+
+    def compare(
+        self,
+        condition: str,
+        to: str = BASELINE,
+        quantity: str = "received",
+        by: str = "segment",
+        *,
+        segment: str | None = "question",
+        other: Result | None = None,
+        select: Literal["half"] | None = None,
+        matched: bool = True,
+        level: float = 0.95,
+        resamples: int = 9999,
+        seed: int = 0,
+    ) -> pd.DataFrame:
+        """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
+
+        Where all values are positive the difference is ``log(value / reference)``, so −0.22 is a fifth less. The test is
+        of the difference against that of its null: under uniform attention where the quantity has such a value
+        (``…_uniform``), otherwise 0. Columns: layer, head, value, reference (means over prompts), difference with t
+        (low, high), bootstrap-t and max-t simultaneous intervals, null, beyond (difference − null), effect_size (d_z),
+        p (sign-flip), q (Benjamini-Hochberg over the table), detectable (the smallest effect found with 80 % power), n.
+
+        Args:
+            condition: A condition.
+            to: What it is compared with.
+            quantity: A quantity that each prompt has, such as "received", "mass" or "scale".
+            by: With ``by="segment"`` "received" is ``received_by_segment``.
+            segment: The segment it is about; None for all, which makes the family of tests larger.
+            other: The result that holds ``to``, of the same prompts; this one by default.
+            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other: an interval
+                of a head that was chosen for its size on the same prompts does not cover.
+            matched: Refuse two conditions that insert different numbers of tokens.
+            level: Of the intervals.
+            resamples: Of bootstrap and sign flips.
+            seed: Of the resampling.
+
+        Raises:
+            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them.
+        """
+        from mechattn.results.compare import compare
+
+        return compare(
+            self, condition, to, quantity, by, segment, other, select, matched, level, resamples, seed
+        )  # fmt: skip
 
     def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
         """A tidy table: one row for each prompt, condition, layer, head and so on.

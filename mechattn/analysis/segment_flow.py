@@ -1,0 +1,92 @@
+"""Attention from every segment to every segment: question to inserted, inserted to system, answer to question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.axes import SEGMENTS
+from mechattn.functional import received as fn
+from mechattn.prompts.sequences import Batch, Sequence
+
+
+@dataclass(frozen=True)
+class SegmentFlow:
+    """The attention that the queries of a segment pay to the keys of each segment.
+
+    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
+    sinks). A query's own key counts.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "segment_flow"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """The flow, what it would be under uniform attention, and the flow of values."""
+        dims = ("head", "segment", "to_segment")
+        flow = "attention of a query of the segment to all keys of to_segment together, mean over the queries"
+        by_value = "sum over keys of to_segment of A |v|, as a share of the sum over all keys, mean over the queries"
+        return {
+            "flow": Quantity(dims, "probability", flow),
+            "flow_uniform": Quantity(dims[1:], "probability", flow + " if every head attended uniformly"),
+            "value_flow": Quantity(dims, "share", by_value),
+        }
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Every sequence can be measured."""
+        return None
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """No flow."""
+        shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """The flow of these queries."""
+        member = rows.batch.members().to(rows.pattern.dtype)
+        of_queries, of_keys = member[:, None, :, rows.queries], member[:, None, :, rows.keys].transpose(-1, -2)
+        sums["flow"] += of_queries @ (rows.pattern @ of_keys)
+        if rows.v is None:
+            sums["value_flow"].fill_(-1)
+            return
+        norms = rows.v[:, :, rows.keys].to(rows.pattern.dtype).norm(dim=-1)
+        norms = norms.repeat_interleave(rows.pattern.shape[1] // norms.shape[1], 1)
+        by_value = rows.pattern @ (norms.unsqueeze(-1) * of_keys)
+        total = (rows.pattern @ norms.unsqueeze(-1)).clamp(min=torch.finfo(norms.dtype).tiny)
+        sums["value_flow"] += of_queries @ (by_value / total)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries; NaN for a segment that is not there."""
+        member = batch.members()
+        queries = member.sum(-1)
+        there = (queries > 0)[:, :, None] & (queries > 0)[:, None, :]
+
+        def mean(flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]) -> Tensor:
+            counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
+            return (flow / counted).masked_fill(~there, torch.nan)
+
+        uniform = [
+            fn.uniform_sums(member[:, s], window, hidden=batch.hidden)[:, None] @ member.float().transpose(-1, -2)
+            for s in range(len(SEGMENTS))
+        ]
+        heads = there[:, None].expand_as(sums["flow"])
+        shown = bool((sums["value_flow"] >= 0).all())
+        return {
+            "flow": mean(sums["flow"], heads),
+            "flow_uniform": mean(torch.cat(uniform, 1), there),
+            "value_flow": mean(sums["value_flow"], heads & shown),
+        }

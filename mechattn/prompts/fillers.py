@@ -1,0 +1,103 @@
+"""What is inserted into a prompt, as token ids: a repeated text, random tokens, a random sentence, its tokens shuffled."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from mechattn.errors import ConditionError
+
+_DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
+_ADJECTIVES = (
+    "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
+    "broken", "silver", "early", "dusty",
+)  # fmt: skip
+_NOUNS = (
+    "river", "teacher", "window", "garden", "letter", "mountain", "doctor", "bridge", "kitchen", "song", "farmer",
+    "lantern", "village", "road", "painter", "cloud", "library", "boat", "neighbour", "horse", "market", "clock",
+)  # fmt: skip
+_VERBS = (
+    "watches", "follows", "remembers", "carries", "paints", "leaves", "finds", "describes", "crosses", "visits",
+    "repairs", "admires", "forgets", "hears", "draws", "keeps",
+)  # fmt: skip
+_PREPOSITIONS = ("behind", "near", "under", "beyond", "beside", "above", "across from", "in front of")
+_ADVERBS = ("slowly", "often", "quietly", "never", "always", "gladly", "rarely", "carefully")
+_CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
+
+
+def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
+    """The most repetitions of a text that give exactly ``count`` tokens.
+
+    Raises:
+        ConditionError: ``count`` tokens are no whole number of repetitions.
+    """
+
+    def encode(repetitions: int) -> list[int]:
+        return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
+
+    low, high = 1, count + 1
+    while low < high:  # the length grows with the repetitions: find the first that is long enough
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if len(encode(middle)) < count else (low, middle)
+    tokens = encode(low)
+    if len(tokens) != count:
+        pieces = [tokenizer.decode([token]) for token in encode(2)]
+        near = sorted({len(encode(max(1, low - 1))), len(tokens)})
+        raise ConditionError(
+            f"{count} tokens are no whole number of {text!r}: in this tokenizer two of them, separated "
+            f"by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, or another separator"
+        )
+    return tokens
+
+
+def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
+    """Ordinary tokens drawn uniformly, with replacement: no special token, none without a text.
+
+    Args:
+        tokenizer: Its tokens are drawn from.
+        size: The model's vocabulary, which may be larger or smaller.
+        count: How many.
+        draw: The source of chance.
+    """
+    special = set(tokenizer.all_special_ids)
+    made: list[int] = []
+    while len(made) < count:
+        token = draw.randrange(min(size, len(tokenizer)))
+        if token not in special and tokenizer.decode([token]).strip():
+            made.append(token)
+    return made
+
+
+def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
+    """Grammatical English about nothing, cut to exactly ``count`` tokens."""
+    text = _sentence(draw)
+    while len(tokens := tokenizer(text, add_special_tokens=False)["input_ids"]) < count:
+        text += " " + _sentence(draw)
+    return tokens[:count]
+
+
+def _sentence(draw: random.Random) -> str:
+    """A sentence of one or two clauses."""
+    words = _clause(draw)
+    if draw.random() < 0.4:
+        words += [draw.choice(_CONJUNCTIONS), *_clause(draw)]
+    text = " ".join(words)
+    return text[0].upper() + text[1:] + "."
+
+
+def _clause(draw: random.Random) -> list[str]:
+    words = _noun_phrase(draw)
+    if draw.random() < 0.5:
+        words.append(draw.choice(_ADVERBS))
+    words += [draw.choice(_VERBS), *_noun_phrase(draw)]
+    if draw.random() < 0.5:
+        words += [draw.choice(_PREPOSITIONS), *_noun_phrase(draw)]
+    return words
+
+
+def _noun_phrase(draw: random.Random) -> list[str]:
+    determiner, noun = draw.choice(_DETERMINERS), draw.choice(_NOUNS)
+    following = [*([draw.choice(_ADJECTIVES)] if draw.random() < 0.6 else []), noun]
+    if determiner == "a" and following[0][0] in "aeiou":
+        determiner = "an"
+    return [determiner, *following]

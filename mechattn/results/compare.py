@@ -1,0 +1,155 @@
+"""A table of how a quantity differs between two conditions, layer by layer and head by head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import Paired, paired
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+_COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
+
+
+def compare(
+    result: Result,
+    condition: str,
+    to: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    other: Result | None,
+    select: Literal["half"] | None,
+    matched: bool,
+    level: float,
+    resamples: int,
+    seed: int,
+) -> pd.DataFrame:
+    """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
+    import pandas as pd
+    import xarray as xr
+
+    if select not in (None, "half"):
+        raise OptionError(f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other')
+    if not 0.5 <= level < 1:
+        raise OptionError(f"level={level}: give a probability such as 0.95")
+    other = result if other is None else other
+    _check_prompts(result, other)
+    if matched:
+        _check_lengths(result, condition, other, to)
+    ours, null = _values(result, condition, quantity, by, segment)
+    theirs, their_null = _values(other, to, quantity, by, segment)
+    if any(ours.sizes.get(dim) != theirs.sizes.get(dim) for dim in ("prompt", "layer", "head")):
+        raise OptionError(f"{quantity!r} has the shape {ours.shape} in one result and {theirs.shape} in the other")
+    ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
+    if null is not None and their_null is not None:
+        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
+    log = bool((ours > 0).all() and (theirs > 0).all() and (null is None or ((null > 0).all() and (their_null > 0).all())))
+    difference = np.log(ours / theirs) if log else ours - theirs
+    expected = difference * 0
+    if null is not None and their_null is not None:
+        expected = expected + (np.log(null / their_null) if log else null - their_null)
+    prompts = np.arange(ours.sizes["prompt"])
+    halves = (prompts, prompts) if select is None else (prompts[::2], prompts[1::2])
+    if len(halves[1]) < FEWEST:
+        raise OptionError(f"there are {len(prompts)} prompts; give at least {FEWEST if select is None else 2 * FEWEST}")
+    options = dict(level=level, resamples=resamples, seed=seed)
+    cells = np.ones(difference.shape[1:], dtype=bool)
+    if select == "half":
+        cells = paired(difference.values[halves[0]], expected.values[halves[0]], **options).q < 0.05
+    shown = halves[1]
+    numbers = paired(difference.values[shown][:, cells], expected.values[shown][:, cells], **options)
+    index = np.argwhere(cells)
+    table = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
+    table |= {"value": ours.values[shown][:, cells].mean(0), "reference": theirs.values[shown][:, cells].mean(0)}
+    table |= {name: getattr(numbers, name) for name in _COLUMNS}
+    made = pd.DataFrame(table)
+    made["n"] = numbers.n
+    made["scale"] = "log-ratio" if log else "difference"
+    made.attrs = {
+        "condition": condition,
+        "to": to,
+        "quantity": quantity,
+        "segment": segment or "all",
+        "family": f"{int(cells.sum())} tests: {' × '.join(map(str, difference.dims[1:]))}",
+        "null": "uniform attention" if null is not None else "no difference",
+        "level": level,
+        "select": select or "none",
+    }
+    return made
+
+
+def _values(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None
+) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
+    if condition not in result.conditions:
+        raise OptionError(f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}")
+    names = (f"{quantity}_by_{by}", quantity)
+    found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
+    found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
+    if not found:
+        have = sorted(
+            str(name).removesuffix(f"_by_{by}")
+            for at in result.datasets
+            for name, variable in result[at].data_vars.items()
+            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not str(name).endswith("_uniform")
+        )
+        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}")
+    dataset, name = found[0]
+    values = _chosen(dataset[name], condition, segment)
+    uniform = f"{name}_uniform"
+    null = _chosen(dataset[uniform], condition, segment) if uniform in dataset else None
+    for dim in ("segment", "to_segment"):
+        values = values.dropna(dim, how="all") if dim in values.dims else values
+    if values.isnull().any():
+        bad = values.isnull().any([dim for dim in values.dims if dim != "prompt"])
+        raise OptionError(
+            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} with "
+            f"{condition!r}; compare a segment that all prompts have, in both conditions"
+        )
+    if null is not None:
+        shared = {dim: values[dim] for dim in null.dims}
+        null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
+    return values, null
+
+
+def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
+    chosen = variable.sel(condition=condition).astype(np.float64)
+    if "segment" in chosen.dims and segment is not None:
+        if segment not in chosen.segment.values:
+            raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}")
+        chosen = chosen.sel(segment=segment)
+    first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
+    return chosen.transpose(*first, ...).reset_coords(drop=True)
+
+
+def _check_prompts(one: Result, other: Result) -> None:
+    if one is not other and one.provenance["prompts"] != other.provenance["prompts"]:
+        raise OptionError(
+            "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
+            f"same load_prompts (hashes {one.provenance['prompts']['hash']} and {other.provenance['prompts']['hash']})"
+        )
+
+
+def _check_lengths(one: Result, condition: str, other: Result, to: str) -> None:
+    """Two ways of inserting are compared at the same number of inserted tokens, prompt by prompt."""
+    counts = [
+        (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
+        for result, name in ((one, condition), (other, to))
+        if name in result.conditions
+    ]
+    if len(counts) == 2 and all(count.any() for count in counts) and (counts[0] != counts[1]).any():
+        where = int(np.flatnonzero(counts[0] != counts[1])[0])
+        raise OptionError(
+            f"{condition!r} inserts {int(counts[0][where])} tokens and {to!r} {int(counts[1][where])} (prompt {where}): "
+            "their difference would be one of length too. Give both the same count, or say matched=False"
+        )
