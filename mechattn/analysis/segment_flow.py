@@ -75,7 +75,9 @@ class SegmentFlow:
         queries = member.sum(-1)
         there = (queries > 0)[:, :, None] & (queries > 0)[:, None, :]
 
-        def mean(flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]) -> Tensor:
+        def mean(
+            flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
+        ) -> Tensor:
             counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
             return (flow / counted).masked_fill(~there, torch.nan)
 

@@ -46,7 +46,8 @@ def measure_batch(
             sums[layer] = [analysis.start(placed, rows.pattern.shape[1]) for analysis in analyses]
             if pairs is not None:
                 paired[layer] = paired_layer(layer, rows.attention, pairs, window)
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window, rows.attention and rows.attention.v)
+        v = None if rows.attention is None else rows.attention.v
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window, v)
         both = paired[layer].rows(rows) if layer in paired else None
         for analysis, made in zip(analyses, sums[layer], strict=True):
             if isinstance(analysis, RowAnalysis):

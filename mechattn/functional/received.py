@@ -54,16 +54,19 @@ def _sums_over_seeing(
 
 
 def _sums_for_keys(
-    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, hidden: Bool[Tensor, "batch pos"] | None
+    weight: Float[Tensor, "batch query"],
+    window: int | None,
+    include_self: bool,
+    hidden: Bool[Tensor, "batch pos"] | None,
 ) -> Float[Tensor, "batch key"]:
     """The same where hidden keys are seen by hidden queries alone."""
     sums = _sums_over_seeing(weight, window, include_self)
-    return sums if hidden is None else torch.where(hidden, _sums_over_seeing(weight * hidden, window, include_self), sums)
+    return (
+        sums if hidden is None else torch.where(hidden, _sums_over_seeing(weight * hidden, window, include_self), sums)
+    )
 
 
-def visible_counts(
-    marked: Bool[Tensor, "batch pos"], window: int | None = None
-) -> Float[Tensor, "batch query"]:
+def visible_counts(marked: Bool[Tensor, "batch pos"], window: int | None = None) -> Float[Tensor, "batch query"]:
     """How many marked keys lie within the view of each query, its own position included."""
     seen = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:

@@ -176,14 +176,20 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in model.hook_dict else []), (pattern_hook(layer), reduce)]
 
-    def hide(scores: Tensor, hook: Any) -> Tensor:
-        return scores.masked_fill((hidden[:, None] & ~hidden[:, :, None])[:, None], torch.finfo(scores.dtype).min)
-
-    every = [layer for layer in attention_layers(model) if layer <= max(layers)] if hidden is not None else []
-    hiding = [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in every]
+    hiding = [] if hidden is None else _hiding(model, hidden, max(layers))
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
     forward_to(model, tokens, max(layers), [*hiding, *looking], position_ids, **mask)
+
+
+def _hiding(model: Any, hidden: Bool[Tensor, "batch pos"], last: int) -> list[tuple[str, Callable]]:
+    """Hooks that keep the hidden keys from all queries that are not hidden themselves, up to layer ``last``."""
+    unseen = (hidden[:, None] & ~hidden[:, :, None])[:, None]
+
+    def hide(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
+
+    return [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in attention_layers(model) if layer <= last]
 
 
 def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:

@@ -232,8 +232,10 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         OptionError: The condition has no such option, or a value cannot be.
     """
     if isinstance(condition, Variant):
-        return {name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()}
-    have = [field.name for field in fields(condition)] if is_dataclass(condition) else []
+        return {
+            name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()
+        }
+    have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
     for name in options:
         if name not in have:
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
@@ -243,7 +245,8 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     for values in product(*options.values()):
         varied = dict(zip(options, values, strict=True))
         if varied.get("count") != 0:
-            made[", ".join(f"{name}={value}" for name, value in varied.items())] = replace(condition, **varied)
+            name = ", ".join(f"{option}={value}" for option, value in varied.items())
+            made[name] = replace(condition, **varied)  # type: ignore[type-var]
     return made
 
 

@@ -1,4 +1,4 @@
-"""What is inserted into a prompt, as token ids: a repeated text, random tokens, a random sentence, its tokens shuffled."""
+"""What is inserted into a prompt, as token ids: a repeated text, random tokens, a random sentence."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ def compare(
     import xarray as xr
 
     if select not in (None, "half"):
-        raise OptionError(f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other')
+        raise OptionError(
+            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
+        )
     if not 0.5 <= level < 1:
         raise OptionError(f"level={level}: give a probability such as 0.95")
     other = result if other is None else other
@@ -52,21 +54,31 @@ def compare(
     ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
     if null is not None and their_null is not None:
         null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
-    log = bool((ours > 0).all() and (theirs > 0).all() and (null is None or ((null > 0).all() and (their_null > 0).all())))
-    difference = np.log(ours / theirs) if log else ours - theirs
+    log = all(bool((part > 0).all()) for part in (ours, theirs, null, their_null) if part is not None)
+    difference: xr.DataArray = xr.apply_ufunc(np.log, ours / theirs) if log else ours - theirs
     expected = difference * 0
     if null is not None and their_null is not None:
-        expected = expected + (np.log(null / their_null) if log else null - their_null)
+        expected = expected + (xr.apply_ufunc(np.log, null / their_null) if log else null - their_null)
     prompts = np.arange(ours.sizes["prompt"])
     halves = (prompts, prompts) if select is None else (prompts[::2], prompts[1::2])
     if len(halves[1]) < FEWEST:
         raise OptionError(f"there are {len(prompts)} prompts; give at least {FEWEST if select is None else 2 * FEWEST}")
-    options = dict(level=level, resamples=resamples, seed=seed)
     cells = np.ones(difference.shape[1:], dtype=bool)
     if select == "half":
-        cells = paired(difference.values[halves[0]], expected.values[halves[0]], **options).q < 0.05
+        cells = (
+            paired(
+                difference.values[halves[0]], expected.values[halves[0]], level=level, resamples=resamples, seed=seed
+            ).q
+            < 0.05
+        )
     shown = halves[1]
-    numbers = paired(difference.values[shown][:, cells], expected.values[shown][:, cells], **options)
+    numbers = paired(
+        difference.values[shown][:, cells],
+        expected.values[shown][:, cells],
+        level=level,
+        resamples=resamples,
+        seed=seed,
+    )
     index = np.argwhere(cells)
     table = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
     table |= {"value": ours.values[shown][:, cells].mean(0), "reference": theirs.values[shown][:, cells].mean(0)}
@@ -92,7 +104,9 @@ def _values(
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
     if condition not in result.conditions:
-        raise OptionError(f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}")
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
     names = (f"{quantity}_by_{by}", quantity)
     found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
     found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
@@ -113,8 +127,8 @@ def _values(
     if values.isnull().any():
         bad = values.isnull().any([dim for dim in values.dims if dim != "prompt"])
         raise OptionError(
-            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} with "
-            f"{condition!r}; compare a segment that all prompts have, in both conditions"
+            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} "
+            f"with {condition!r}; compare a segment that all prompts have, in both conditions"
         )
     if null is not None:
         shared = {dim: values[dim] for dim in null.dims}
@@ -126,7 +140,9 @@ def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.D
     chosen = variable.sel(condition=condition).astype(np.float64)
     if "segment" in chosen.dims and segment is not None:
         if segment not in chosen.segment.values:
-            raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}")
+            raise OptionError(
+                f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}"
+            )
         chosen = chosen.sel(segment=segment)
     first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
     return chosen.transpose(*first, ...).reset_coords(drop=True)
@@ -150,6 +166,6 @@ def _check_lengths(one: Result, condition: str, other: Result, to: str) -> None:
     if len(counts) == 2 and all(count.any() for count in counts) and (counts[0] != counts[1]).any():
         where = int(np.flatnonzero(counts[0] != counts[1])[0])
         raise OptionError(
-            f"{condition!r} inserts {int(counts[0][where])} tokens and {to!r} {int(counts[1][where])} (prompt {where}): "
-            "their difference would be one of length too. Give both the same count, or say matched=False"
+            f"{condition!r} inserts {int(counts[0][where])} tokens, {to!r} {int(counts[1][where])} (prompt {where}), "
+            "so their difference would be one of length too. Give both the same count, or say matched=False"
         )

@@ -98,8 +98,8 @@ class Result:
     ) -> pd.DataFrame:
         """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
 
-        Where all values are positive the difference is ``log(value / reference)``, so −0.22 is a fifth less. The test is
-        of the difference against that of its null: under uniform attention where the quantity has such a value
+        Where all values are positive the difference is ``log(value / reference)``, so −0.22 is a fifth less. The
+        test is of the difference against that of its null: under uniform attention where the quantity has such a value
         (``…_uniform``), otherwise 0. Columns: layer, head, value, reference (means over prompts), difference with t
         (low, high), bootstrap-t and max-t simultaneous intervals, null, beyond (difference − null), effect_size (d_z),
         p (sign-flip), q (Benjamini-Hochberg over the table), detectable (the smallest effect found with 80 % power), n.

@@ -123,7 +123,7 @@ def _signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[n
 
 
 def _max_t(d: np.ndarray, level: float, resamples: int, generator: np.random.Generator) -> float:
-    """The quantile of the largest |t| over all cells, from random signs of the deviations; it knows how cells correlate."""
+    """The quantile of the largest |t| over all cells, from random signs of the deviations: cells may correlate."""
     n = len(d)
     deviations = d - d.mean(0)
     squares = (deviations**2).sum(0)

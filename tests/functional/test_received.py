@@ -118,3 +118,20 @@ def test_the_drop_of_a_content_blind_head_by_definition():
 
     drop = 1 - question_received(55) / question_received(0)
     assert 0.22 < drop < 0.47
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_uniform_numbers_where_keys_are_hidden(window):
+    """By a loop over every query and the keys that it sees."""
+    hidden = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    counted = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]]).bool()
+    sums, seeing = torch.zeros(2, 9), torch.zeros(2, 9)
+    for row in range(2):
+        for q in range(9):
+            keys = [k for k in range(q + 1) if q - k < (window or 9) and (not hidden[row, k] or hidden[row, q])]
+            for k in keys:
+                sums[row, k] += float(counted[row, q]) / len(keys)
+                seeing[row, k] += float(counted[row, q] and k < q)
+    torch.testing.assert_close(fn.uniform_sums(counted, window, hidden=hidden), sums)
+    torch.testing.assert_close(fn.seeing_queries(counted, window, hidden=hidden), seeing)
+    assert (fn.uniform_sums(counted, window) - sums).abs().max() > 0.1

@@ -1,6 +1,8 @@
 """Sequences: every token in its segment, BOS once, filler inserted on token ids at the right place."""
 
 import copy
+import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -123,3 +125,88 @@ def test_count_counts_tokens(toy, text, count):
 def test_no_separator(toy):
     filler = ma.MeaninglessTokens("/", count=5, separator="").filler(toy)
     assert toy.tokenizer.decode(filler) == "/////"
+
+
+CONTROLS = [
+    ma.MeaninglessTokens("/", 21),
+    ma.MeaninglessTokens("?", 20, separator=""),
+    ma.RepeatedWord("apples", 20),
+    ma.RandomTokens(20),
+    ma.RandomSentence(20),
+    ma.ShuffledSentence(20),
+]
+
+
+@pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("place", ["before_question", "start", "before_answer", "random"])
+def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
+    condition = dataclasses.replace(condition, place=place)
+    baseline, made = tokenize(PROMPT, toy), condition.apply(PROMPT, toy, seed=1)
+    assert int(made.inserted.sum()) == condition.count
+    assert made.tokens[~made.inserted].tolist() == baseline.tokens.tolist()
+    assert condition.apply(PROMPT, toy, seed=1).tokens.tolist() == made.tokens.tolist()
+    where = made.inserted.nonzero().flatten()
+    assert int(where[-1] - where[0]) == condition.count - 1, "one run"
+
+
+@pytest.mark.parametrize("condition", CONTROLS[3:], ids=lambda c: type(c).__name__)
+def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
+    other = dataclasses.replace(PROMPT, id="b")
+    drawn = {
+        tuple(condition.apply(prompt, toy, seed).tokens[5:].tolist()) for prompt in (PROMPT, other) for seed in (0, 1)
+    }
+    assert len(drawn) == 4
+
+
+def test_a_shuffled_sentence_has_the_tokens_of_the_sentence(toy):
+    sentence, shuffled = ma.RandomSentence(30), ma.ShuffledSentence(30)
+    one, other = (c.apply(PROMPT, toy, 3) for c in (sentence, shuffled))
+    assert sorted(one.tokens.tolist()) == sorted(other.tokens.tolist())
+    assert one.tokens.tolist() != other.tokens.tolist()
+
+
+def test_random_tokens_are_ordinary(toy):
+    drawn = [t for seed in range(20) for t in _filler(ma.RandomTokens(50).apply(PROMPT, toy, seed))]
+    assert not set(drawn) & set(toy.tokenizer.all_special_ids)
+    assert all(toy.tokenizer.decode([t]).strip() for t in drawn)
+    assert len(set(drawn)) > 300
+
+
+def test_a_random_sentence_reads_as_english(toy):
+    text = toy.tokenizer.decode(_filler(ma.RandomSentence(60).apply(PROMPT, toy)))
+    sentences = text.split(". ")
+    assert all(s[0].isupper() for s in sentences)
+    assert " a e" not in text
+    assert " an " not in text or all(word[0] in "aeiou" for word in re.findall(r" an (\w+)", text))
+
+
+def _filler(sequence):
+    return sequence.tokens[sequence.inserted].tolist()
+
+
+def test_position_ids_of_the_variants(toy):
+    slash = ma.MeaninglessTokens("/", 20)
+    baseline, made = tokenize(PROMPT, toy), slash.unshifted().apply(PROMPT, toy)
+    kept = made.position_ids
+    assert kept[~made.inserted].tolist() == list(range(len(baseline)))
+    first = int(made.inserted.nonzero()[0])
+    assert kept[made.inserted].tolist() == list(range(first - 20, first))
+    assert slash.apply(PROMPT, toy).position_ids.tolist() == list(range(len(made)))
+    assert slash.masked().apply(PROMPT, toy).hides
+    both = slash.masked().unshifted().apply(PROMPT, toy)
+    assert (both.hides, both.keeps_positions) == (True, True)
+    at_the_end = ma.MeaninglessTokens("/", 3, place="before_answer").unshifted()
+    no_answer = ma.Prompt("Tom has 3 apples.", id="c")
+    assert at_the_end.apply(no_answer, toy).position_ids[-4:].tolist() == [len(tokenize(no_answer, toy)) - 1] + [
+        len(tokenize(no_answer, toy)) - n for n in (3, 2, 1)
+    ]
+
+
+def test_a_sweep_names_its_conditions():
+    made = ma.sweep(ma.MeaninglessTokens("/"), count=[0, 10, 25], place=["start", "random"])
+    assert list(made) == [
+        "count=10, place=start", "count=10, place=random", "count=25, place=start", "count=25, place=random",
+    ]  # fmt: skip
+    assert made["count=25, place=start"] == ma.MeaninglessTokens("/", 25, "start")
+    masked = ma.sweep(ma.RandomSentence().masked(), count=[5])
+    assert masked == {"count=5": ma.RandomSentence(5).masked()}

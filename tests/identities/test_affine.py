@@ -1,0 +1,245 @@
+"""What arXiv:2510.01032 says of attention under inserted tokens, where it is exact, and not elsewhere."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.engine.forward import forward_in_blocks
+from mechattn.engine.run import measure_batch
+from mechattn.errors import OptionError
+from mechattn.functional import affine as fn
+from mechattn.model import hooks
+from mechattn.model.architectures import tiny_model
+from mechattn.model.toys import toy_names
+from mechattn.prompts.sequences import pad_right
+
+SHORT = [ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n)) for n in (3, 7)]
+SLASH = ma.MeaninglessTokens("/", 20)
+ALIBI = ("toy:falcon", "BLOOM", "MPT")
+
+
+@pytest.fixture(scope="module", params=toy_names())
+def any_toy(request):
+    return ma.load_model(request.param)
+
+
+def shift_of(model, prompts, **conditions):
+    return ma.run(model, prompts, conditions, [ma.AffineShift(), ma.ReceivedAttention()], progress=False)
+
+
+class Parts:
+    """An analysis that keeps the parts of every query."""
+
+    name, options, quantities = "parts", {}, {}
+
+    def __init__(self):
+        self.seen = {}
+
+    def problem(self, sequence):
+        return None
+
+    def start(self, batch, heads):
+        return {}
+
+    def add_pairs(self, sums, rows):
+        inserted = rows.batch.inserted[:, rows.keys]
+        made = fn.split(rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline)
+        self.seen.setdefault(rows.layer, []).append((made, rows))
+
+    def values(self, sums, batch, window):
+        return {}
+
+
+class Nowhere:
+    def add(self, layer, batch, values):
+        assert values == {}
+
+
+def parts_of(model, prompt, condition):
+    """For each layer the split of all queries of the sequence with inserted tokens, and the sequence."""
+    made = [ma.Baseline().apply(prompt, model), condition.apply(prompt, model)]
+    batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
+    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
+    analysis = Parts()
+    measure_batch(model, batch, forward_in_blocks, windows, [analysis], [Nowhere()])
+    names = ("output", "before", "scale", "shift", "rerouting", "new_values")
+    for layer, blocks in analysis.seen.items():
+        yield layer, {name: torch.cat([getattr(s, name)[1] for s, _ in blocks], 1) for name in names}, made[1]
+
+
+def test_the_four_parts_are_the_output_in_every_layer(any_toy, prompts):
+    for layer, part, sequence in parts_of(any_toy, prompts[0], SLASH):
+        original = sequence.origin >= 0
+        whole = part["scale"][..., None] * part["before"] + part["shift"] + part["rerouting"] + part["new_values"]
+        error = (whole - part["output"])[:, original].abs().max() / part["output"].abs().max()
+        assert error < 3e-6, f"layer {layer}"
+
+
+def test_nothing_changes_before_the_insertion(any_toy, prompts):
+    """λ = 1, and the output is the same, in every layer."""
+    for layer, part, sequence in parts_of(any_toy, prompts[0], SLASH):
+        first = int(sequence.inserted.nonzero()[0])
+        assert first > 5
+        assert (part["scale"][:, :first] - 1).abs().max() == 0
+        change = (part["output"] - part["before"])[:, :first].abs().max()
+        assert change < 1e-5 * part["output"].abs().max(), f"layer {layer}"
+        assert (part["scale"][:, first + 20 : first + 23] < 1).all()
+
+
+@pytest.mark.parametrize("name", [name for name in toy_names() if name not in ALIBI])
+def test_kept_positions_make_layer_0_affine_and_no_other(name, prompts):
+    """In a windowed layer only as long as nothing leaves the window: inserted tokens push others out of it."""
+    model = ma.load_model(name)
+    window = hooks.attention_window(model, 0)
+    for some in [SHORT] if window is None else [SHORT, prompts[:4]]:
+        result = shift_of(model, some, slash=SLASH, unshifted=SLASH.unshifted())
+        error = result["affine_shift"].relative_error.sel(segment="question").max(("prompt", "head"))
+        if window is not None and some is not SHORT:
+            assert float(error.sel(condition="unshifted", layer=0)) > 1e-3
+            continue
+        assert float(error.sel(condition="unshifted", layer=0)) < 1e-5, name
+        assert float(error.sel(condition="slash", layer=0)) > 1e-3, name
+        assert float(error.sel(condition="unshifted", layer=1)) > 1e-3, name
+
+
+def test_at_the_start_without_bos_layer_0_is_affine(tokenizer, prompts):
+    """Every original token keeps its distance to every other; with a BOS ahead it does not."""
+    for family in ("Llama", "BLOOM", "Falcon-RW (ALiBi)"):
+        model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+        start = ma.MeaninglessTokens("/", 20, place="start")
+        errors = []
+        for bos in (False, True):
+            model.cfg.default_prepend_bos = bos
+            result = shift_of(model, SHORT, start=start)
+            dataset = result["affine_shift"].sel(condition="start", segment="question", layer=0)
+            errors.append(float(dataset.relative_error.max()))
+        assert errors[0] < 2e-5, family
+        assert errors[1] > 100 * errors[0], family
+
+
+def test_the_rank_of_the_shift_is_the_number_of_token_types(prompts):
+    """In layer 0 with RoPE: "/" without spaces is one type; "/" and then " /" are two; random tokens are many."""
+    model = ma.load_model("toy:llama")
+    one = ma.MeaninglessTokens("/", 20, separator="")
+    kinds = {len(set(c.filler(model))) for c in (one,)}, {len(set(SLASH.filler(model)))}
+    assert kinds == ({1}, {2})
+    ranks = {}
+    for name, condition in (("one", one), ("two", SLASH), ("random", ma.RandomTokens(20))):
+        shifts = []
+        for prompt in prompts[:3]:
+            layer, part, sequence = next(parts_of(model, prompt, condition))
+            assert layer == 0
+            after = (sequence.origin >= 0) & (sequence.inserted.cumsum(0) > 0)
+            shifts.append(torch.linalg.svdvals(part["shift"][:, after].double()))
+        s = torch.stack([each / each[:, :1] for each in shifts])
+        ranks[name] = s.amax(0).amax(0)
+    assert ranks["one"][1] < 1e-6
+    assert ranks["two"][1] > 1e-4 > 1e-6 > ranks["two"][2]
+    assert ranks["random"][1] > 0.1
+
+
+def test_learned_positions_give_no_rank_1(tokenizer):
+    model = ma.load_model(tiny_model("GPT-2", len(tokenizer)), tokenizer=tokenizer)
+    _, part, sequence = next(parts_of(model, SHORT[0], ma.MeaninglessTokens("/", 20, separator="")))
+    after = (sequence.origin >= 0) & (sequence.inserted.cumsum(0) > 0)
+    s = torch.linalg.svdvals(part["shift"][:, after].double())
+    assert (s[:, 1] / s[:, 0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [n for n in toy_names() if n != "toy:falcon"])
+def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts):
+    """A'[q, k] / A[q, k] is one number for all question keys of a query; not for keys before the insertion."""
+    model = ma.load_model(name)
+    made = [ma.Baseline().apply(prompts[0], model), SLASH.apply(prompts[0], model)]
+    seen = {}
+
+    class Ratios(Parts):
+        def add_pairs(self, sums, rows):
+            seen.setdefault(rows.layer, []).append((rows.queries, rows.aligned[1].clone(), rows.baseline[1].clone()))
+
+    batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
+    measure_batch(model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()], [Nowhere()])
+    first = int((made[0].segment == made[0].segment.max()).nonzero()[0])
+    question = made[0].of_segment("question")
+    spread, spread_before = [], []
+    for queries, aligned, baseline in seen[0]:
+        for row, position in enumerate(range(queries.start, queries.stop)):
+            origin = int(made[1].origin[position])
+            if origin < first or not question[origin] or origin - first < 2:
+                continue
+            a, b = aligned[:, row, : origin + 1].double(), baseline[:, row, : origin + 1].double()
+            inside = question[: origin + 1]
+            ratio = torch.where(b > 1e-3, a / b, torch.nan)
+            for keys, into in ((inside, spread), (~inside, spread_before)):
+                some = ratio[:, keys].numpy()
+                into.append(np.nanmax(some, -1) / np.nanmin(some, -1) - 1)
+    assert np.nanmax(spread) < 1e-4
+    assert np.nanmax(spread_before) > 0.01
+
+
+@pytest.mark.parametrize("family", ["BLOOM", "MPT"])
+def test_the_alibi_law(family, tokenizer):
+    """out' = λ_S·out_S + λ_Q·out_Q + shift with λ_S / λ_Q = exp(−slope · N): the system prompt is N further away."""
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    prompt = ma.Prompt("Tom has 3 apples.", system="Solve it.", id="a")
+    condition = ma.MeaninglessTokens("/", 12)
+    made = [ma.Baseline().apply(prompt, model), condition.apply(prompt, model)]
+    patterns = []
+    for sequence in made:
+        real = torch.ones(1, len(sequence), dtype=torch.bool)
+        hooks.forward_with_patterns(
+            model, sequence.tokens[None], real, [0], lambda layer, pattern, v: patterns.append(pattern[0].double())
+        )
+    heads = model.cfg.n_heads
+    slopes = torch.tensor(_slopes(heads), dtype=torch.float64)
+    question = made[0].of_segment("question")
+    system = made[0].of_segment("system")
+    place = [int((made[1].origin == k).nonzero()) for k in range(len(made[0]))]
+    before, after = patterns[0], patterns[1][:, place][:, :, place]
+    for query in question.nonzero().flatten().tolist():
+        seen = torch.arange(len(made[0])) <= query
+        of_system = after[:, query, system & seen].sum(-1) / before[:, query, system & seen].sum(-1)
+        of_question = after[:, query, question & seen].sum(-1) / before[:, query, question & seen].sum(-1)
+        torch.testing.assert_close(of_system / of_question, torch.exp(-slopes * 12), rtol=2e-4, atol=1e-7)
+
+
+def _slopes(heads):
+    """2^(−8 (h + 1) / heads) where heads is a power of two."""
+    assert heads & (heads - 1) == 0
+    return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
+
+
+def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
+    variants = {"masked": SLASH.masked()}
+    if any_toy.cfg.model_name not in ALIBI:
+        variants |= {"both": SLASH.masked().unshifted()}
+    windowed = hooks.attention_window(any_toy, 0) is not None  # inserted tokens push others out of a window
+    result = shift_of(any_toy, SHORT if windowed else prompts[:3], slash=SLASH, **variants)
+    received = result["received_attention"].received_by_segment.sel(segment="question")
+    scale = result["affine_shift"].scale.sel(segment="question")
+    assert float(abs(scale.sel(condition="masked") - 1).max()) < 1e-6
+    assert float(abs(received.sel(condition="masked") - received.sel(condition="baseline")).max()) > 1e-3
+    if "both" in variants:
+        gap = abs(received.sel(condition="both") - received.sel(condition="baseline")).max()
+        assert float(gap) < 5e-6
+
+
+def test_a_model_that_counts_positions_itself_cannot_keep_them(prompts):
+    with pytest.raises(OptionError, match=r"takes no position ids.*'unshifted'"):
+        shift_of(ma.load_model("toy:falcon"), prompts[:3], unshifted=SLASH.unshifted())
+
+
+def test_both_engines_hide_and_keep_alike(prompts):
+    for name in ("toy:llama", "toy:gemma3"):
+        model = ma.load_model(name)
+        conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
+        analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+        streamed, hooked = (
+            ma.run(model, prompts[:3], conditions, analyses, engine=engine, progress=False)
+            for engine in ("streaming", "hooks")
+        )
+        for analysis, quantity in (("received_attention", "received_by_segment"), ("segment_flow", "value_flow")):
+            gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()
+            assert float(gap) < 2e-6, (name, quantity)
+        assert streamed.provenance["engine"] == "streaming"

@@ -1,0 +1,136 @@
+"""The comparison table: the right cells, the right null, the right prompts; and what it refuses."""
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy import stats
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.results.result import Result
+from mechattn.stats.paired import paired
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {
+        "slash": ma.MeaninglessTokens("/", 20),
+        "sentence": ma.RandomSentence(20),
+        "long": ma.RandomTokens(25),
+    }
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+    return ma.run(toy, prompts, conditions, analyses, progress=False)
+
+
+def made_up(values, names=("baseline", "other"), prompts="a"):
+    """A result with one quantity [prompt, condition, layer, head] and no tokens."""
+    n, c, layers, heads = values.shape
+    coords = {"condition": list(names), "layer": range(layers), "head": range(heads)}
+    data = xr.Dataset({"quantity": (("prompt", "condition", "layer", "head"), values)}, coords)
+    origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((n, c, 2)))}, {"condition": list(names)})
+    about = {"model": {"name": "m"}, "prompts": {"hash": prompts}}
+    return Result({"analysis": data, "sequences": origin}, about)
+
+
+def test_the_table_is_that_of_loops(result):
+    table = result.compare("slash", quantity="scale")
+    dataset = result["affine_shift"].sel(segment="question")
+    assert len(table) == 4 * 8
+    assert (table.scale == "log-ratio").all()
+    for row in table.itertuples():
+        at = dict(layer=row.layer)
+        ours = np.log(dataset.scale.sel(at).sel(condition="slash", head=row.head).values.astype(float))
+        null = np.log(dataset.scale_uniform.sel(at).sel(condition="slash").values.astype(float))
+        assert row.difference == pytest.approx(ours.mean(), abs=1e-9)
+        assert row.null == pytest.approx(null.mean(), abs=1e-9)
+        assert row.beyond == pytest.approx((ours - null).mean(), abs=1e-9)
+        low, high = stats.ttest_1samp(ours, 0).confidence_interval()
+        assert (row.low, row.high) == (pytest.approx(low), pytest.approx(high))
+    assert table.attrs["null"] == "uniform attention"
+    assert table.attrs["family"] == "32 tests: layer × head"
+    np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
+
+
+def test_other_quantities_and_other_conditions(result):
+    flow = result.compare("slash", quantity="flow")
+    assert set(flow.to_segment) == {"bos", "template", "system", "question"}, "the baseline has no inserted segment"
+    assert len(flow) == 32 * 4
+    every = result.compare("slash", quantity="received", segment=None)
+    assert set(every.segment) == {"bos", "template", "system", "question"}
+    against = result.compare("slash", to="sentence", quantity="total_variation")
+    assert against.attrs["to"] == "sentence"
+    assert against.attrs["null"] == "no difference"
+    opposite = result.compare("sentence", to="slash", quantity="total_variation")
+    np.testing.assert_allclose(against.difference, -opposite.difference)
+    ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share")
+    assert (ranks.difference > 0)[ranks.layer == 0].all(), "one repeated text has a shift of lower rank than a sentence"
+    assert len(result.compare("slash", quantity="total_variation")) == 32, "0 in the baseline: a plain difference"
+
+
+def test_double_dipping_is_cured_by_halves():
+    """The interval of the largest of 32 heads, none of which does anything: chosen on the same prompts, it lies."""
+    dipped, halved = [], []
+    for seed in range(200):
+        d = np.random.default_rng(seed).normal(size=(40, 32))
+        same, first, second = paired(d, resamples=99), paired(d[::2], resamples=99), paired(d[1::2], resamples=99)
+        top, chosen = abs(same.difference).argmax(), abs(first.difference).argmax()
+        dipped.append(same.low[top] < 0 < same.high[top])
+        halved.append(second.low[chosen] < 0 < second.high[chosen])
+    assert np.mean(dipped) < 0.35
+    assert 0.90 < np.mean(halved) <= 0.99
+
+
+def test_select_half_reports_what_the_other_half_says():
+    """Heads with an effect in the first half's prompts alone are chosen, and shown to have none."""
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(24, 2, 2, 16)) * 0.1
+    values[:, 1, 0, 3] += 1.0
+    values[::2, 1, 1, 5] += 1.0
+    result = made_up(values)
+    table = result.compare("other", quantity="quantity", select="half").set_index(["layer", "head"])
+    assert {(0, 3), (1, 5)} <= set(table.index)
+    assert len(table) < 6
+    assert table.loc[(0, 3)].q < 0.01
+    assert table.loc[(1, 5)].q > 0.01
+    assert (table.n == 12).all()
+    nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare("other", quantity="quantity", select="half")
+    assert len(nothing) == 0
+
+
+def test_two_results_of_the_same_prompts():
+    values = np.random.default_rng(0).normal(size=(6, 2, 1, 3))
+    one, two = made_up(values), made_up(values + 1)
+    table = two.compare("other", to="other", quantity="quantity", other=one)
+    np.testing.assert_allclose(table.difference, 1)
+    with pytest.raises(OptionError, match="different prompts"):
+        made_up(values).compare("other", to="other", quantity="quantity", other=made_up(values, prompts="b"))
+    with pytest.raises(OptionError, match="shape"):
+        two.compare("other", to="other", quantity="quantity", other=made_up(values[..., :2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(condition="dash"), "no condition 'dash'.*'slash'"),
+        (dict(condition="slash", quantity="weight"), "has 'weight'.*there are .*scale"),
+        (dict(condition="slash", segment="middle"), "segment='middle': choose one of"),
+        (dict(condition="slash", segment="inserted"), "12 of 12 prompts have no .received."),
+        (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
+        (dict(condition="slash", select="third"), "select='third'"),
+        (dict(condition="slash", level=95), "level=95"),
+    ],
+)
+def test_what_it_refuses(result, options, message):
+    with pytest.raises(OptionError, match=message):
+        result.compare(**options)
+
+
+def test_different_lengths_can_be_compared_on_purpose(result):
+    assert len(result.compare("slash", to="long", matched=False)) == 32
+
+
+def test_few_prompts_are_refused():
+    with pytest.raises(OptionError, match="2 prompts"):
+        made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity")
+    with pytest.raises(OptionError, match="at least 6"):
+        made_up(np.ones((5, 2, 1, 3))).compare("other", quantity="quantity", select="half")

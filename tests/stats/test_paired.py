@@ -1,0 +1,112 @@
+"""Paired comparisons against scipy, and on simulated data whose truth is known."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mechattn.errors import OptionError
+from mechattn.stats.paired import paired, sign_flip
+
+
+def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
+    """Normal differences [prompt, cell] with correlation ``shared`` between cells."""
+    generator = np.random.default_rng(seed)
+    own, common = generator.normal(size=(n, cells)), generator.normal(size=(n, 1))
+    return mean + np.sqrt(1 - shared) * own + np.sqrt(shared) * common
+
+
+def test_intervals_and_tests_are_those_of_scipy():
+    d = drawn(11, 5, mean=0.4)
+    made = paired(d, 0.1)
+    expected = stats.ttest_1samp(d, 0.0).confidence_interval()
+    np.testing.assert_allclose(made.low, expected.low)
+    np.testing.assert_allclose(made.high, expected.high)
+    np.testing.assert_allclose(made.effect_size, (d.mean(0) - 0.1) / d.std(0, ddof=1))
+    exact = [
+        stats.permutation_test((column - 0.1,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+        for column in d.T
+    ]
+    np.testing.assert_allclose(made.p, exact)
+    np.testing.assert_allclose(made.q, stats.false_discovery_control(made.p))
+    assert np.isnan(made.low_bootstrap).all(), "bootstrap-t is not given below 20 prompts"
+
+
+def test_drawn_signs_agree_with_all_signs():
+    """At 12 prompts all 4,096 patterns are tried; at 13 they are drawn."""
+    d = drawn(13, 6, seed=3, mean=0.3)
+    exact = [
+        stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+        for column in d.T
+    ]
+    got = sign_flip(d, 40_000, np.random.default_rng(0))
+    np.testing.assert_allclose(got, exact, atol=0.01)
+    assert (got > 0).all()
+
+
+def test_bootstrap_t_is_that_of_a_loop():
+    d = np.random.default_rng(0).lognormal(size=(25, 2))
+    made = paired(d, resamples=20_000)
+    generator = np.random.default_rng(5)
+    for cell in range(2):
+        x = d[:, cell]
+        t = []
+        for _ in range(5_000):
+            again = generator.choice(x, len(x))
+            t.append((again.mean() - x.mean()) / (again.std(ddof=1) / 5))
+        high, low = np.quantile(t, [0.025, 0.975])
+        error = x.std(ddof=1) / 5
+        assert made.low_bootstrap[cell] == pytest.approx(x.mean() - low * error, abs=0.1 * error)
+        assert made.high_bootstrap[cell] == pytest.approx(x.mean() - high * error, abs=0.35 * error)
+
+
+@pytest.mark.parametrize("n", [10, 20, 64])
+def test_intervals_of_normal_data_cover(n):
+    """1,500 cells with mean 0.5 as so many experiments; the binomial error of coverage is 0.6 points."""
+    made = paired(drawn(n, 1500, seed=n, mean=0.5), resamples=999)
+    assert 0.93 < np.mean((made.low < 0.5) & (made.high > 0.5)) < 0.97
+    if n >= 20:
+        assert 0.93 < np.mean((made.low_bootstrap < 0.5) & (made.high_bootstrap > 0.5)) < 0.97
+
+
+def test_simultaneous_intervals_hold_for_all_cells_at_once():
+    """Of 200 experiments with 40 correlated cells about 95 % have every mean inside; single intervals far fewer."""
+    together, single = [], []
+    for seed in range(200):
+        made = paired(drawn(20, 40, seed=seed, shared=0.5), resamples=999)
+        together.append(((made.low_simultaneous < 0) & (made.high_simultaneous > 0)).all())
+        single.append(((made.low < 0) & (made.high > 0)).all())
+    assert 0.91 < np.mean(together) <= 0.99
+    assert np.mean(single) < 0.7
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.67])
+def test_false_discoveries_stay_at_the_nominal_rate(shared):
+    """40 cells without an effect and 10 with one; the share of false ones among those with q < 0.05, on average."""
+    rates, found = [], []
+    for seed in range(150):
+        d = drawn(20, 50, seed=seed, shared=shared)
+        d[:, 40:] += 1.0
+        significant = paired(d, resamples=1999).q < 0.05
+        rates.append(significant[:40].sum() / max(1, significant.sum()))
+        found.append(significant[40:].mean())
+    assert np.mean(rates) <= 0.06
+    assert np.mean(found) > 0.7
+
+
+def test_the_smallest_detectable_effect_is_found_with_its_power():
+    d = drawn(20, 2000, seed=1)
+    effect = float(np.median(paired(d, resamples=99).detectable))
+    power = np.mean(stats.ttest_1samp(d + effect, 0.0).pvalue < 0.05)
+    assert 0.76 < power < 0.84
+
+
+def test_too_few_prompts():
+    with pytest.raises(OptionError, match="at least 3"):
+        paired(np.zeros((2, 4)))
+
+
+def test_no_spread_and_no_difference():
+    made = paired(np.zeros((5, 3)))
+    assert (made.p == 1).all()
+    assert (made.low_simultaneous == 0).all()
+    assert np.isnan(made.effect_size).all()
