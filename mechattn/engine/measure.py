@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, cast
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, RowAnalysis, Sums
 from mechattn.engine.collect import Collector
@@ -36,7 +36,9 @@ def measure_batch(
         collectors: Where the values of each analysis go.
     """
     placed = batch.to(next(model.parameters()).device)
-    pairs = pairs_of(placed, BASELINE) if any(isinstance(a, PairAnalysis) for a in analyses) else None
+    see_rows = [isinstance(analysis, RowAnalysis) for analysis in analyses]  # a protocol takes long to ask
+    see_pairs = [isinstance(analysis, PairAnalysis) for analysis in analyses]
+    pairs = pairs_of(placed, BASELINE) if any(see_pairs) else None
     sums: dict[int, list[Sums]] = {}
     paired: dict[int, PairedLayer] = {}
 
@@ -49,11 +51,11 @@ def measure_batch(
         v = None if rows.attention is None else rows.attention.v
         block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, placed, window, v)
         both = paired[layer].rows(rows) if layer in paired else None
-        for analysis, made in zip(analyses, sums[layer], strict=True):
-            if isinstance(analysis, RowAnalysis):
-                analysis.add(made, block)
-            if isinstance(analysis, PairAnalysis) and both is not None:
-                analysis.add_pairs(made, both)
+        for analysis, made, by_row, by_pair in zip(analyses, sums[layer], see_rows, see_pairs, strict=True):
+            if by_row:
+                cast(RowAnalysis, analysis).add(made, block)
+            if by_pair and both is not None:
+                cast(PairAnalysis, analysis).add_pairs(made, both)
         if rows.queries.stop == batch.tokens.shape[1]:
             paired.pop(layer, None)
             for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):

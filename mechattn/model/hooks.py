@@ -25,7 +25,8 @@ def pattern_hook(layer: int) -> str:
 
 def attention_layers(model: Any) -> list[int]:
     """The layers that have attention; not every layer of every model has."""
-    return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in model.hook_dict]
+    named = model.hook_dict  # made anew at each access: a hundred microseconds a layer
+    return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in named]
 
 
 def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
@@ -165,6 +166,7 @@ def forward_with_patterns(
         position_ids: In place of 0, 1, 2 ….
     """
     values: dict[int, Tensor] = {}
+    named = model.hook_dict
 
     def hook(layer: int) -> list[tuple[str, Callable]]:
         def keep(v: Tensor, hook: Any) -> None:
@@ -174,7 +176,7 @@ def forward_with_patterns(
             see(layer, pattern.detach(), _by_head(values.pop(layer, None), pattern))
 
         name = f"blocks.{layer}.attn.hook_v"
-        return [*([(name, keep)] if name in model.hook_dict else []), (pattern_hook(layer), reduce)]
+        return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
 
     hiding = [] if hidden is None else _hiding(model, hidden, max(layers))
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
