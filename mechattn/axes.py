@@ -4,4 +4,5 @@
 ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
 """
 
+BASELINE = "baseline"  # the condition that every other is compared with
 SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer")

@@ -1,23 +1,69 @@
-"""A run as a file: model, prompts, conditions, analyses and output in TOML, checked before the work."""
+"""A run as a file: model, prompts, conditions, analyses, figures and output in TOML, checked before the work."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from mechattn import render
+from mechattn.analysis.affine_shift import AffineShift
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.analysis.segment_flow import SegmentFlow
 from mechattn.errors import OptionError
+from mechattn.prompts import conditions as kinds
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+CONDITIONS = {
+    kind.__name__: kind
+    for kind in (
+        kinds.MeaninglessTokens,
+        kinds.RepeatedWord,
+        kinds.RandomTokens,
+        kinds.RandomSentence,
+        kinds.ShuffledSentence,
+    )
+}
+ANALYSES = {kind.__name__: kind for kind in (ReceivedAttention, AffineShift, SegmentFlow)}
+FIGURES: dict[str, Callable] = {
+    figure.__name__: figure
+    for figure in (
+        render.received_attention,
+        render.across_layers,
+        render.change_map,
+        render.scale_by_layer,
+        render.shift_rank,
+        render.sweep,
+        render.two_by_two,
+        render.meaningless_and_sentence,
+    )
+}
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class _Open(BaseModel):
+    """A section of a kind, whose other keys are the options of that kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that aren't declared."""
+        return dict(self.model_extra or {})
 
 
 class Prompts(_Section):
@@ -35,27 +81,28 @@ class Prompts(_Section):
     seed: int = 0
 
 
-class Condition(_Section):
-    """The arguments of ``MeaninglessTokens``."""
+class Condition(_Open):
+    """A condition: its kind and its options. An option with a list of values is swept."""
 
-    kind: Literal["MeaninglessTokens"] = "MeaninglessTokens"
-    text: str = "/"
-    count: int = 55
-    place: Literal["before_question", "start", "before_answer", "random"] = "before_question"
-    separator: str = " "
+    kind: str = "MeaninglessTokens"
+    masked: bool = False
+    unshifted: bool = False
 
 
-class Analysis(_Section):
-    """The arguments of ``ReceivedAttention``."""
+class AnalysisSection(_Open):
+    """An analysis: its kind and its options."""
 
-    kind: Literal["ReceivedAttention"] = "ReceivedAttention"
-    queries: Literal["original", "all", "question", "answer"] = "original"
-    include_self: bool = False
-    skip_first: bool = False
+    kind: str = "ReceivedAttention"
+
+
+class Figure(_Open):
+    """A figure of the page: its kind and its options."""
+
+    kind: str
 
 
 class Output(_Section):
-    """Where the result and its page go, and what the figure shows; paths are relative to where the command runs."""
+    """Where the result and its page go, and what the first figure shows; relative to where the command runs."""
 
     result: str
     page: str | None = None
@@ -64,19 +111,43 @@ class Output(_Section):
 
 
 class Config(_Section):
-    """A whole run."""
+    """A whole run; several models give a result each, with "{model}" in its place."""
 
-    model: str
+    model: str | list[str]
     prompts: Prompts
     output: Output
     conditions: dict[str, Condition] = {"slash": Condition()}
-    analyses: list[Analysis] = [Analysis()]
+    analyses: list[AnalysisSection] = [AnalysisSection()]
+    figures: list[Figure] | None = None
     layers: list[int] | None = None
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: str = "2GiB"
     engine: Literal["auto", "streaming", "hooks"] = "auto"
     verify: bool = True
+
+    @property
+    def models(self) -> list[str]:
+        """The models, one at least."""
+        return [self.model] if isinstance(self.model, str) else self.model
+
+    def made_conditions(self) -> dict[str, kinds.Condition]:
+        """The conditions; a swept one gives several, named after their values."""
+        made: dict[str, kinds.Condition] = {}
+        for name, section in self.conditions.items():
+            swept = {key: value for key, value in section.options.items() if isinstance(value, list)}
+            fixed = {key: value for key, value in section.options.items() if key not in swept}
+            where = f"conditions.{name}"
+            some = _made(CONDITIONS, section.kind, fixed | {key: value[-1] for key, value in swept.items()}, where)
+            some = some.masked() if section.masked else some
+            some = some.unshifted() if section.unshifted else some
+            varied = kinds.sweep(some, **swept) if swept else {"": some}
+            made |= {", ".join(filter(None, (name, values))): condition for values, condition in varied.items()}
+        return made
+
+    def made_analyses(self) -> list[Analysis]:
+        """The analyses."""
+        return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(self.analyses)]
 
 
 def read_config(path: str | Path) -> Config:
@@ -93,13 +164,70 @@ def read_config(path: str | Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is not TOML: {error}") from None
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
+        config.made_conditions()
+        config.made_analyses()
+        _check_figures(config)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_words(e)}" for e in error.errors())
-        raise OptionError(f"{path}: {wrong}") from None
+        raise OptionError(f"{path}: {_all_words(error)}") from None
+    except OptionError as error:
+        raise OptionError(f"{path}: {error}") from None
+    if not config.models:
+        raise OptionError(f"{path}: model = [] names no model")
+    if len(config.models) > 1 and "{model}" not in config.output.result:
+        raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in output.result, for a result each')
+    return config
+
+
+def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str) -> Any:
+    """A dataclass of a kind from its options, its types checked."""
+    cls = known.get(kind)
+    if cls is None:
+        raise OptionError(f"{where}.kind = {kind!r}: there is {', '.join(known)}{_near(kind, known)}")
+    have = [field.name for field in fields(cls)]
+    for name in options:
+        if name not in have:
+            raise OptionError(f"{where}.{name}: there is no such key here{_near(name, have)}")
+    try:
+        return TypeAdapter(cls).validate_python(dict(options))
+    except ValidationError as error:
+        raise OptionError(_all_words(error, f"{where}.")) from None
+
+
+def _check_figures(config: Config) -> None:
+    """Each figure is known, takes the options it is given, and shows conditions and analyses that will be there."""
+    conditions, analyses = config.made_conditions(), {section.kind for section in config.analyses}
+    for i, section in enumerate(config.figures or []):
+        where = f"figures[{i}]"
+        if section.kind not in FIGURES:
+            raise OptionError(f"{where}.kind = {section.kind!r}: there is {', '.join(FIGURES)}{_near(section.kind, FIGURES)}")
+        takes = inspect.signature(FIGURES[section.kind]).parameters
+        options = section.options
+        for name in options:
+            if name not in takes or name in ("result", "results"):
+                raise OptionError(f"{where}.{name}: there is no such key here{_near(name, list(takes))}")
+        needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
+        if missing := [name for name in needed if name not in options]:
+            raise OptionError(f"{where}: {section.kind} needs {', '.join(missing)}")
+        named = [options["condition"]] if "condition" in options else list(options.get("conditions", []))
+        for name in named:
+            if name not in conditions:
+                raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
+        analysis = "AffineShift" if section.kind in ("scale_by_layer", "shift_rank") else "ReceivedAttention"
+        if analysis not in analyses and "quantity" not in options:
+            raise OptionError(f"{where}: {section.kind} shows {analysis}, which is not among the analyses")
+
+
+def _near(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _all_words(error: ValidationError, where: str = "") -> str:
+    return "; ".join(f"{where}{'.'.join(map(str, e['loc']))}: {_words(e)}" for e in error.errors())
 
 
 def _words(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return "there is no such key here"
-    return "is missing" if error["type"] == "missing" else error["msg"]
+    return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")

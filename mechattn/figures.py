@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mechattn import config as configs
 from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.engine.collect import Positions
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import dtype_named, load_model, model_place
-from mechattn.page import Section, figure_section, result_page, result_sections, view_section, write_page
+from mechattn.page import Section, figure_section, result_sections, results_page, view_section, write_page
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
 from mechattn.render.received_attention import check_heads
@@ -91,33 +89,68 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     """
     config = configs.read_config(path)
     output = config.output
-    check_result_place(output.result)
+    places = {name: Path(output.result.replace("{model}", file_name(name))) for name in config.models}
+    for place in places.values():
+        check_result_place(place)
     if output.page is not None:
         check_writable(output.page)
         if not config.conditions:
             raise OptionError(
                 f"{path}: a page compares a condition with the baseline, and there is none under [conditions]"
             )
+    shown = _shown(config)
     prompts = load_prompts(**config.prompts.model_dump())
+    for section in shown:
+        _check_enough(len(prompts), section.options.get("heads", [0]) if section.kind == "received_attention" else [0])
+    by_half = any(isinstance(section.options.get("heads"), int) for section in shown)
+    results = []
+    for name, place in places.items():
+        model = load_model(name, dtype=dtype_named(config.dtype), verify=config.verify)
+        layers = chosen_layers(model, config.layers)
+        for section in shown:
+            _check_shown(section, layers, model.cfg.n_heads)
+        result = run(
+            model,
+            prompts,
+            config.made_conditions(),
+            config.made_analyses(),
+            layers=layers,
+            positions="prompts" if by_half else "moments",
+            seed=config.seed,
+            memory=config.memory,
+            engine=config.engine,
+        )
+        result.save(place)
+        results.append(result)
+    written = list(places.values())
     if output.page:
-        _check_enough(len(prompts), output.heads)
-    model = load_model(config.model, dtype=dtype_named(config.dtype), verify=config.verify)
-    layers = chosen_layers(model, config.layers)
-    layer = layers[0] if output.layer is None else output.layer
-    if output.page and not isinstance(output.heads, int):
-        check_heads(output.heads, model.cfg.n_heads)
-    if output.page and layer not in layers:
-        raise OptionError(f"output.layer = {layer} is not among the layers that are measured, {layers}")
-    conditions = {n: MeaninglessTokens(**c.model_dump(exclude={"kind"})) for n, c in config.conditions.items()}
-    analyses = [ReceivedAttention(**a.model_dump(exclude={"kind"})) for a in config.analyses]
-    positions: Positions = "prompts" if output.page and isinstance(output.heads, int) else "moments"
-    options: dict[str, Any] = {"seed": config.seed, "memory": config.memory, "engine": config.engine}
-    result = run(model, prompts, conditions, analyses, layers=layers, positions=positions, **options)
-    result.save(output.result)
-    written = [Path(output.result)]
-    if output.page:
-        written.append(result_page(result, output.page, layer, output.heads, command))
+        figures = [(configs.FIGURES[section.kind], section.options) for section in shown]
+        written.append(results_page(results, output.page, figures, command))
     return written
+
+
+def _shown(config: configs.Config) -> list[configs.Figure]:
+    """The figures of the page; without [[figures]] received attention under each condition."""
+    if config.output.page is None:
+        return []
+    if config.figures is not None:
+        return config.figures
+    layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
+    options = {"layer": layer, "heads": config.output.heads}
+    return [
+        configs.Figure(kind="received_attention", condition=name, **options) for name in config.made_conditions()
+    ]
+
+
+def _check_shown(section: configs.Figure, layers: list[int], heads: int) -> None:
+    """The layers and heads that a figure shows are measured, and there."""
+    options = section.options
+    for layer in [*([options["layer"]] if options.get("layer") is not None else []), *options.get("layers", [])]:
+        if layer not in layers:
+            raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
+    named = [*([options["head"]] if "head" in options else [])]
+    given = options.get("heads", [])
+    check_heads([*named, *([] if isinstance(given, int) else given)] or [0], heads)
 
 
 def _check_enough(prompts: int, heads: Seq[int] | int) -> None:

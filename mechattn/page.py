@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,12 @@ def write_page(
     text = environment.get_template("page.html.j2").render(
         title=title,
         subtitle=subtitle,
-        verdicts=[f"{model_caption(r)}: {verdict_words(r, name)}" for r in results for name in r.conditions[1:]],
+        verdicts=[
+            f"{model_caption(r)}: {verdict_words(r, name)}"
+            for r in results
+            if "received_attention" in r.datasets
+            for name in r.conditions[1:]
+        ],
         sections=sections,
         provenance=[row for result in results for row in _flat(result.provenance)]
         + [("command", command)] * bool(command),
@@ -99,11 +105,49 @@ def write_page(
     return path
 
 
+def results_page(
+    results: Seq[Result], path: str | Path, figures: Seq[tuple[Callable, Mapping[str, Any]]], command: str = ""
+) -> Path:
+    """A page of some results: each figure for each of them, or once where it shows several models side by side.
+
+    Args:
+        results: One result a model.
+        path: The HTML file.
+        figures: Functions of ``mechattn.render``, and their options.
+        command: What was typed.
+    """
+    sections = []
+    for result in results:
+        note = "The first of the prompts."
+        for name in result.conditions[1:2]:
+            title = f"{model_caption(result)}: one prompt as the model reads it, condition “{name}”"
+            sections.append(Section(title, note, tokens=_tokens(result, name)))
+        for draw, options in figures:
+            if "results" not in inspect.signature(draw).parameters:
+                sections.append(_drawn(draw(result, **options), draw, result))
+    for draw, options in figures:
+        if "results" in inspect.signature(draw).parameters:
+            sections.append(_drawn(draw(results, **options), draw))
+    counts = {result["sequences"].sizes["prompt"] for result in results}
+    subtitle = f"Attention with and without inserted tokens, {', '.join(map(str, counts))} prompts."
+    title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
+    return write_page(path, title, subtitle, results, sections, command)
+
+
 def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
-    """The page of one result."""
-    subtitle = f"Received attention with and without inserted tokens, {len(result['sequences'].prompt)} prompts."
-    sections = [s for name in result.conditions[1:] for s in result_sections(result, layer, heads, name)]
-    return write_page(path, f"mechattn: {model_caption(result)}", subtitle, [result], sections, command)
+    """The page of one result: received attention under each of its conditions."""
+    options = [{"layer": layer, "heads": heads, "condition": name} for name in result.conditions[1:]]
+    return results_page([result], path, [(received_attention, some) for some in options], command)
+
+
+def _drawn(figure: Any, draw: Callable, result: Result | None = None) -> Section:
+    """A figure as a section: what it shows is what the function that drew it says of itself."""
+    if draw is received_attention and result is not None:
+        title, note = figure.layout.title.text.split("<br>")[0], _note(result)
+    else:
+        title, note = figure.layout.title.text.split("<br>")[0], (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
+    html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    return Section(title, note, figure=html)
 
 
 def _tokens(result: Result, condition: str) -> list[tuple[str, str]]:

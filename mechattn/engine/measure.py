@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
+from mechattn.axes import BASELINE
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, RowAnalysis, Sums
 from mechattn.engine.collect import Collector
 from mechattn.engine.forward import Forward
@@ -14,7 +15,6 @@ from mechattn.errors import ModelError
 from mechattn.functional.rows import Rows
 from mechattn.prompts.pairs import pairs_of
 from mechattn.prompts.sequences import Batch
-from mechattn.results.result import BASELINE
 
 
 def measure_batch(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.collect import Collector, Positions
 from mechattn.engine.forward import Engine, chosen_forward, forward_through_hooks, position_width
 from mechattn.engine.measure import measure_batch
@@ -24,7 +24,7 @@ from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 from mechattn.results import provenance
-from mechattn.results.result import BASELINE, Result
+from mechattn.results.result import Result
 
 
 def run(

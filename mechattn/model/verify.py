@@ -24,6 +24,9 @@ AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading 
 PROBE = 24
 LONGEST_PROBE = 136
 PADDED = 3
+# Scores in the hundreds, as large models have, are rounded by 3e-5 in float32, and what a layer's rounding changes the
+# next ones enlarge: 4e-5 seen in the third of three wide layers. A wrong mask or scale is 0.01 at least.
+STREAMED = 2e-4
 
 # Inputs that TransformerLens fires only when asked to by a flag of cfg.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
@@ -107,7 +110,8 @@ def check_streaming(model: Any) -> Check:
     pairs: Any = {layer: (_assembled(seen), shown[hooks.pattern_hook(layer)].cpu()) for layer, seen in blocks.items()}
     dtype = _dtype(model)
     detail = "attention in row blocks against the hooks"
-    patterns = compare("streaming", pairs, PROBABILITY[dtype], f"{detail}: patterns", "", scale=1.0)
+    tolerance = STREAMED if dtype is torch.float32 else PROBABILITY[dtype]
+    patterns = compare("streaming", pairs, tolerance, f"{detail}: patterns", "", scale=1.0)
     logits = compare_positions("streaming", got.cpu(), expected.cpu(), TOLERANCE[dtype][0], f"{detail}: logits", "")
     return next((limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
 

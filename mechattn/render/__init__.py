@@ -1,5 +1,12 @@
 """From a result to something to look at: plotly figures and circuitsvis views. Nothing here computes a number."""
 
+from mechattn.render.affine_shift import scale_by_layer as scale_by_layer
+from mechattn.render.affine_shift import shift_rank as shift_rank
+from mechattn.render.change import change_map as change_map
+from mechattn.render.change import sweep as sweep
+from mechattn.render.change import two_by_two as two_by_two
+from mechattn.render.heads import across_layers as across_layers
+from mechattn.render.heads import meaningless_and_sentence as meaningless_and_sentence
 from mechattn.render.patterns import attention_pattern as attention_pattern
 from mechattn.render.received_attention import received_attention as received_attention
 from mechattn.render.received_attention import verdict_words as verdict_words

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, SHADE, WITH, WITHOUT, faint, model_caption
-from mechattn.results.result import BASELINE, Result
+from mechattn.render.theme import LAYOUT, SHADE, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
 
@@ -59,7 +60,7 @@ def received_attention(
     check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
     figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
-    span = _inserted_span(result, condition)
+    span, words = _inserted_span(result, condition), condition_words(result, condition)
     where = "" if span else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in (
@@ -67,22 +68,24 @@ def received_attention(
             (1, "received_by_origin", condition),
             (2, "received", condition),
         ):
-            moments = _moments(dataset, quantity, name, layer, head, shown)
-            for trace in _line(moments, name == BASELINE, len(shown), legend=(row, column) == (1, 1)):
+            moments = moments_of(dataset, quantity, name, layer, head, shown)
+            label = f"{'w/o' if name == BASELINE else 'w/'} {words}"
+            colour = WITHOUT if name == BASELINE else WITH
+            for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
-    _label(figure, len(heads), span)
+    _label(figure, len(heads), span, words)
     over = f"mean over {len(shown)} prompts, bands: pointwise 95 % intervals; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
     return figure
 
 
-def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None) -> None:
+def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words: str) -> None:
     """Axes, legend and the shaded span."""
     for column in range(1, columns + 1):
         if span is not None:
             figure.add_vrect(
                 span[0] - 0.5, span[1] + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
-                annotation_text="Meaningless tokens", annotation_position="top", annotation_font_size=11,
+                annotation_text=words, annotation_position="top", annotation_font_size=11,
             )  # fmt: skip
         figure.update_xaxes(title_text="original token position", row=1, col=column)
         figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
@@ -149,7 +152,10 @@ def check_heads(heads: Seq[int], count: int) -> None:
         raise OptionError("heads=[] shows nothing; name at least one")
 
 
-def _moments(dataset: xr.Dataset, quantity: str, condition: str, layer: int, head: int, prompts: np.ndarray) -> Moments:
+def moments_of(
+    dataset: xr.Dataset, quantity: str, condition: str, layer: int, head: int, prompts: np.ndarray
+) -> Moments:
+    """Moments over some prompts of a quantity at each position of one head."""
     at = dict(condition=condition, layer=layer, head=head)
     if len(prompts) < dataset.sizes["prompt"]:
         return Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
@@ -158,14 +164,13 @@ def _moments(dataset: xr.Dataset, quantity: str, condition: str, layer: int, hea
     return Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
 
 
-def _line(moments: Moments, without: bool, prompts: int, legend: bool) -> list:
+def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend: bool) -> list:
     """The mean over prompts and its band; keys that too few prompts have are left out."""
     import plotly.graph_objects as go
 
     position = np.flatnonzero(moments.n >= max(min(10, prompts), prompts / 2))
     n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
     band = t_interval_of_moments(n, mean, variance)
-    name, colour = ("w/o Meaningless tokens", WITHOUT) if without else ("w/ Meaningless tokens", WITH)
     hover = "%{y:.4f} (n = %{customdata})"
     common = dict(legendgroup=name, mode="lines", x=position)
     edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)

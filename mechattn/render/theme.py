@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from mechattn.axes import BASELINE
 from mechattn.results.result import Result
 
 WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
 WITH = "#c8322b"  # red: with them
+THIRD = "#d98c1f"  # orange: a control beside them
+OTHERS = ("#3f8f5b", "#7d5ba6", "#8a8d91", "#b5651d", "#2a9d9d")
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -21,6 +24,28 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {alpha})"
+
+
+_KINDS = {
+    "MeaninglessTokens": "Meaningless tokens",
+    "RepeatedWord": "Repeated word",
+    "RandomTokens": "Random tokens",
+    "RandomSentence": "Random sentence",
+    "ShuffledSentence": "Shuffled sentence",
+}
+
+
+def condition_words(result: Result, condition: str) -> str:
+    """What a condition inserts, in words; its name where that says more."""
+    if condition == BASELINE:
+        return "None"
+    made = str(result.provenance["conditions"].get(condition, ""))
+    words = next((words for kind, words in _KINDS.items() if f"{kind}(" in made), condition)
+    marks = [word for word, flag in (("masked", "hides=True"), ("unshifted", "keeps_positions=True")) if flag in made]
+    same = [name for name, other in result.provenance["conditions"].items() if other.split("(")[0] == made.split("(")[0]]
+    if len(same) > 1 and not marks:
+        return f"{words} ({condition})"
+    return f"{words} ({', '.join(marks)})" if marks else words
 
 
 def model_caption(result: Result) -> str:

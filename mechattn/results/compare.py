@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import FEWEST
+from mechattn.stats.comparison import relative_change
+from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.paired import Paired, paired
 
 if TYPE_CHECKING:
@@ -97,6 +99,32 @@ def compare(
         "select": select or "none",
     }
     return made
+
+
+def overall_change(
+    result: Result, condition: str, quantity: str, segment: str | None = "question", layer: int | None = None
+) -> tuple[Interval, Interval | None]:
+    """Relative change from the baseline of each prompt's mean over layers and heads, and the same under the null.
+
+    Args:
+        result: A result.
+        condition: Compared with the baseline.
+        quantity: A positive quantity, such as "received".
+        segment: The segment that it is about.
+        layer: One layer; all by default.
+
+    Raises:
+        OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
+    """
+    made = []
+    for name in (condition, BASELINE):
+        values, null = _values(result, name, quantity, "segment", segment)
+        both = [part if part is None or layer is None else part.sel(layer=layer) for part in (values, null)]
+        made.append([None if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in both])
+    (values, null), (reference, null_reference) = made
+    if not ((values > 0).all() and (reference > 0).all()):
+        raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
+    return relative_change(values, reference), None if null is None else relative_change(null, null_reference)
 
 
 def _values(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.results.provenance import Provenance
 from mechattn.stats.comparison import Verdict, against_null
@@ -16,9 +17,6 @@ from mechattn.stats.comparison import Verdict, against_null
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
-
-
-BASELINE = "baseline"
 
 
 @dataclass(frozen=True)

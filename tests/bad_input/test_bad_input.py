@@ -399,6 +399,18 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
         ({"prompts": {"source": "word-problems", "lmit": 3}}, r"prompts\.lmit: there is no such key"),
         ({"output": {}}, r"output\.result: is missing"),
         ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
+        ({"conditions": {"x": {"cuont": 5}}}, r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)"),
+        ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
+        ({"conditions": {"x": {"count": 0}}}, r"count=0: insert at least one"),
+        ({"conditions": {"x": {"place": ["start", "middle"]}}}, r"conditions\.x\.place: Input should be"),
+        ({"analyses": [{"kind": "AffineShift", "queries": "all"}]}, r"analyses\[0\]\.queries: there is no such key"),
+        ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
+        ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
+        ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; there is slash"),
+        ({"figures": [{"kind": "scale_by_layer"}]}, r"shows AffineShift, which is not among the analyses"),
+        ({"figures": [{"kind": "two_by_two"}]}, r"two_by_two needs conditions"),
+        ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
+        ({"model": []}, r"names no model"),
     ],
 )
 def test_config_files(tmp_path, change, message):
@@ -407,6 +419,35 @@ def test_config_files(tmp_path, change, message):
     path.write_text(_toml(config))
     with pytest.raises(OptionError, match=message):
         run_from_config(path)
+
+
+def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
+    monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
+    conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[10, 1100])
+    with pytest.raises(PromptTooLong, match=r'condition "count=1100" \(1100 inserted\).*takes 1,024'):
+        ma.run(toy, ["Tom has 3 apples.", "Mia has 2.", "Eli has 5."], conditions, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ma.RandomSentence(0), "count=0: insert at least one"),
+        (lambda: ma.RandomTokens("55"), "count='55': give a whole number"),
+        (lambda: ma.RepeatedWord(" "), "give a word"),
+        (lambda: ma.ShuffledSentence(place="middle"), "place='middle': choose one of"),
+        (lambda: ma.sweep(ma.RandomTokens(), text=["/"]), "RandomTokens has no option 'text' to vary"),
+        (lambda: ma.sweep(ma.RandomTokens()), "needs an option"),
+        (lambda: ma.sweep(ma.RandomTokens(), count=[10, -1]), "count=-1"),
+    ],
+)
+def test_conditions_that_cannot_be(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_a_word_of_two_tokens_and_an_odd_count(toy):
+    with pytest.raises(ConditionError, match=r"no whole number of .xylophone..*Use count="):
+        ma.run(toy, "Tom has 3 apples.", {"word": ma.RepeatedWord("xylophone", 3)}, progress=False)
 
 
 def test_config_file_that_is_not_there_or_not_toml(tmp_path):
@@ -418,10 +459,18 @@ def test_config_file_that_is_not_there_or_not_toml(tmp_path):
 
 
 def _toml(values, prefix=""):
-    plain = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    plain = [f"{key} = {_inline(value)}" for key, value in values.items() if not isinstance(value, dict)]
     tables = [
         f"[{prefix}{key}]\n{_toml(value, prefix + key + '.')}"
         for key, value in values.items()
         if isinstance(value, dict)
     ]
     return "\n".join(plain + tables)
+
+
+def _inline(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_inline(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)

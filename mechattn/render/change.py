@@ -1,0 +1,157 @@
+"""How much a quantity changed: a map of layers and heads; against the length or place of the insertion; the 2 × 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, model_caption
+from mechattn.results.compare import overall_change
+from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+def change_map(
+    result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
+) -> go.Figure:
+    """Layer × head: how far a quantity changed beyond its null; a dot where Benjamini-Hochberg q < 0.05 over the map.
+
+    Args:
+        result: A result.
+        condition: The condition; the first that isn't the baseline by default.
+        quantity: What ``result.compare`` takes.
+        segment: The segment that it is about.
+    """
+    import plotly.graph_objects as go
+
+    condition = result.condition(condition)
+    table = result.compare(condition, quantity=quantity, segment=segment)
+    wide = {name: table.pivot(index="layer", columns="head", values=name) for name in ("beyond", "difference", "q")}
+    beyond, sure = wide["beyond"], wide["q"] < 0.05
+    reach = float(np.nanmax(abs(beyond.values))) or 1.0
+    log = table.scale.iloc[0] == "log-ratio"
+    figure = go.Figure(
+        go.Heatmap(
+            z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
+            customdata=np.dstack([wide["difference"].values, wide["q"].values]),
+            hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
+            "<br>q = %{customdata[1]:.2g}<extra></extra>",
+            colorbar=dict(title="log-ratio" if log else "difference"),
+        )
+    )  # fmt: skip
+    layer, head = np.nonzero(sure.values)
+    marks = go.Scatter(
+        x=beyond.columns.values[head], y=beyond.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
+        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
+    )  # fmt: skip
+    figure.add_trace(marks)
+    note = f"{int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: {table.attrs['null']}"
+    title = f"{model_caption(result)}: {quantity} ({segment}), {condition_words(result, condition)}, beyond the null"
+    figure.update_layout(
+        **LAYOUT | {"margin": dict(l=70, r=20, t=110, b=60)},
+        title_text=f"{title}<br><sup>{note}</sup>",
+        height=max(320, 160 + 24 * len(beyond)),
+        legend=dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom"),
+    )
+    figure.update_xaxes(title_text="head")
+    figure.update_yaxes(title_text="layer", autorange="reversed")
+    return figure
+
+
+def sweep(
+    result: Result, option: str = "count", quantity: str = "received", segment: str = "question", layer: int | None = None
+) -> go.Figure:
+    """The change of a quantity over the values of a swept option, with 95 % intervals and the null beside it.
+
+    Args:
+        result: A run whose conditions come from ``ma.sweep``.
+        option: The option on the horizontal axis; its values with one of every other option make a line.
+        quantity: A positive quantity.
+        segment: The segment that it is about.
+        layer: One layer; the mean over all by default.
+
+    Raises:
+        OptionError: The result has no condition that is named after the option.
+    """
+    import plotly.graph_objects as go
+
+    lines: dict[str, dict[str, str]] = {}
+    for name in result.conditions:
+        parts = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
+        if option in parts:
+            value = parts.pop(option)
+            lines.setdefault(", ".join(f"{k}={v}" for k, v in parts.items()), {})[value] = name
+    if not lines:
+        raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
+    figure = go.Figure()
+    for (words, named), colour in zip(lines.items(), (WITH, *OTHERS), strict=False):
+        numeric = all(value.lstrip("-").isdigit() for value in named)
+        x = [int(value) for value in named] if numeric else list(named)
+        changes = [overall_change(result, name, quantity, segment, layer) for name in named.values()]
+        start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, nothing changed
+        _interval_line(figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour)
+        if changes[0][1] is not None:
+            nulls = start[1] + [100 * float(null.estimate) for _, null in changes if null is not None]
+            line = dict(dash="dot", color=colour)
+            figure.add_scatter(x=start[0] + x, y=nulls, name="uniform attention", line=line, mode="lines+markers")
+    _finish(figure, result, f"{quantity} ({segment}), {_where(layer)}, by {option}")
+    figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
+    return figure
+
+
+def two_by_two(
+    result: Result, conditions: Seq[str], quantity: str = "received", segment: str = "question", layer: int | None = None
+) -> go.Figure:
+    """The change of a quantity in each condition with its 95 % interval and its null: a condition and its variants.
+
+    As inserted: attention is taken and tokens are moved apart; masked: moved alone; unshifted: taken alone.
+
+    Args:
+        result: A result.
+        conditions: Names of conditions, in the order shown.
+        quantity: A positive quantity.
+        segment: The segment that it is about.
+        layer: One layer; the mean over all by default.
+    """
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    changes = [overall_change(result, name, quantity, segment, layer) for name in conditions]
+    words = [condition_words(result, name) for name in conditions]
+    _interval_line(figure, words, [change for change, _ in changes], "measured", WITH, mode="markers")
+    if all(null is not None for _, null in changes):
+        nulls = [100 * float(null.estimate) for _, null in changes if null is not None]
+        marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
+        figure.add_scatter(x=words, y=nulls, mode="markers", name="uniform attention", marker=marker)
+    _finish(figure, result, f"{quantity} ({segment}), {_where(layer)}")
+    return figure
+
+
+def _where(layer: int | None) -> str:
+    return "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
+
+
+def _interval_line(figure: go.Figure, x: list, changes: list, name: str, colour: str, mode: str = "lines+markers") -> None:
+    """Estimates in percent with their intervals; None is the baseline, 0 by definition."""
+    y = [0.0 if c is None else 100 * float(c.estimate) for c in changes]
+    above = [0.0 if c is None else 100 * float(c.high - c.estimate) for c in changes]
+    below = [0.0 if c is None else 100 * float(c.estimate - c.low) for c in changes]
+    bars = dict(type="data", array=above, arrayminus=below, symmetric=False, thickness=1.4)
+    marker = dict(size=8, color=colour)
+    hover = "%{x}: %{y:.1f} %<extra></extra>"
+    figure.add_scatter(x=x, y=y, error_y=bars, name=name, mode=mode, marker=marker, hovertemplate=hover)
+
+
+def _finish(figure: go.Figure, result: Result, what: str) -> None:
+    n = result["sequences"].sizes["prompt"]
+    note = f"n = {n} prompts; bars: 95 % t intervals of the log-ratio of each prompt's mean"
+    figure.add_hline(0, line_width=1, line_color="#888")
+    figure.update_layout(
+        **LAYOUT, title_text=f"{model_caption(result)}: change of {what}<br><sup>{note}</sup>", height=440
+    )
+    figure.update_yaxes(title_text="change from the baseline (%)")

@@ -1,0 +1,121 @@
+"""Received attention of single heads as lines: two conditions in several models, or one condition in several layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.render.received_attention import NAME, check_heads, line_and_band, moments_of
+from mechattn.render.theme import LAYOUT, THIRD, WITH, WITHOUT, condition_words, model_caption
+from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_BANDS = "bands: pointwise 95 % intervals"
+
+
+@dataclass(frozen=True)
+class _Panel:
+    result: Result
+    layer: int
+    head: int
+    title: str
+
+
+def meaningless_and_sentence(
+    results: Seq[Result] | Result,
+    layer: int = 0,
+    heads: Seq[int] | int = 0,
+    conditions: tuple[str, str] = ("slash", "sentence"),
+    *,
+    one_based: bool = False,
+) -> go.Figure:
+    """Received attention at each position of the sequence under two ways of inserting, one head for each model.
+
+    Args:
+        results: One result a model.
+        layer: The layer, from 0.
+        heads: The head of each model, from 0; or one number for all.
+        conditions: The first in blue, the second in orange.
+        one_based: Count layers and heads from 1 in the titles, as the paper does.
+
+    Raises:
+        OptionError: No such layer, head or condition; as many heads as models are needed.
+    """
+    results = [results] if isinstance(results, Result) else list(results)
+    chosen = [heads] * len(results) if isinstance(heads, int) else list(heads)
+    if len(chosen) != len(results):
+        raise OptionError(f"heads={chosen} for {len(results)} models: give one for each, or one for all")
+    panels = [
+        _Panel(r, layer, head, f"{model_caption(r)}<br>layer {layer + one_based} head {head + one_based}")
+        for r, head in zip(results, chosen, strict=True)
+    ]
+    figure = _lines(panels, "received", list(conditions), (WITHOUT, THIRD))
+    figure.update_xaxes(title_text="token position in the sequence")
+    over = _prompts(results)
+    words = " and ".join(condition_words(results[0], name) for name in conditions)
+    figure.update_layout(title_text=f"{words}: received attention<br><sup>mean over {over} prompts, {_BANDS}</sup>")
+    return figure
+
+
+def across_layers(
+    result: Result, layers: Seq[int] = (0, 1, 2), head: int = 0, condition: str | None = None, *, one_based: bool = False
+) -> go.Figure:
+    """Received attention of the original tokens without (blue) and with (red) the insertion, one head in some layers.
+
+    Args:
+        result: A result.
+        layers: The layers, from 0.
+        head: The head, from 0.
+        condition: The condition in red; the first that isn't the baseline by default.
+        one_based: Count layers and heads from 1 in the titles, as the paper does.
+
+    Raises:
+        OptionError: No such layer, head or condition.
+    """
+    condition = result.condition(condition)
+    panels = [_Panel(result, n, head, f"Layer {n + one_based} head {head + one_based}") for n in layers]
+    figure = _lines(panels, "received_by_origin", [BASELINE, condition], (WITHOUT, WITH))
+    figure.update_xaxes(title_text="original token position")
+    about = f"mean over {_prompts([result])} prompts, {_BANDS}"
+    figure.update_layout(title_text=f"{model_caption(result)}: received attention by layer<br><sup>{about}</sup>")
+    return figure
+
+
+def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
+    """One panel beside the other, a line and its band for each condition."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(1, len(panels), subplot_titles=[p.title for p in panels], horizontal_spacing=0.07)
+    for column, panel in enumerate(panels, 1):
+        dataset = panel.result[NAME]
+        if panel.layer not in dataset.layer.values:
+            raise OptionError(f"layer {panel.layer} was not measured; there are {dataset.layer.values.tolist()}")
+        check_heads([panel.head], dataset.sizes["head"])
+        prompts = np.arange(dataset.sizes["prompt"])
+        for name, colour in zip(conditions, colours, strict=True):
+            if name != BASELINE:
+                panel.result.condition(name)
+            moments = moments_of(dataset, quantity, name, panel.layer, panel.head, prompts)
+            words = condition_words(panel.result, name)
+            for trace in line_and_band(moments, words, colour, len(prompts), legend=column == 1):
+                figure.add_trace(trace, 1, column)
+    figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_layout(
+        **LAYOUT | {"margin": dict(l=80, r=20, t=130, b=60)},
+        legend=dict(orientation="h", x=1, xanchor="right", y=1.25, yanchor="bottom"),
+        height=430,
+        hovermode="x unified",
+    )
+    return figure
+
+
+def _prompts(results: Seq[Result]) -> str:
+    return ", ".join(sorted({str(result["sequences"].sizes["prompt"]) for result in results}))

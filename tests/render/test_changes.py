@@ -1,0 +1,100 @@
+"""The figures of conditions show the numbers of the result, their nulls, and the right words."""
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.results.compare import overall_change
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    slash = ma.MeaninglessTokens("/", 20)
+    conditions = {"slash": slash, "sentence": ma.RandomSentence(20), "masked": slash.masked(), "other": slash.unshifted()}
+    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], progress=False)
+
+
+@pytest.fixture(scope="module")
+def swept(toy, prompts):
+    conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[0, 10, 25]) | {
+        f"there, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/", 5), place=["start", "random"]).items()
+    }
+    return ma.run(toy, prompts[:5], conditions, progress=False)
+
+
+def lines(figure):
+    return {trace.name: trace for trace in figure.data if trace.name}
+
+
+def test_meaningless_and_sentence(result):
+    figure = ma.render.meaningless_and_sentence([result, result], layer=1, heads=[0, 3])
+    assert [a.text.split("<br>")[1] for a in figure.layout.annotations] == ["layer 1 head 0", "layer 1 head 3"]
+    shown = lines(figure)
+    assert set(shown) == {"Meaningless tokens", "Random sentence"}
+    drawn = [t for t in figure.data if t.name == "Random sentence"][1]
+    expected = result["received_attention"].received.sel(condition="sentence", layer=1, head=3)
+    np.testing.assert_allclose(drawn.y, expected.values[drawn.x])
+    assert ma.render.meaningless_and_sentence(result, heads=2, one_based=True).layout.annotations[0].text.endswith("head 3")
+    with pytest.raises(OptionError, match="one for each"):
+        ma.render.meaningless_and_sentence([result, result], heads=[1])
+    with pytest.raises(OptionError, match="layer 9 was not measured"):
+        ma.render.meaningless_and_sentence(result, layer=9)
+
+
+def test_across_layers(result):
+    figure = ma.render.across_layers(result, [0, 2], head=5, condition="slash")
+    assert [a.text for a in figure.layout.annotations] == ["Layer 0 head 5", "Layer 2 head 5"]
+    none = [t for t in figure.data if t.name == "None"][1]
+    expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
+    np.testing.assert_allclose(none.y, expected.values[none.x])
+
+
+def test_change_map_marks_what_is_significant(result):
+    figure = ma.render.change_map(result, "slash", quantity="scale")
+    table = result.compare("slash", quantity="scale")
+    heat, dots = figure.data
+    assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
+    marked = set(zip(dots.y, dots.x, strict=True))
+    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q < 0.05}
+    assert 0 < len(marked)
+    assert "uniform attention" in figure.layout.title.text
+
+
+def test_sweeps(swept):
+    figure = ma.render.sweep(swept)
+    shown = lines(figure)
+    measured = shown["received"]
+    assert list(measured.x) == [0, 10, 25]
+    change, null = overall_change(swept, "count=25", "received")
+    assert measured.y[2] == pytest.approx(100 * float(change.estimate))
+    assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
+    assert measured.y[0] == 0
+    places = lines(ma.render.sweep(swept, "place"))["received"]
+    assert list(places.x) == ["start", "random"]
+    with pytest.raises(OptionError, match="named text="):
+        ma.render.sweep(swept, "text")
+
+
+def test_two_by_two(result):
+    shown = lines(ma.render.two_by_two(result, ["slash", "masked", "other"], layer=0))
+    words = ["Meaningless tokens", "Meaningless tokens (masked)", "Meaningless tokens (unshifted)"]
+    assert list(shown["measured"].x) == words
+    baseline, masked = (
+        result["received_attention"].received_by_segment.sel(condition=c, layer=0, segment="question").mean("head")
+        for c in ("baseline", "masked")
+    )
+    expected = 100 * np.expm1(np.log(masked / baseline).mean())
+    assert shown["measured"].y[1] == pytest.approx(float(expected), abs=1e-3)
+    assert abs(shown["uniform attention"].y[1]) < 1e-4, "masked tokens take nothing from uniform attention"
+
+
+def test_scale_and_rank(result):
+    shown = lines(ma.render.scale_by_layer(result, "slash"))
+    dataset = result["affine_shift"].sel(condition="slash", segment="question")
+    np.testing.assert_allclose(shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6)
+    np.testing.assert_allclose(shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6)
+    ranks = lines(ma.render.shift_rank(result))
+    assert set(ranks) == {"Meaningless tokens", "Random sentence", "Meaningless tokens (unshifted)"}, "masked has no shift"
+    with pytest.raises(OptionError, match="no condition"):
+        ma.render.shift_rank(result, ["dash"])
