@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,10 +136,15 @@ class Config(_Section):
         """The conditions; a swept one gives several, named after their values."""
         made: dict[str, kinds.Condition] = {}
         for name, section in self.conditions.items():
-            swept = {key: value for key, value in section.options.items() if isinstance(value, list)}
-            fixed = {key: value for key, value in section.options.items() if key not in swept}
             where = f"conditions.{name}"
-            some = _made(CONDITIONS, section.kind, fixed | {key: value[-1] for key, value in swept.items()}, where)
+            swept = {key: value for key, value in section.options.items() if isinstance(value, list)}
+            if "count" in swept:
+                swept["count"] = [count for count in swept["count"] if count != 0]  # the baseline
+            if empty := [key for key, value in swept.items() if not value]:
+                raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
+            fixed = {key: value for key, value in section.options.items() if key not in swept}
+            for values in product(*swept.values()):
+                some = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where)
             some = some.masked() if section.masked else some
             some = some.unshifted() if section.unshifted else some
             varied = kinds.sweep(some, **swept) if swept else {"": some}
@@ -200,7 +206,9 @@ def _check_figures(config: Config) -> None:
     for i, section in enumerate(config.figures or []):
         where = f"figures[{i}]"
         if section.kind not in FIGURES:
-            raise OptionError(f"{where}.kind = {section.kind!r}: there is {', '.join(FIGURES)}{_near(section.kind, FIGURES)}")
+            raise OptionError(
+                f"{where}.kind = {section.kind!r}: there is {', '.join(FIGURES)}{_near(section.kind, FIGURES)}"
+            )
         takes = inspect.signature(FIGURES[section.kind]).parameters
         options = section.options
         for name in options:
@@ -209,13 +217,29 @@ def _check_figures(config: Config) -> None:
         needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
         if missing := [name for name in needed if name not in options]:
             raise OptionError(f"{where}: {section.kind} needs {', '.join(missing)}")
-        named = [options["condition"]] if "condition" in options else list(options.get("conditions", []))
-        for name in named:
+        defaults = {p.name: p.default for p in takes.values() if p.default is not inspect.Parameter.empty}
+        shown = defaults | options
+        for name in ("layers", "conditions"):
+            if not isinstance(shown.get(name, []) or [], (list, tuple)):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give a list")
+        for name in ("layer", "head"):
+            if not isinstance(shown.get(name, 0) or 0, int):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
+        for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
             if name not in conditions:
                 raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
         analysis = "AffineShift" if section.kind in ("scale_by_layer", "shift_rank") else "ReceivedAttention"
-        if analysis not in analyses and "quantity" not in options:
-            raise OptionError(f"{where}: {section.kind} shows {analysis}, which is not among the analyses")
+        measured = {str(shown["quantity"])} if "quantity" in shown else set()
+        of = [kind for kind, cls in ANALYSES.items() if measured & _quantities(cls())]
+        if measured and not of:
+            raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
+        if not set(of or [analysis]) & analyses:
+            raise OptionError(f"{where}: {section.kind} shows {(of or [analysis])[0]}, which is not among the analyses")
+
+
+def _quantities(analysis: Analysis) -> set[str]:
+    """The names that ``result.compare`` takes."""
+    return {name.removesuffix("_by_segment") for name in analysis.quantities}
 
 
 def _near(word: str, known: Any) -> str:

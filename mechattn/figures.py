@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -137,15 +138,16 @@ def _shown(config: configs.Config) -> list[configs.Figure]:
         return config.figures
     layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
     options = {"layer": layer, "heads": config.output.heads}
-    return [
-        configs.Figure(kind="received_attention", condition=name, **options) for name in config.made_conditions()
-    ]
+    shown = [{"kind": "received_attention", "condition": name, **options} for name in config.made_conditions()]
+    return [configs.Figure.model_validate(section) for section in shown]
 
 
 def _check_shown(section: configs.Figure, layers: list[int], heads: int) -> None:
     """The layers and heads that a figure shows are measured, and there."""
-    options = section.options
-    for layer in [*([options["layer"]] if options.get("layer") is not None else []), *options.get("layers", [])]:
+    takes = inspect.signature(configs.FIGURES[section.kind]).parameters
+    options = {name: p.default for name, p in takes.items() if p.default is not p.empty} | section.options
+    shown = [options[name] for name in ("layer",) if options.get(name) is not None]
+    for layer in [*shown, *(options.get("layers") or [])]:
         if layer not in layers:
             raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
     named = [*([options["head"]] if "head" in options else [])]

@@ -85,12 +85,8 @@ def write_page(
     text = environment.get_template("page.html.j2").render(
         title=title,
         subtitle=subtitle,
-        verdicts=[
-            f"{model_caption(r)}: {verdict_words(r, name)}"
-            for r in results
-            if "received_attention" in r.datasets
-            for name in r.conditions[1:]
-        ],
+        verdicts=[words for r in results for words in _verdicts(r)[:1]],
+        more_verdicts=[words for r in results for words in _verdicts(r)[1:]],
         sections=sections,
         provenance=[row for result in results for row in _flat(result.provenance)]
         + [("command", command)] * bool(command),
@@ -121,7 +117,7 @@ def results_page(
         note = "The first of the prompts."
         for name in result.conditions[1:2]:
             title = f"{model_caption(result)}: one prompt as the model reads it, condition “{name}”"
-            sections.append(Section(title, note, tokens=_tokens(result, name)))
+            sections.append(Section(title, note, tokens=_tokens(result, name), contents=model_caption(result)))
         for draw, options in figures:
             if "results" not in inspect.signature(draw).parameters:
                 sections.append(_drawn(draw(result, **options), draw, result))
@@ -132,6 +128,12 @@ def results_page(
     subtitle = f"Attention with and without inserted tokens, {', '.join(map(str, counts))} prompts."
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
     return write_page(path, title, subtitle, results, sections, command)
+
+
+def _verdicts(result: Result) -> list[str]:
+    """A sentence for each condition, where received attention was measured."""
+    names = result.conditions[1:] if "received_attention" in result.datasets else []
+    return [f"{model_caption(result)}: {verdict_words(result, name)}" for name in names]
 
 
 def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
@@ -147,7 +149,7 @@ def _drawn(figure: Any, draw: Callable, result: Result | None = None) -> Section
     else:
         title, note = figure.layout.title.text.split("<br>")[0], (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    return Section(title, note, figure=html)
+    return Section(title, note, figure=html, contents=None if result is None else "")
 
 
 def _tokens(result: Result, condition: str) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """From a model to a conclusion: what 55 meaningless tokens before the question do to attention.
 
-    python docs/tutorials/redistribution.py            # writes out/redistribution.html
+python docs/tutorials/redistribution.py            # writes out/redistribution.html
 """
 
 from pathlib import Path

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Quantity, Sums
+from mechattn.axes import SEGMENTS
 from mechattn.functional import affine as fn
 from mechattn.functional.received import segment_mean
 from mechattn.prompts.sequences import Batch, Sequence
 
+_NONE = -1.0  # a ratio that is not there; sums must be finite
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
-_PER_QUERY = ("scale", "total_variation", "output", "shift", "residual", "change", *(f"by_{p}" for p in _PARTS))
+_PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
+_BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", "shift_norm", "shift_share")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,12 @@ class AffineShift:
     Exactly, in every layer: ``output' = λ · output + Σσ + re-routing + new values`` (``functional.affine.Split``). The
     published form leaves the last two out, which is right in layer 0 alone, and there where the distance of the
     original tokens to each other has not changed. All outputs are those of single heads, before W_O.
+
+    Args:
+        per_query: Keep λ, ρ_Q, total variation, relative error and the shift's norm and share at each position too.
     """
+
+    per_query: bool = False
 
     @property
     def name(self) -> str:
@@ -35,48 +43,49 @@ class AffineShift:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
+        """What is recorded with the result."""
+        return asdict(self)
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Means over the queries of each segment, and the rank of the shift over the queries after the insertion."""
-        segment = ("head", "segment")
-        mean = ", mean over the queries of the segment"
-        after = "; of queries after the insertion"
+        of = ("head", "segment")
+        scale = "attention left to the original keys: lambda in the paper"
+        ratio = "attention to all question keys, over that without inserted tokens: rho_Q"
+        null = " if every head attended uniformly to the keys it can see"
+        split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
+        rank = "over the shifts of the original queries after the insertion"
         shares = {
             f"change_by_{part}": Quantity(
-                segment, "share", f"<{part}, change> / |change|^2: the parts add up to 1{after}{mean}"
+                of,
+                "share",
+                f"<{part}, change> / |change|^2, of queries after the insertion; adds up to 1",
+                "difference",
             )
             for part in _PARTS
         }
+        by_position = {
+            f"{name}_at": Quantity(("head", "key"), "as without _at", f"{name} of the query at this position")
+            for name in _BY_POSITION
+            if self.per_query
+        }
         return {
-            "scale": Quantity(
-                segment, "probability", "attention left to the original keys: lambda in the paper" + mean
-            ),
-            "scale_uniform": Quantity(
-                ("segment",), "probability", "the same if every head attended uniformly to the keys it can see" + mean
-            ),
-            "scale_at": Quantity(
-                ("head", "key"), "probability", "attention that the query leaves to the original keys"
-            ),
+            "scale": Quantity(of, "probability", scale),
+            "scale_uniform": Quantity(("segment",), "probability", scale + null),
+            "question_ratio": Quantity(of, "ratio", ratio),
+            "question_ratio_uniform": Quantity(("segment",), "ratio", ratio + null),
             "total_variation": Quantity(
-                segment, "probability", "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted" + mean
+                of, "probability", "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted", "difference"
             ),
-            "relative_error": Quantity(
-                segment, "share", "|output' - lambda output - shift| / |output'|: what the affine form misses" + mean
-            ),
-            "output_norm": Quantity(segment, "value norm", "|output'|" + mean),
-            "shift_norm": Quantity(segment, "value norm", "|sum over inserted keys of A' v'|" + mean),
-            "shift_share": Quantity(segment, "share", "|shift| / |output'|" + mean),
+            "relative_error": Quantity(of, "share", split, "difference"),
+            "output_norm": Quantity(of, "value norm", "|output'|"),
+            "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference"),
+            "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference"),
             **shares,
-            "shift_rank_one_share": Quantity(
-                ("head",), "share", "s1^2 / sum s^2 over the shifts of the original queries after the insertion"
-            ),
+            **by_position,
+            "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}"),
             "shift_effective_rank": Quantity(
-                ("head",),
-                "dimensions",
-                "exp entropy of s / sum s over the shifts of these queries (Roy, Vetterli 2007)",
+                ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)"
             ),
         }
 
@@ -87,24 +96,20 @@ class AffineShift:
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
-        return {name: torch.zeros(shape, device=batch.tokens.device) for name in _PER_QUERY}
+        names = (*_PER_QUERY, *(f"by_{part}" for part in _PARTS))
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Norms and products of the parts, query by query; the Gram matrix of the shifts."""
-        inserted = rows.batch.inserted
-        parts = fn.split(
-            rows.pattern,
-            rows.v,
-            inserted[:, rows.keys],
-            rows.aligned,
-            rows.v_aligned,
-            rows.baseline,
-            rows.v_baseline,
-        )
+        inserted = rows.batch.inserted[:, rows.keys]
+        aligned, baseline = rows.aligned, rows.baseline
+        parts = fn.split(rows.pattern, rows.v, inserted, aligned, rows.v_aligned, baseline, rows.v_baseline)
         change = parts.change
+        ratio = fn.question_ratio(aligned, baseline, rows.segment == SEGMENTS.index("question"))
         made = {
             "scale": parts.scale,
-            "total_variation": fn.total_variation(rows.aligned, rows.baseline, parts.scale.clamp(min=1e-30)),
+            "question_ratio": ratio.nan_to_num(_NONE, posinf=_NONE),
+            "total_variation": fn.total_variation(aligned, baseline, parts.scale.clamp(min=1e-30)),
             "output": parts.output.norm(dim=-1),
             "shift": parts.shift.norm(dim=-1),
             "residual": (parts.rerouting + parts.new_values).norm(dim=-1),
@@ -119,29 +124,43 @@ class AffineShift:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; an inserted query has a scale, and nothing to be compared with."""
-        members, after = batch.members(), self._after(batch)
+        members, after, asks = batch.members(), self._after(batch), self._asks(batch)
         original = members & (batch.origin >= 0)[:, None]
-        null = segment_mean(fn.uniform_scale(batch.inserted, window, batch.hidden)[:, None], members)
-
-        def mean(value: Float[Tensor, "batch head query"], over: Bool[Tensor, "batch query"] | None = None) -> Tensor:
-            return segment_mean(value, original if over is None else original & over[:, None])
-
-        energies = fn.spectrum(sums["gram"])
-        measured = after.any(-1)[:, None]
-        return {
-            "scale": segment_mean(sums["scale"], members),
-            "scale_uniform": null.squeeze(1),
-            "scale_at": sums["scale"].masked_fill(~batch.real[:, None], torch.nan),
-            "total_variation": mean(sums["total_variation"]),
-            "relative_error": mean(sums["residual"] / sums["output"]),
-            "output_norm": mean(sums["output"]),
-            "shift_norm": mean(sums["shift"]),
-            "shift_share": mean(sums["shift"] / sums["output"]),
-            **{f"change_by_{part}": mean(sums[f"by_{part}"] / sums["change"], after) for part in _PARTS},
-            "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(~measured, torch.nan).float(),
-            "shift_effective_rank": fn.effective_rank(energies).masked_fill(~measured, torch.nan).float(),
+        uniform = fn.uniform_scale(batch.inserted, window, batch.hidden)
+        uniform_ratio = fn.uniform_question_ratio(batch.origin, window, batch.hidden).masked_fill(~asks, torch.nan)
+        there = (sums["question_ratio"] != _NONE) & asks[:, None]
+        each = {
+            "scale": sums["scale"],
+            "question_ratio": sums["question_ratio"].masked_fill(~there, torch.nan),
+            "total_variation": sums["total_variation"],
+            "relative_error": sums["residual"] / sums["output"],
+            "shift_norm": sums["shift"],
+            "shift_share": sums["shift"] / sums["output"],
         }
 
+        energies = fn.spectrum(sums["gram"])
+        nothing = ~after.any(-1)[:, None]
+        late = original & after[:, None]
+        return {
+            **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},
+            "scale_uniform": segment_mean(uniform[:, None], members).squeeze(1),
+            "question_ratio_uniform": segment_mean(uniform_ratio[:, None], original).squeeze(1),
+            "output_norm": segment_mean(sums["output"], original),
+            **{f"change_by_{part}": segment_mean(sums[f"by_{part}"] / sums["change"], late) for part in _PARTS},
+            "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(nothing, torch.nan).float(),
+            "shift_effective_rank": fn.effective_rank(energies).masked_fill(nothing, torch.nan).float(),
+            **(self._by_position(each, batch) if self.per_query else {}),
+        }
+
+    def _by_position(self, each: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Every query's own value, NaN where it has none: an inserted query has a scale alone."""
+        there = {name: batch.real if name == "scale" else batch.origin >= 0 for name in each}
+        return {f"{name}_at": value.masked_fill(~there[name][:, None], torch.nan) for name, value in each.items()}
+
     def _after(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
-        """The original queries that can see an inserted token."""
+        """The original queries that come after an inserted token."""
         return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)
+
+    def _asks(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
+        """The original queries that can see a question token."""
+        return (batch.of_segment("question").cumsum(-1) > 0) & (batch.origin >= 0)

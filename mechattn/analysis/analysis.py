@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.prompts.sequences import Batch, Sequence
@@ -54,6 +54,7 @@ class PairedRows:
         v: Values with them.
         v_aligned: Values of the original keys, with them.
         v_baseline: Values without them.
+        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is none.
         queries: The positions of these rows.
         keys: The positions of the keys of ``pattern``.
         batch: The sequences.
@@ -67,6 +68,7 @@ class PairedRows:
     v: Float[Tensor, "batch kv_head key d_head"]
     v_aligned: Float[Tensor, "batch kv_head original d_head"]
     v_baseline: Float[Tensor, "batch kv_head original d_head"]
+    segment: Int[Tensor, "batch original"]
     queries: slice
     keys: slice
     batch: Batch
@@ -75,11 +77,15 @@ class PairedRows:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition."""
+    """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition.
+
+    ``compared`` says how two conditions are: by "ratio"; by "difference" where the baseline is 0 by definition.
+    """
 
     dims: tuple[str, ...]
     units: str
     description: str
+    compared: Literal["ratio", "difference"] = "ratio"
 
 
 @runtime_checkable

@@ -135,7 +135,12 @@ class Collector:
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         options = ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())
-        return {"units": quantity.units, "description": quantity.description, "options": options}
+        return {
+            "units": quantity.units,
+            "description": quantity.description,
+            "compared": quantity.compared,
+            "options": options,
+        }
 
     def _count(self, dim: str) -> int:
         return len(self.coords[dim])

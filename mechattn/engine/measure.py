@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
-from mechattn.axes import BASELINE
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, RowAnalysis, Sums
+from mechattn.axes import BASELINE
 from mechattn.engine.collect import Collector
 from mechattn.engine.forward import Forward
 from mechattn.engine.pairs import PairedLayer, paired_layer
@@ -60,7 +60,7 @@ def measure_batch(
             paired.pop(layer, None)
             for analysis, made, collector in zip(analyses, sums.pop(layer), collectors, strict=True):
                 _refuse_nan(model, layer, made)
-                collector.add(layer, placed, analysis.values(made, placed, window))
+                collector.add(layer, batch, analysis.values(made, placed, window))
 
     forward(model, placed, windows, see)
 

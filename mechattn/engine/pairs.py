@@ -51,6 +51,7 @@ class PairedLayer:
             v=self.v[:, :, keys],
             v_aligned=self.v_aligned[:, :, :count],
             v_baseline=self.baseline.v[:, :, :count],
+            segment=pairs.segment[:, :count],
             queries=rows.queries,
             keys=keys,
             batch=pairs.batch,

@@ -76,7 +76,7 @@ def run(
     for prompt, made in zip(prompts, sequences, strict=True):
         _check_sequences(prompt, made, named, analyses, model)
     model = load_model(model)  # verified again if another model was made since
-    _check_position_ids(model, sequences)
+    _check_variants(model, sequences)
     forward, why = chosen_forward(model, engine)
     cost = Cost(model.cfg.n_heads, position_width(model), square=forward is forward_through_hooks)
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, memory)
@@ -135,12 +135,27 @@ def _check_sequences(
                 raise PromptError(f"{where} {problem}")
 
 
-def _check_position_ids(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+def _check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+    """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
+    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.hides})
+    layers = hooks.attention_layers(model)
+    if hides and len(layers) < model.cfg.n_layers:
+        raise OptionError(
+            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the others would "
+            f"carry inserted tokens on that attention cannot see: leave out {', '.join(map(repr, hides))}"
+        )
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
     if kept and not hooks.takes_position_ids(model):
         raise OptionError(
             f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does), so "
             f"the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
+        )
+    negative = {n: -int(s.position_ids.min()) for made in sequences for n, s in made.items() if s.keeps_positions}
+    if kept and hasattr(model, "pos_embed") and max(negative.values()) > 0:
+        name = max(negative, key=lambda condition: negative[condition])
+        raise OptionError(
+            f"{model.cfg.model_name} has learned positions, and {name!r} needs {negative[name]} before the first: "
+            "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
         )
 
 

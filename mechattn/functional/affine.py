@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.functional.received import visible_counts
@@ -75,6 +75,7 @@ def split(
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
+    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # a small rest of 1 has lost its digits
     return Split(
         output=mix(pattern, v),
         before=mix(baseline, v_baseline),
@@ -101,6 +102,19 @@ def total_variation(
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 
 
+def question_ratio(
+    aligned: Float[Tensor, "batch head query original"],
+    baseline: Float[Tensor, "batch head query original"],
+    question: Bool[Tensor, "batch original"],
+) -> Float[Tensor, "batch head query"]:
+    """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline has none there.
+
+    In layer 0 with RoPE or ALiBi and full attention every question key has this ratio. It may exceed 1.
+    """
+    member = question[:, None, None].to(aligned.dtype)
+    return (aligned * member).sum(-1) / (baseline * member).sum(-1)
+
+
 def uniform_scale(
     inserted: Bool[Tensor, "batch pos"], window: int | None = None, hidden: Bool[Tensor, "batch pos"] | None = None
 ) -> Float[Tensor, "batch pos"]:
@@ -115,6 +129,25 @@ def uniform_scale(
     if hidden is not None:
         scale = torch.where(hidden.any(-1, keepdim=True) & ~hidden, 1.0, scale)
     return scale.float()
+
+
+def uniform_question_ratio(
+    origin: Int[Tensor, "batch pos"], window: int | None = None, hidden: Bool[Tensor, "batch pos"] | None = None
+) -> Float[Tensor, "batch pos"]:
+    """ρ_Q of a head that is blind to content: how many keys a query saw, over how many it sees; NaN if inserted.
+
+    In a windowed layer that is the ratio for a key that stays in view.
+
+    Args:
+        origin: The index of each token in the baseline, −1 for inserted ones and less for padding.
+        window: How many keys a query sees.
+        hidden: Those of the inserted tokens that original ones cannot see.
+    """
+    before = (origin + 1).double().clamp(max=window or origin.shape[-1])
+    now = visible_counts(torch.ones_like(origin, dtype=torch.bool), window)
+    if hidden is not None:
+        now = now - visible_counts(hidden, window)
+    return torch.where(origin >= 0, before / now.clamp(min=1), torch.nan).float()
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:

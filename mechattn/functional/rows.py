@@ -138,10 +138,10 @@ def attention_by_rows(
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
     n = batch * k.shape[1]
-    queries = q.reshape(n, groups, length, width)
+    queries = q.reshape(n, groups, length, width).to(wide) * attention.scale
     keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
     values = v.reshape(n, length, -1).to(wide)
-    out = q.new_empty(n, groups, length, values.shape[-1])
+    out = q.new_empty(batch, length, heads, values.shape[-1])  # as the model wants it: no copy afterwards
     longest = min(length, window + block) if window else length
     buffer = keys.new_empty(n * groups * min(block, length) * longest)
     before = torch.ones(block, block, device=q.device, dtype=torch.bool).tril()
@@ -152,7 +152,7 @@ def attention_by_rows(
         first = max(0, start - window + 1) if window else 0
         count = end - first
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
-        asked = (queries[:, :, start:end] * attention.scale).to(wide).reshape(n, groups * rows, width)
+        asked = queries[:, :, start:end].reshape(n, groups * rows, width)
         torch.bmm(asked, keys[:, :, first:end], out=s)
         _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
         by_head = s.view(n, groups, rows, count)
@@ -162,10 +162,10 @@ def attention_by_rows(
         if attention.hidden is not None:
             _mask_hidden(s.view(batch, heads, rows, count), attention.hidden, slice(start, end), slice(first, end))
         torch.softmax(s, -1, out=s)
-        out[:, :, start:end] = torch.bmm(s, values[:, first:end]).view(n, groups, rows, -1)
+        out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
         if see is not None:
             see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), attention))
-    return out.view(batch, heads, length, -1)
+    return out.transpose(1, 2)
 
 
 def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query key"], keys: slice) -> None:

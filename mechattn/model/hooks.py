@@ -213,8 +213,7 @@ def forward_to(
     if position_ids is not None:
         # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
         options = {"attention_mask": torch.ones_like(tokens)} | options
-        learned = hasattr(model, "pos_embed")  # it has no row for a negative position
-        options["position_ids"] = position_ids.clamp(min=0) if learned else position_ids
+        options["position_ids"] = position_ids
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif _keeps_logits(model):

@@ -148,17 +148,19 @@ class RandomTokens:
     Args:
         count: How many tokens are inserted.
         place: As for :class:`MeaninglessTokens`.
+        draw: Another number, another draw: for several of them beside each other in one run.
     """
 
     count: int = 55
     place: Place = "before_question"
+    draw: int = 0
 
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the drawn ones inserted."""
-        draw = random.Random(f"tokens {seed} {prompt.id}")
+        draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
         filler = fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
         return _inserted(filler, self.place, prompt, model, seed)
 
@@ -174,10 +176,12 @@ class RandomSentence:
     Args:
         count: How many tokens are inserted.
         place: As for :class:`MeaninglessTokens`.
+        draw: Another number, another draw: for several of them beside each other in one run.
     """
 
     count: int = 55
     place: Place = "before_question"
+    draw: int = 0
 
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)
@@ -188,7 +192,7 @@ class RandomSentence:
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """The token ids of the sentences."""
-        draw = random.Random(f"sentence {seed} {prompt.id}")
+        draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
         return fillers.random_sentence(require_tokenizer(model), self.count, draw)
 
     masked, unshifted = _masked, _unshifted
@@ -201,18 +205,20 @@ class ShuffledSentence:
     Args:
         count: How many tokens are inserted.
         place: As for :class:`MeaninglessTokens`.
+        draw: Another number, another draw: for several of them beside each other in one run.
     """
 
     count: int = 55
     place: Place = "before_question"
+    draw: int = 0
 
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the shuffled ones inserted."""
-        filler = RandomSentence(self.count, self.place).filler(prompt, model, seed)
-        random.Random(f"shuffle {seed} {prompt.id}").shuffle(filler)
+        filler = RandomSentence(self.count, self.place, self.draw).filler(prompt, model, seed)
+        random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(filler)
         return _inserted(filler, self.place, prompt, model, seed)
 
     masked, unshifted = _masked, _unshifted
@@ -239,7 +245,11 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     for name in options:
         if name not in have:
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
-    if not options:
+    for name, values in options.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
+    options = {name: list(values) for name, values in options.items()}
+    if not options or not all(options.values()):
         raise OptionError("a sweep needs an option with its values, such as count=[10, 25, 40]")
     made = {}
     for values in product(*options.values()):

@@ -7,6 +7,7 @@ from typing import Any
 
 from mechattn.errors import ConditionError
 
+_MOST = 256  # repetitions a token
 _DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
 _ADJECTIVES = (
     "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
@@ -26,7 +27,7 @@ _CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
 
 
 def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
-    """The most repetitions of a text that give exactly ``count`` tokens.
+    """As few repetitions of a text as give exactly ``count`` tokens.
 
     Raises:
         ConditionError: ``count`` tokens are no whole number of repetitions.
@@ -36,10 +37,12 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
 
     low, high = 1, count + 1
+    while len(encode(high)) < count and high < _MOST * count:  # a tokenizer may have a token for several of them
+        high *= 2
     while low < high:  # the length grows with the repetitions: find the first that is long enough
         middle = (low + high) // 2
         low, high = (middle + 1, high) if len(encode(middle)) < count else (low, middle)
-    tokens = encode(low)
+    tokens = next((made for made in map(encode, range(low, low + 4)) if len(made) == count), encode(low))
     if len(tokens) != count:
         pieces = [tokenizer.decode([token]) for token in encode(2)]
         near = sorted({len(encode(max(1, low - 1))), len(tokens)})
@@ -51,7 +54,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
 
 
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
-    """Ordinary tokens drawn uniformly, with replacement: no special token, none without a text.
+    """Ordinary tokens drawn uniformly, with replacement: no special or added token, no blank, no part of a character.
 
     Args:
         tokenizer: Its tokens are drawn from.
@@ -59,11 +62,12 @@ def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) ->
         count: How many.
         draw: The source of chance.
     """
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     made: list[int] = []
     while len(made) < count:
         token = draw.randrange(min(size, len(tokenizer)))
-        if token not in special and tokenizer.decode([token]).strip():
+        text = tokenizer.decode([token])
+        if token not in special and text.strip() and "\ufffd" not in text:
             made.append(token)
     return made
 

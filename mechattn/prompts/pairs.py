@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.sequences import PADDING, Batch
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Pairs:
         baseline: The row of the baseline of each.
         place: Where each original token stands in the sequence; 0 where there is none.
         original: Which original tokens there are, by their position in the baseline.
+        segment: The segment of each, by its index in ``SEGMENTS``; −2 where there is none.
         reach: For each position, how many original tokens stand at or before it, in the pair that has most.
     """
 
@@ -27,6 +28,7 @@ class Pairs:
     baseline: Int[Tensor, " pair"]
     place: Int[Tensor, "pair original"]
     original: Bool[Tensor, "pair original"]
+    segment: Int[Tensor, "pair original"]
     reach: tuple[int, ...]
 
 
@@ -41,10 +43,12 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
     pair, position = exists.nonzero(as_tuple=True)
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
+    segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
     return Pairs(
         batch=batch,
         baseline=torch.tensor([first[prompt] for prompt, _ in batch.rows], device=device),
         place=place.to(device),
         original=original.to(device),
+        segment=segment.to(device),
         reach=tuple(exists.cumsum(-1).amax(0).tolist()),
     )

@@ -36,7 +36,9 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     condition = result.condition(condition)
     at = result[NAME].sel(condition=condition, segment=segment)
     layers = at.layer.values
-    figure = make_subplots(1, 2, subplot_titles=["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
+    figure = make_subplots(
+        1, 2, subplot_titles=["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
+    )
     heads = np.sort(at.scale.mean("prompt").transpose("layer", "head").values, axis=1)
     for line in heads.T:
         figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
@@ -79,7 +81,9 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
     figure.update_xaxes(title_text="layer", dtick=1 if share.sizes["layer"] <= 16 else None)
     figure.update_yaxes(title_text="s₁² / Σ s²")
     note = "of the matrix of shifts [query, d_head], mean over heads; 95 % intervals over prompts"
-    figure.update_layout(**LAYOUT, title_text=f"{model_caption(result)}: rank of the shift<br><sup>{note}</sup>", height=420)
+    figure.update_layout(
+        **LAYOUT, title_text=f"{model_caption(result)}: rank of the shift<br><sup>{note}</sup>", height=420
+    )
     return figure
 
 

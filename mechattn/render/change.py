@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, model_caption
+from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, model_caption, quantity_words
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 
@@ -31,6 +32,8 @@ def change_map(
 
     condition = result.condition(condition)
     table = result.compare(condition, quantity=quantity, segment=segment)
+    if set(table) & {"segment", "to_segment"}:
+        raise OptionError(f"{quantity!r} has more than one number for each head; a map shows one that has not")
     wide = {name: table.pivot(index="layer", columns="head", values=name) for name in ("beyond", "difference", "q")}
     beyond, sure = wide["beyond"], wide["q"] < 0.05
     reach = float(np.nanmax(abs(beyond.values))) or 1.0
@@ -50,8 +53,14 @@ def change_map(
         marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
     )  # fmt: skip
     figure.add_trace(marks)
-    note = f"{int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: {table.attrs['null']}"
-    title = f"{model_caption(result)}: {quantity} ({segment}), {condition_words(result, condition)}, beyond the null"
+    words = condition_words(result, condition)
+    note = (
+        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: "
+        f"{table.attrs['null']}"
+    )
+    if table.attrs["smallest_q"] >= 0.05:
+        note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
+    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change beyond the null"
     figure.update_layout(
         **LAYOUT | {"margin": dict(l=70, r=20, t=110, b=60)},
         title_text=f"{title}<br><sup>{note}</sup>",
@@ -64,7 +73,11 @@ def change_map(
 
 
 def sweep(
-    result: Result, option: str = "count", quantity: str = "received", segment: str = "question", layer: int | None = None
+    result: Result,
+    option: str = "count",
+    quantity: str = "received",
+    segment: str = "question",
+    layer: int | None = None,
 ) -> go.Figure:
     """The change of a quantity over the values of a swept option, with 95 % intervals and the null beside it.
 
@@ -82,30 +95,38 @@ def sweep(
 
     lines: dict[str, dict[str, str]] = {}
     for name in result.conditions:
-        parts = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
-        if option in parts:
-            value = parts.pop(option)
-            lines.setdefault(", ".join(f"{k}={v}" for k, v in parts.items()), {})[value] = name
+        parts = name.split(", ")
+        swept = [part for part in parts if part.startswith(f"{option}=")]
+        if swept:
+            others = ", ".join(part for part in parts if part not in swept)
+            lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
     if not lines:
         raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
     figure = go.Figure()
-    for (words, named), colour in zip(lines.items(), (WITH, *OTHERS), strict=False):
+    for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
         numeric = all(value.lstrip("-").isdigit() for value in named)
         x = [int(value) for value in named] if numeric else list(named)
         changes = [overall_change(result, name, quantity, segment, layer) for name in named.values()]
         start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, nothing changed
-        _interval_line(figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour)
+        _interval_line(
+            figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour
+        )
         if changes[0][1] is not None:
             nulls = start[1] + [100 * float(null.estimate) for _, null in changes if null is not None]
             line = dict(dash="dot", color=colour)
-            figure.add_scatter(x=start[0] + x, y=nulls, name="uniform attention", line=line, mode="lines+markers")
-    _finish(figure, result, f"{quantity} ({segment}), {_where(layer)}, by {option}")
+            name = f"uniform attention{', ' * bool(words)}{words}" if len(lines) > 1 else "uniform attention"
+            figure.add_scatter(x=start[0] + x, y=nulls, name=name, line=line, mode="lines+markers")
+    _finish(figure, result, f"{quantity_words(quantity, segment)}, by {option}", layer)
     figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
     return figure
 
 
 def two_by_two(
-    result: Result, conditions: Seq[str], quantity: str = "received", segment: str = "question", layer: int | None = None
+    result: Result,
+    conditions: Seq[str],
+    quantity: str = "received",
+    segment: str = "question",
+    layer: int | None = None,
 ) -> go.Figure:
     """The change of a quantity in each condition with its 95 % interval and its null: a condition and its variants.
 
@@ -128,7 +149,7 @@ def two_by_two(
         nulls = [100 * float(null.estimate) for _, null in changes if null is not None]
         marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
         figure.add_scatter(x=words, y=nulls, mode="markers", name="uniform attention", marker=marker)
-    _finish(figure, result, f"{quantity} ({segment}), {_where(layer)}")
+    _finish(figure, result, quantity_words(quantity, segment), layer)
     return figure
 
 
@@ -136,7 +157,9 @@ def _where(layer: int | None) -> str:
     return "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
 
 
-def _interval_line(figure: go.Figure, x: list, changes: list, name: str, colour: str, mode: str = "lines+markers") -> None:
+def _interval_line(
+    figure: go.Figure, x: list, changes: list, name: str, colour: str, mode: str = "lines+markers"
+) -> None:
     """Estimates in percent with their intervals; None is the baseline, 0 by definition."""
     y = [0.0 if c is None else 100 * float(c.estimate) for c in changes]
     above = [0.0 if c is None else 100 * float(c.high - c.estimate) for c in changes]
@@ -147,9 +170,9 @@ def _interval_line(figure: go.Figure, x: list, changes: list, name: str, colour:
     figure.add_scatter(x=x, y=y, error_y=bars, name=name, mode=mode, marker=marker, hovertemplate=hover)
 
 
-def _finish(figure: go.Figure, result: Result, what: str) -> None:
+def _finish(figure: go.Figure, result: Result, what: str, layer: int | None) -> None:
     n = result["sequences"].sizes["prompt"]
-    note = f"n = {n} prompts; bars: 95 % t intervals of the log-ratio of each prompt's mean"
+    note = f"{_where(layer)}; n = {n} prompts; bars: 95 % t intervals of the log-ratio of each prompt's mean"
     figure.add_hline(0, line_width=1, line_color="#888")
     figure.update_layout(
         **LAYOUT, title_text=f"{model_caption(result)}: change of {what}<br><sup>{note}</sup>", height=440

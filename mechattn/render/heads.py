@@ -65,7 +65,12 @@ def meaningless_and_sentence(
 
 
 def across_layers(
-    result: Result, layers: Seq[int] = (0, 1, 2), head: int = 0, condition: str | None = None, *, one_based: bool = False
+    result: Result,
+    layers: Seq[int] = (0, 1, 2),
+    head: int = 0,
+    condition: str | None = None,
+    *,
+    one_based: bool = False,
 ) -> go.Figure:
     """Received attention of the original tokens without (blue) and with (red) the insertion, one head in some layers.
 

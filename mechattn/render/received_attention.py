@@ -136,7 +136,8 @@ def verdict_words(result: Result, condition: str | None = None, segment: str = "
 
 
 def _percent(change: np.ndarray) -> str:
-    return f"{100 * float(change):+.1f}\u00a0%".replace("-", "−")
+    rounded = round(100 * float(change), 1) + 0.0  # no minus zero
+    return f"{rounded:+.1f}\u00a0%".replace("-", "−")
 
 
 def check_heads(heads: Seq[int], count: int) -> None:

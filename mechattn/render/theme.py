@@ -36,16 +36,29 @@ _KINDS = {
 
 
 def condition_words(result: Result, condition: str) -> str:
-    """What a condition inserts, in words; its name where that says more."""
+    """What a condition inserts, in words, with its name where another condition has the same words."""
     if condition == BASELINE:
         return "None"
+    words = _words(result, condition)
+    others = [name for name in result.conditions if name not in (condition, BASELINE)]
+    return f"{words} ({condition})" if any(_words(result, name) == words for name in others) else words
+
+
+def _words(result: Result, condition: str) -> str:
     made = str(result.provenance["conditions"].get(condition, ""))
     words = next((words for kind, words in _KINDS.items() if f"{kind}(" in made), condition)
     marks = [word for word, flag in (("masked", "hides=True"), ("unshifted", "keeps_positions=True")) if flag in made]
-    same = [name for name, other in result.provenance["conditions"].items() if other.split("(")[0] == made.split("(")[0]]
-    if len(same) > 1 and not marks:
-        return f"{words} ({condition})"
     return f"{words} ({', '.join(marks)})" if marks else words
+
+
+def quantity_words(quantity: str, segment: str) -> str:
+    """What a quantity of a segment is called in a title."""
+    words = {
+        "received": "attention received by the {}",
+        "mass": "attention to all of the {}",
+        "scale": "attention that the {} leaves to the original keys (λ)",
+    }
+    return words.get(quantity, quantity + " of the {}").format(segment)
 
 
 def model_caption(result: Result) -> str:

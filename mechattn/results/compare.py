@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
+FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
@@ -49,22 +50,21 @@ def compare(
     _check_prompts(result, other)
     if matched:
         _check_lengths(result, condition, other, to)
-    ours, null = _values(result, condition, quantity, by, segment)
-    theirs, their_null = _values(other, to, quantity, by, segment)
-    if any(ours.sizes.get(dim) != theirs.sizes.get(dim) for dim in ("prompt", "layer", "head")):
-        raise OptionError(f"{quantity!r} has the shape {ours.shape} in one result and {theirs.shape} in the other")
-    ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
-    if null is not None and their_null is not None:
-        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
-    log = all(bool((part > 0).all()) for part in (ours, theirs, null, their_null) if part is not None)
+    variable = _variable(result, quantity, by)
+    ours, theirs, null, their_null = _aligned(result, condition, other, to, quantity, by, segment)
+    log = variable.attrs.get("compared", "ratio") == "ratio" and all(
+        bool((part > 0).all()) for part in (ours, theirs, null, their_null) if part is not None
+    )
     difference: xr.DataArray = xr.apply_ufunc(np.log, ours / theirs) if log else ours - theirs
     expected = difference * 0
     if null is not None and their_null is not None:
         expected = expected + (xr.apply_ufunc(np.log, null / their_null) if log else null - their_null)
     prompts = np.arange(ours.sizes["prompt"])
     halves = (prompts, prompts) if select is None else (prompts[::2], prompts[1::2])
-    if len(halves[1]) < FEWEST:
-        raise OptionError(f"there are {len(prompts)} prompts; give at least {FEWEST if select is None else 2 * FEWEST}")
+    fewest = FEWEST if select is None else 2 * FEWEST_TO_SELECT
+    if len(prompts) < fewest:
+        why = "" if select is None else ": below, no head can be found on one half of them (q < 0.05)"
+        raise OptionError(f"there are {len(prompts)} prompts; give at least {fewest}{why}")
     cells = np.ones(difference.shape[1:], dtype=bool)
     if select == "half":
         cells = (
@@ -95,8 +95,10 @@ def compare(
         "segment": segment or "all",
         "family": f"{int(cells.sum())} tests: {' × '.join(map(str, difference.dims[1:]))}",
         "null": "uniform attention" if null is not None else "no difference",
+        "smallest_q": 2.0 ** (1 - numbers.n) if numbers.n <= 12 else 0.0,
         "level": level,
         "select": select or "none",
+        "models": f"{_model(result)}, {_model(other)}",
     }
     return made
 
@@ -116,25 +118,58 @@ def overall_change(
     Raises:
         OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
     """
-    made = []
-    for name in (condition, BASELINE):
-        values, null = _values(result, name, quantity, "segment", segment)
-        both = [part if part is None or layer is None else part.sel(layer=layer) for part in (values, null)]
-        made.append([None if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in both])
-    (values, null), (reference, null_reference) = made
+    parts = _aligned(result, condition, result, BASELINE, quantity, "segment", segment)
+    if set(parts[0].dims) & {"segment", "to_segment"}:
+        raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
+    if layer is not None and layer not in parts[0].layer.values:
+        raise OptionError(f"layer {layer} was not measured; there are {parts[0].layer.values.tolist()}")
+    chosen = [part if part is None or layer is None else part.sel(layer=layer) for part in parts]
+    values, reference, null, null_reference = (
+        np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen
+    )
+    if _variable(result, quantity, "segment").attrs.get("compared") == "difference":
+        raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
     if not ((values > 0).all() and (reference > 0).all()):
         raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
-    return relative_change(values, reference), None if null is None else relative_change(null, null_reference)
+    return relative_change(values, reference), relative_change(null, null_reference) if null.size else None
 
 
-def _values(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None
-) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
-    if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
-        )
+def _aligned(
+    result: Result, condition: str, other: Result, to: str, quantity: str, by: str, segment: str | None
+) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]:
+    """Values and references, and the nulls of both, with the same coordinates."""
+    import xarray as xr
+
+    ours, null = _values(result, condition, quantity, by, segment)
+    theirs, their_null = _values(other, to, quantity, by, segment)
+    for dim in ("prompt", "layer", "head"):
+        if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
+            raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
+    options = [_variable(r, quantity, by).attrs.get("options") for r in (result, other)]
+    if options[0] != options[1]:
+        raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
+    ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
+    if "to_segment" in ours.dims:  # attention to what comes later is 0 in every prompt and condition
+        other_dims = [dim for dim in ours.dims if dim != "to_segment"]
+        some = ((ours != 0) | (theirs != 0)).any(other_dims)
+        ours, theirs = ours.isel(to_segment=some.values), theirs.isel(to_segment=some.values)
+    if null is not None and their_null is not None:
+        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
+    return ours, theirs, null, their_null
+
+
+def _model(result: Result) -> str:
+    return str(result.provenance["model"]["name"])
+
+
+def _variable(result: Result, quantity: str, by: str) -> xr.DataArray:
+    """The variable of a quantity."""
+    dataset, name = _found(result, quantity, by)
+    return dataset[name]
+
+
+def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
+    """The dataset that has a quantity for each prompt, and the variable's name."""
     names = (f"{quantity}_by_{by}", quantity)
     found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
     found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
@@ -146,7 +181,18 @@ def _values(
             if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not str(name).endswith("_uniform")
         )
         raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}")
-    dataset, name = found[0]
+    return found[0]
+
+
+def _values(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None
+) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
+    if condition not in result.conditions:
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
+    dataset, name = _found(result, quantity, by)
     values = _chosen(dataset[name], condition, segment)
     uniform = f"{name}_uniform"
     null = _chosen(dataset[uniform], condition, segment) if uniform in dataset else None

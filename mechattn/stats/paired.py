@@ -11,6 +11,7 @@ from scipy import stats
 from mechattn.stats.intervals import FEWEST, t_interval
 
 FEWEST_FOR_BOOTSTRAP = 20
+FEWEST_FOR_MAX_T = 10  # signs of n deviations give |t| up to about n: below, too little for many heads
 _EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
 
@@ -26,14 +27,14 @@ class Paired:
         high: Upper end.
         low_bootstrap: Lower end of the bootstrap-t interval; NaN below 20 prompts.
         high_bootstrap: Upper end.
-        low_simultaneous: Lower end of the interval that holds for all cells at once (max-t).
+        low_simultaneous: Lower end of the interval that holds for all cells at once (max-t); NaN below 10 prompts.
         high_simultaneous: Upper end.
         null: Mean difference under the null, such as uniform attention.
         beyond: Mean of difference − null.
         effect_size: That, over its standard deviation between prompts (Cohen's d_z).
         p: Two-sided sign-flip test of difference = null.
         q: Benjamini-Hochberg over all cells.
-        detectable: The smallest |difference − null| that a t test at 5 % finds with a power of 80 %.
+        detectable: The smallest |difference − null| that a single t test at 5 % finds with a power of 80 %.
     """
 
     n: int
@@ -77,6 +78,7 @@ def paired(
     generator = np.random.default_rng(seed)
     low, high = _bootstrap_t(d, level, resamples, generator)
     reach = _max_t(d, level, resamples, generator) * d.std(0, ddof=1) / np.sqrt(n)
+    reach = np.full_like(reach, np.nan) if n < FEWEST_FOR_MAX_T else reach
     p = sign_flip(d - null, max(resamples, 20 * d.shape[1]), generator)
     beyond = (d - null).mean(0)
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)

@@ -399,7 +399,10 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
         ({"prompts": {"source": "word-problems", "lmit": 3}}, r"prompts\.lmit: there is no such key"),
         ({"output": {}}, r"output\.result: is missing"),
         ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
-        ({"conditions": {"x": {"cuont": 5}}}, r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)"),
+        (
+            {"conditions": {"x": {"cuont": 5}}},
+            r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
+        ),
         ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
         ({"conditions": {"x": {"count": 0}}}, r"count=0: insert at least one"),
         ({"conditions": {"x": {"place": ["start", "middle"]}}}, r"conditions\.x\.place: Input should be"),

@@ -68,6 +68,17 @@ def test_half_precision_is_computed_in_float32():
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=1e-2)
 
 
+def test_single_rows_are_rounded_as_blocks_are():
+    """With a scale that is no power of two, a query that is scaled in bfloat16 would be rounded twice."""
+    q, k, v = random_qkv(1, 4, 2, 90, 16, torch.bfloat16)
+    scale = 128**-0.5
+    blocks, _ = in_blocks(q, k, v, scale)
+    rows = Attention(q, k, v, scale).rows(torch.arange(90)[None], 90)
+    torch.testing.assert_close(rows.double(), blocks, atol=1e-6, rtol=0)
+    exact, _ = square(q.double(), k.double(), v.double(), scale)
+    torch.testing.assert_close(blocks, exact, atol=2e-6, rtol=0)
+
+
 def test_values_may_have_another_width():
     q, k, v = random_qkv(2, 4, 2, 70, 8, d_value=5)
     _, out = square(q, k, v, 0.3)

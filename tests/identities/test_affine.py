@@ -139,6 +139,20 @@ def test_the_rank_of_the_shift_is_the_number_of_token_types(prompts):
     assert ranks["random"][1] > 0.1
 
 
+def test_at_the_start_without_bos_the_shift_has_rank_1_in_every_layer(tokenizer):
+    """Identical first tokens see nothing but each other: they stay identical."""
+    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+    start = ma.MeaninglessTokens("/", 20, place="start", separator="")
+    second = {}
+    for bos in (False, True):
+        model.cfg.default_prepend_bos = bos
+        for layer, part, sequence in parts_of(model, SHORT[0], start):
+            s = torch.linalg.svdvals(part["shift"][:, sequence.origin >= int(bos)].double())
+            second[bos, layer] = float((s[:, 1] / s[:, 0]).max())
+    assert max(value for (bos, _), value in second.items() if not bos) < 1e-5
+    assert second[True, 1] > 1e-3
+
+
 def test_learned_positions_give_no_rank_1(tokenizer):
     model = ma.load_model(tiny_model("GPT-2", len(tokenizer)), tokenizer=tokenizer)
     _, part, sequence = next(parts_of(model, SHORT[0], ma.MeaninglessTokens("/", 20, separator="")))
@@ -228,6 +242,19 @@ def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
 def test_a_model_that_counts_positions_itself_cannot_keep_them(prompts):
     with pytest.raises(OptionError, match=r"takes no position ids.*'unshifted'"):
         shift_of(ma.load_model("toy:falcon"), prompts[:3], unshifted=SLASH.unshifted())
+
+
+def test_models_that_cannot_hide_or_keep(tokenizer):
+    """Layers without attention would carry inserted tokens on; learned positions have none before the first."""
+    hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(OptionError, match=r"attention in 1 of 2 layers.*'masked'"):
+        shift_of(hybrid, SHORT, masked=SLASH.masked())
+    learned = ma.load_model(tiny_model("GPT-2", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(OptionError, match=r"learned positions, and 'unshifted' needs \d+ before the first"):
+        shift_of(learned, SHORT, unshifted=SLASH.unshifted())
+    few = ma.MeaninglessTokens("/", 3).unshifted()
+    kept = shift_of(learned, SHORT, few=few)["affine_shift"].sel(condition="few", segment="question", layer=0)
+    assert float(kept.relative_error.max()) < 1e-5
 
 
 def test_both_engines_hide_and_keep_alike(prompts):

@@ -35,7 +35,7 @@ def patterns_and_values(model, ids):
     return [a[0].numpy() for a in attentions], values
 
 
-def one_query(a, a_with, v, v_with, place, query, place_of_query):
+def one_query(a, a_with, v, v_with, place, query, place_of_query, question):
     """The numbers of one query, from rows of probabilities and values, key by key."""
     originals = range(len(place))
     inserted = [k for k in range(len(v_with)) if k not in set(place)]
@@ -55,6 +55,7 @@ def one_query(a, a_with, v, v_with, place, query, place_of_query):
     missed = np.linalg.norm(out_with - scale * out - shift)
     made = {
         "scale": scale,
+        "question_ratio": sum(kept[k] for k in question) / sum(a[query, k] for k in question),
         "total_variation": sum(abs(kept[k] / scale - a[query, k]) for k in originals) / 2,
         "relative_error": missed / np.linalg.norm(out_with),
         "output_norm": np.linalg.norm(out_with),
@@ -72,13 +73,14 @@ def oracle(plain, baseline, sequence, layer_head):
     a_with, v_with = patterns_and_values(plain, sequence.tokens.tolist())
     place = [int((sequence.origin == k).nonzero()) for k in range(len(baseline))]
     first = int(sequence.inserted.nonzero()[0])
+    question = baseline.of_segment("question").nonzero().flatten().tolist()
     for layer, head in layer_head:
         of_question, shifts = [], []
         for query, at in enumerate(place):
             if at < first:
                 continue
             numbers, shift = one_query(
-                a[layer][head], a_with[layer][head], v[layer][head], v_with[layer][head], place, query, at
+                a[layer][head], a_with[layer][head], v[layer][head], v_with[layer][head], place, query, at, question
             )
             shifts.append(shift)
             if sequence.segment[at] == SEGMENTS.index("question"):

@@ -165,6 +165,24 @@ def test_a_shuffled_sentence_has_the_tokens_of_the_sentence(toy):
     assert one.tokens.tolist() != other.tokens.tolist()
 
 
+def test_another_draw_is_another_sentence(toy):
+    for kind in (ma.RandomSentence, ma.RandomTokens, ma.ShuffledSentence):
+        drawn = {tuple(_filler(kind(20, draw=n).apply(PROMPT, toy))) for n in (0, 1, 2)}
+        assert len(drawn) == 3
+
+
+def test_a_tokenizer_that_merges_still_gives_the_count(toy):
+    """A token for sixteen slashes, as Llama 3 has it: 55 tokens take more than 55 repetitions."""
+
+    class Merging:
+        def __call__(self, text, add_special_tokens):
+            whole, rest = divmod(len(text), 16)
+            return {"input_ids": [9] * whole + [8] * rest}
+
+    model = SimpleNamespace(tokenizer=Merging(), cfg=toy.cfg)
+    assert len(ma.MeaninglessTokens("/", 55, separator="").filler(model)) == 55
+
+
 def test_random_tokens_are_ordinary(toy):
     drawn = [t for seed in range(20) for t in _filler(ma.RandomTokens(50).apply(PROMPT, toy, seed))]
     assert not set(drawn) & set(toy.tokenizer.all_special_ids)

@@ -11,7 +11,12 @@ from mechattn.results.compare import overall_change
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     slash = ma.MeaninglessTokens("/", 20)
-    conditions = {"slash": slash, "sentence": ma.RandomSentence(20), "masked": slash.masked(), "other": slash.unshifted()}
+    conditions = {
+        "slash": slash,
+        "sentence": ma.RandomSentence(20),
+        "masked": slash.masked(),
+        "other": slash.unshifted(),
+    }
     return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], progress=False)
 
 
@@ -35,7 +40,11 @@ def test_meaningless_and_sentence(result):
     drawn = [t for t in figure.data if t.name == "Random sentence"][1]
     expected = result["received_attention"].received.sel(condition="sentence", layer=1, head=3)
     np.testing.assert_allclose(drawn.y, expected.values[drawn.x])
-    assert ma.render.meaningless_and_sentence(result, heads=2, one_based=True).layout.annotations[0].text.endswith("head 3")
+    assert (
+        ma.render.meaningless_and_sentence(result, heads=2, one_based=True)
+        .layout.annotations[0]
+        .text.endswith("head 3")
+    )
     with pytest.raises(OptionError, match="one for each"):
         ma.render.meaningless_and_sentence([result, result], heads=[1])
     with pytest.raises(OptionError, match="layer 9 was not measured"):
@@ -57,7 +66,7 @@ def test_change_map_marks_what_is_significant(result):
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
     assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q < 0.05}
-    assert 0 < len(marked)
+    assert len(marked) > 0
     assert "uniform attention" in figure.layout.title.text
 
 
@@ -70,10 +79,18 @@ def test_sweeps(swept):
     assert measured.y[2] == pytest.approx(100 * float(change.estimate))
     assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
     assert measured.y[0] == 0
-    places = lines(ma.render.sweep(swept, "place"))["received"]
+    places = lines(ma.render.sweep(swept, "place"))["there"]
     assert list(places.x) == ["start", "random"]
     with pytest.raises(OptionError, match="named text="):
         ma.render.sweep(swept, "text")
+
+
+def test_two_sweeps_are_two_lines(toy, prompts):
+    word = {f"word, {name}": c for name, c in ma.sweep(ma.RandomTokens(), count=[5, 10]).items()}
+    slash = {f"slash, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()}
+    shown = lines(ma.render.sweep(ma.run(toy, prompts[:3], slash | word, progress=False)))
+    assert {"slash", "word"} <= set(shown)
+    assert list(shown["slash"].y) != list(shown["word"].y)
 
 
 def test_two_by_two(result):
@@ -95,6 +112,8 @@ def test_scale_and_rank(result):
     np.testing.assert_allclose(shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6)
     np.testing.assert_allclose(shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6)
     ranks = lines(ma.render.shift_rank(result))
-    assert set(ranks) == {"Meaningless tokens", "Random sentence", "Meaningless tokens (unshifted)"}, "masked has no shift"
+    assert set(ranks) == {"Meaningless tokens", "Random sentence", "Meaningless tokens (unshifted)"}, (
+        "masked has no shift"
+    )
     with pytest.raises(OptionError, match="no condition"):
         ma.render.shift_rank(result, ["dash"])
