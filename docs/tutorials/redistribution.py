@@ -34,7 +34,7 @@ print(f"slash against sentence: {(against.q < 0.05).sum()} of {len(against)} hea
 # 4. Dilution, or distance? The 2 × 2, in layer 0.
 error = result["affine_shift"].relative_error.sel(segment="question", layer=0).mean(("prompt", "head"))
 print(f"missed by λ · output + Σσ: {float(error.sel(condition='slash')):.3f}; with kept positions: "
-      f"{float(error.sel(condition='unshifted')):.1e}")  # fmt: skip
+      f"{float(error.sel(condition='unshifted')):.5f}")  # fmt: skip
 
 figure = ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
 Path("out").mkdir(exist_ok=True)
