@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 Positions = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
+
+
+@runtime_checkable
+class TakesValues(Protocol):
+    """Where the values of an analysis go."""
+
+    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
+        """Take the values of one layer for one batch, which is on the CPU."""
+        ...
 
 
 class Collector:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, RowAnalysis, Sums
 from mechattn.axes import BASELINE
-from mechattn.engine.collect import Collector
+from mechattn.engine.collect import TakesValues
 from mechattn.engine.forward import Forward
 from mechattn.engine.pairs import PairedLayer, paired_layer
 from mechattn.errors import ModelError
@@ -23,7 +23,7 @@ def measure_batch(
     forward: Forward,
     windows: Mapping[int, int | None],
     analyses: Seq[Analysis],
-    collectors: Seq[Collector],
+    collectors: Seq[TakesValues],
 ) -> None:
     """Run the model on a batch and hand each layer's values to the collectors.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 _MASKED = -1e30  # finite: added to a score it cannot make NaN
 
 
+@runtime_checkable
 class AnyRows(Protocol):
     """One layer's attention, of which single rows can be had: computed (``Attention``), or looked up (``Shown``)."""
 

@@ -163,7 +163,13 @@ def _attention_function(module: Any, query: Tensor, key: Tensor, value: Tensor, 
     """What transformers calls in place of SDPA: [batch head pos d_head] in, [batch pos head d_head] out."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = _active[id(module)].attend(query, key, value, scale, None, options.get("softcap"))
+    layer = _active[id(module)]
+    if options.get("sliding_window") not in (None, layer.window):
+        raise ModelError(
+            f"layer {layer.number} attends in a window of {options['sliding_window']}, and mechattn took it for "
+            f'{layer.window or "full attention"}; use engine="hooks", and report it'
+        )
+    out = layer.attend(query, key, value, scale, None, options.get("softcap"))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -83,13 +83,22 @@ def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
     assert state(model) == before
     with torch.no_grad(), streaming(model, windows(model), lambda layer, rows: outer.append(layer)):
         middle = state(model)
-        with streaming(model, {0: None}, lambda layer, rows: inner.append(layer)):
+        with streaming(model, {0: windows(model)[0]}, lambda layer, rows: inner.append(layer)):
             model(tokens)
         assert state(model) == middle
         assert (outer, set(inner)) == ([], {0})
         model(tokens)
     assert set(outer) == {0, 1}
     assert state(model) == before
+
+
+def test_another_window_than_the_models_is_noticed(model):
+    wrong = dict.fromkeys(windows(model), 5)
+    with (
+        pytest.raises(ModelError, match="layer 0 attends in a window of 8, and mechattn took it for 5"),
+        streaming(model, wrong, lambda layer, rows: None),
+    ):
+        model(torch.arange(5, 35)[None])
 
 
 def test_only_the_layers_asked_for_are_computed(tokenizer):

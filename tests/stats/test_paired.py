@@ -106,7 +106,8 @@ def test_too_few_prompts():
 
 
 def test_no_spread_and_no_difference():
-    made = paired(np.zeros((5, 3)))
+    made = paired(np.zeros((10, 3)))
     assert (made.p == 1).all()
     assert (made.low_simultaneous == 0).all()
     assert np.isnan(made.effect_size).all()
+    assert np.isnan(paired(np.zeros((9, 3))).low_simultaneous).all(), "too few prompts for all cells at once"
