@@ -17,6 +17,7 @@ from mechattn.functional.received import segment_mean
 from mechattn.prompts.sequences import Batch, Sequence
 
 _NONE = -1.0  # a ratio that is not there; sums must be finite
+_LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
 _BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", "shift_norm", "shift_share")
@@ -140,13 +141,16 @@ class AffineShift:
 
         energies = fn.spectrum(sums["gram"])
         nothing = ~after.any(-1)[:, None]
+        # The parts of a change that is hardly more than rounding are rounding.
+        changed = sums["change"] > (_LEAST * sums["output"]) ** 2
+        change = torch.where(changed, sums["change"], torch.nan)
         late = original & after[:, None]
         return {
             **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},
             "scale_uniform": segment_mean(uniform[:, None], members).squeeze(1),
             "question_ratio_uniform": segment_mean(uniform_ratio[:, None], original).squeeze(1),
             "output_norm": segment_mean(sums["output"], original),
-            **{f"change_by_{part}": segment_mean(sums[f"by_{part}"] / sums["change"], late) for part in _PARTS},
+            **{f"change_by_{part}": segment_mean(sums[f"by_{part}"] / change, late) for part in _PARTS},
             "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(nothing, torch.nan).float(),
             "shift_effective_rank": fn.effective_rank(energies).masked_fill(nothing, torch.nan).float(),
             **(self._by_position(each, batch) if self.per_query else {}),

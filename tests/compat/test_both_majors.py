@@ -99,7 +99,9 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     assert result.provenance["engine"] == ("hooks" if about["hooked_by"] == "HookedTransformer" else "streaming")
     for name in (analysis.name for analysis in analyses):
         for quantity, values in newest[name].data_vars.items():
-            np.testing.assert_allclose(result[name][quantity].values, values.values, atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                result[name][quantity].values, values.values, atol=TOLERANCE, rtol=0, err_msg=quantity
+            )
 
 
 def test_the_comparison_would_notice_another_model(newest):
