@@ -10,6 +10,7 @@ plain forward pass of transformers with SDPA, without cache and with the logits 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import resource
 import statistics
@@ -31,7 +32,7 @@ from mechattn.engine.measure import measure_batch
 from mechattn.functional import focus, received
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
-from mechattn.model.toys import load_tokenizer
+from mechattn.model.toys import load_tokenizer, toy_folder, toy_names
 from mechattn.prompts.sequences import Batch
 
 LIMIT = "SDPA forward (the limit)"
@@ -47,6 +48,14 @@ class Nowhere:
 
     def add(self, layer: int, batch: Batch, values: dict) -> None:
         assert values["received"].shape[-1] == batch.tokens.shape[1]
+
+
+def size_of(shape: str) -> tuple[int, int, int]:
+    """Layers, query heads and d_model."""
+    if shape in SHAPES:
+        return SHAPES[shape][:3]
+    config = json.loads((toy_folder(shape) / "config.json").read_text())
+    return config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
 
 
 def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> Any:
@@ -81,9 +90,13 @@ def batch_of(length: int, device: str) -> Batch:
 
 def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> dict[str, Callable]:
     """Each way to compute it, as a function of a batch; the hooked and the plain model share their parameters."""
-    bridge = ma.load_model(new_model(shape, kv_heads, longest, device, dtype), tokenizer=load_tokenizer("toy:llama"))
+    if shape in toy_names():
+        bridge = ma.load_model(shape, device=device, dtype=dtype)
+    else:
+        made = new_model(shape, kv_heads, longest, device, dtype)
+        bridge = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
     plain = bridge._mechattn.native
-    windows = dict.fromkeys(hooks.attention_layers(bridge))
+    windows = {layer: hooks.attention_window(bridge, layer) for layer in hooks.attention_layers(bridge)}
 
     def sdpa(batch: Batch) -> None:
         plain(batch.tokens, use_cache=False, logits_to_keep=1)
@@ -110,14 +123,17 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
             focus.top_two(rows.pattern)
             focus.entropy(rows.pattern)
             focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start)
-            keys = slice(min(span.start, rows.keys.stop), min(span.stop, rows.keys.stop))
-            focus.shift(rows.pattern[..., keys], rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
+            first, stop = rows.keys.start, min(span.stop, rows.keys.stop)
+            keys = slice(min(max(span.start, first), stop), stop)
+            if keys.start < keys.stop:
+                part = rows.pattern[..., keys.start - first : keys.stop - first]
+                focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see)
         assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:
-        measure_batch(bridge, batch, forward_in_blocks, {0: None}, [ReceivedAttention()], [Nowhere()])
+        measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()])
 
     def output_attentions(batch: Batch) -> None:
         plain.set_attn_implementation("eager")
@@ -135,7 +151,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
         assert len(got) == len(windows)
 
-    made = {
+    ways = {
         LIMIT: sdpa,
         "mechattn, streaming": ours(forward_in_blocks),
         "mechattn, streaming, layers=[0]": one_layer,
@@ -145,7 +161,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         "TransformerLens, run_with_cache": run_with_cache,
         "TransformerLens, a hook that reduces": reducing_hook,
     }
-    return made | _nnsight(plain, len(windows))
+    return ways if shape in toy_names() else ways | _nnsight(plain, len(windows))
 
 
 def _nnsight(plain: Any, layers: int) -> dict[str, Callable]:
@@ -180,7 +196,7 @@ def seconds(run: Callable, batch: Batch) -> float:
 
 def needs(name: str, length: int, shape: str) -> float:
     """Bytes of [query, key] matrices that are held at once, so that a way is left out where they do not fit."""
-    layers, heads = SHAPES[shape][:2]
+    layers, heads = size_of(shape)[:2]
     held = {"output_attentions": layers + 3, "run_with_cache": layers + 3, "nnsight": 4, "hook": 4}
     return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
 
@@ -245,11 +261,13 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         return f"{size:,.0f} MiB ({size / limit:.2f}), {taken:.1f} s"
 
     names = list(dict.fromkeys(name for name, _ in found))
-    layers, heads, width, _ = SHAPES[args.shape]
+    layers, heads, width = size_of(args.shape)
     head = "| " + " | ".join(["", *map(str, args.lengths)]) + " |"
     rule = "|---" * (len(args.lengths) + 1) + "|"
     lines = [
-        f"{layers} layers, {heads} query heads, {args.kv_heads} key-value heads, d_model {width}, {args.dtype}, "
+        f"{args.shape}: {layers} layers, {heads} query heads, "
+        + ("" if args.shape in toy_names() else f"{args.kv_heads} key-value heads, ")
+        + f"d_model {width}, {args.dtype}, "
         f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
         f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
         "",
@@ -259,7 +277,7 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         head,
         rule,
         *("| " + " | ".join([name, *(ratio(name, n) for n in args.lengths)]) + " |" for name in names if name != LIMIT),
-        "| " + " | ".join([f"{LIMIT}, seconds", *(f"{found[LIMIT, n]:.2f}" for n in args.lengths)]) + " |",
+        "| " + " | ".join([f"{LIMIT}, seconds", *(f"{found[LIMIT, n]:.3g}" for n in args.lengths)]) + " |",
     ]
     if peaks:
         head = "| " + " | ".join(["", *map(str, args.peaks)]) + " |"
@@ -293,7 +311,7 @@ def _versions() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--shape", choices=[*SHAPES, *toy_names()], default="small")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")

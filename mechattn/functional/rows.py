@@ -139,7 +139,7 @@ def attention_by_rows(
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
     n = batch * k.shape[1]
-    queries = q.reshape(n, groups, length, width).to(wide) * attention.scale
+    queries = q.reshape(n, groups, length, width)
     keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
     values = v.reshape(n, length, -1).to(wide)
     out = q.new_empty(batch, length, heads, values.shape[-1])  # as the model wants it: no copy afterwards
@@ -153,8 +153,8 @@ def attention_by_rows(
         first = max(0, start - window + 1) if window else 0
         count = end - first
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
-        asked = queries[:, :, start:end].reshape(n, groups * rows, width)
-        torch.bmm(asked, keys[:, :, first:end], out=s)
+        asked = queries[:, :, start:end].to(wide) * attention.scale
+        torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
         _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
         by_head = s.view(n, groups, rows, count)
         by_head[..., start - first :] += future[:rows, :rows]
