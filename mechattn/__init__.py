@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mechattn import render as render
     from mechattn.analysis.affine_shift import AffineShift as AffineShift
+    from mechattn.analysis.mlp_activations import MlpActivations as MlpActivations
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
+    from mechattn.engine.record import head_means as head_means
+    from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
     from mechattn.errors import MechattnError as MechattnError
+    from mechattn.evaluation.evaluate import evaluate as evaluate
+    from mechattn.evaluation.evaluate import load_evaluation as load_evaluation
+    from mechattn.evaluation.evaluation import Evaluation as Evaluation
+    from mechattn.interventions.ablation import HeadAblation as HeadAblation
+    from mechattn.interventions.affine import AffineAttention as AffineAttention
+    from mechattn.interventions.arm import ARM as ARM
+    from mechattn.interventions.knockout import Knockout as Knockout
     from mechattn.look import pattern as pattern
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
@@ -30,10 +40,16 @@ __version__ = "0.1.0"
 
 # Loaded when first used, so that `import mechattn` imports neither torch nor TransformerLens.
 _HOME = {
+    "ARM": "interventions.arm",
+    "AffineAttention": "interventions.affine",
     "AffineShift": "analysis.affine_shift",
     "Baseline": "prompts.conditions",
     "MeaninglessTokens": "prompts.conditions",
+    "Evaluation": "evaluation.evaluation",
+    "HeadAblation": "interventions.ablation",
+    "Knockout": "interventions.knockout",
     "MechattnError": "errors",
+    "MlpActivations": "analysis.mlp_activations",
     "Prompt": "prompts.prompt",
     "RandomSentence": "prompts.conditions",
     "RandomTokens": "prompts.conditions",
@@ -43,10 +59,14 @@ _HOME = {
     "SegmentFlow": "analysis.segment_flow",
     "Sequence": "prompts.sequences",
     "ShuffledSentence": "prompts.conditions",
+    "evaluate": "evaluation.evaluate",
+    "head_means": "engine.record",
+    "load_evaluation": "evaluation.evaluate",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",
     "pattern": "look",
+    "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
     "sweep": "prompts.conditions",

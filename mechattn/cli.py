@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,6 +49,20 @@ def run_config(
         typer.echo(f"Wrote {path}")
 
 
+@app.command("evaluate")
+def evaluate_config(
+    config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
+) -> None:
+    """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
+    from mechattn.figures import evaluate_from_config
+
+    evaluations, written = evaluate_from_config(config)
+    for model, made in evaluations.items():
+        typer.echo(f"{model}\n{_accuracies(made)}\n")
+    for path in written:
+        typer.echo(f"Wrote {path}")
+
+
 @app.command()
 def verify(
     model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
@@ -73,6 +87,28 @@ def verify(
     typer.echo(str(report))
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _accuracies(evaluation: Any) -> str:
+    """A Markdown table: accuracy, and the difference from the baseline."""
+    lines = [
+        "| condition | right | 95 % | against the baseline | p | detectable | unread | unfinished |",
+        "|---" * 8 + "|",
+    ]
+    for row in evaluation.accuracy().to_dict("records"):
+        cells = [
+            row["condition"],
+            f"{100 * row['accuracy']:.1f} %",
+            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
+        ]
+        if row["condition"] == "baseline":
+            cells += ["", "", ""]
+        else:
+            c = evaluation.compare(row["condition"])
+            change = f"{100 * c['difference']:+.1f} [{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]"
+            cells += [change, f"{c['p']:.2g}", f"{100 * c['detectable']:.1f}"]
+        lines.append("| " + " | ".join([*cells, str(row["unread"]), str(row["unfinished"])]) + " |")
+    return "\n".join(lines)
 
 
 def _numbers(text: str) -> list[int]:

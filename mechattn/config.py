@@ -16,9 +16,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mechattn import render
 from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.analysis.segment_flow import SegmentFlow
 from mechattn.errors import OptionError
+from mechattn.interventions.ablation import HeadAblation
+from mechattn.interventions.arm import ARM
+from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
 
 if sys.version_info >= (3, 11):
@@ -29,6 +33,7 @@ else:
 CONDITIONS = {
     kind.__name__: kind
     for kind in (
+        kinds.Baseline,
         kinds.MeaninglessTokens,
         kinds.RepeatedWord,
         kinds.RandomTokens,
@@ -36,7 +41,8 @@ CONDITIONS = {
         kinds.ShuffledSentence,
     )
 }
-ANALYSES = {kind.__name__: kind for kind in (ReceivedAttention, AffineShift, SegmentFlow)}
+ANALYSES = {kind.__name__: kind for kind in (ReceivedAttention, AffineShift, SegmentFlow, MlpActivations)}
+INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
 FIGURES: dict[str, Callable] = {
     figure.__name__: figure
     for figure in (
@@ -48,7 +54,19 @@ FIGURES: dict[str, Callable] = {
         render.sweep,
         render.two_by_two,
         render.meaningless_and_sentence,
+        render.activation_histogram,
+        render.activation_metrics,
+        render.near_zero_by_class,
+        render.agreement,
     )
+}
+_SHOWS = {
+    "scale_by_layer": "AffineShift",
+    "shift_rank": "AffineShift",
+    "activation_histogram": "MlpActivations",
+    "activation_metrics": "MlpActivations",
+    "near_zero_by_class": "MlpActivations",
+    "agreement": "MlpActivations",
 }
 
 
@@ -82,12 +100,19 @@ class Prompts(_Section):
     seed: int = 0
 
 
+class InterventionSection(_Open):
+    """An intervention: its kind and its options."""
+
+    kind: str = "ARM"
+
+
 class Condition(_Open):
-    """A condition: its kind and its options. An option with a list of values is swept."""
+    """A condition: its kind, its options, and what is done to the model. An option with a list of values is swept."""
 
     kind: str = "MeaninglessTokens"
     masked: bool = False
     unshifted: bool = False
+    intervention: InterventionSection | None = None
 
 
 class AnalysisSection(_Open):
@@ -111,6 +136,17 @@ class Output(_Section):
     heads: list[int] | int = 3
 
 
+class EvaluationSection(_Section):
+    """The arguments of ``evaluate``, and the file that answers go to; "{model}" in it for several models."""
+
+    out: str
+    new_tokens: int = 256
+    samples: int = 1
+    temperature: float | None = None
+    grader: Literal["auto", "number", "math"] = "auto"
+    batch: int = 32
+
+
 class Config(_Section):
     """A whole run; several models give a result each, with "{model}" in its place."""
 
@@ -126,6 +162,7 @@ class Config(_Section):
     memory: str = "2GiB"
     engine: Literal["auto", "streaming", "hooks"] = "auto"
     verify: bool = True
+    evaluation: EvaluationSection | None = None
 
     @property
     def models(self) -> list[str]:
@@ -145,8 +182,12 @@ class Config(_Section):
             fixed = {key: value for key, value in section.options.items() if key not in swept}
             for values in product(*swept.values()):
                 some = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where)
+            if section.kind == "Baseline" and section.intervention is None:
+                raise OptionError(f'{where}: a "Baseline" is always run; give this one an intervention')
             some = some.masked() if section.masked else some
             some = some.unshifted() if section.unshifted else some
+            if acts := section.intervention:
+                some = some.under(_made(INTERVENTIONS, acts.kind, acts.options, f"{where}.intervention"))
             varied = kinds.sweep(some, **swept) if swept else {"": some}
             made |= {", ".join(filter(None, (name, values))): condition for values, condition in varied.items()}
         return made
@@ -182,6 +223,8 @@ def read_config(path: str | Path) -> Config:
         raise OptionError(f"{path}: model = [] names no model")
     if len(config.models) > 1 and "{model}" not in config.output.result:
         raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in output.result, for a result each')
+    if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
+        raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, for a file each')
     return config
 
 
@@ -200,25 +243,19 @@ def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where
         raise OptionError(_all_words(error, f"{where}.")) from None
 
 
+def shown_options(figure: Figure) -> dict[str, Any]:
+    """The options of a figure, with the defaults of those that aren't given."""
+    takes = inspect.signature(FIGURES[figure.kind]).parameters.values()
+    return {p.name: p.default for p in takes if p.default is not inspect.Parameter.empty} | figure.options
+
+
 def _check_figures(config: Config) -> None:
     """Each figure is known, takes the options it is given, and shows conditions and analyses that will be there."""
     conditions, analyses = config.made_conditions(), {section.kind for section in config.analyses}
-    for i, section in enumerate(config.figures or []):
+    for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
-        if section.kind not in FIGURES:
-            raise OptionError(
-                f"{where}.kind = {section.kind!r}: there is {', '.join(FIGURES)}{_near(section.kind, FIGURES)}"
-            )
-        takes = inspect.signature(FIGURES[section.kind]).parameters
-        options = section.options
-        for name in options:
-            if name not in takes or name in ("result", "results"):
-                raise OptionError(f"{where}.{name}: there is no such key here{_near(name, list(takes))}")
-        needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
-        if missing := [name for name in needed if name not in options]:
-            raise OptionError(f"{where}: {section.kind} needs {', '.join(missing)}")
-        defaults = {p.name: p.default for p in takes.values() if p.default is not inspect.Parameter.empty}
-        shown = defaults | options
+        _check_names(figure, where)
+        shown = shown_options(figure)
         for name in ("layers", "conditions"):
             if not isinstance(shown.get(name, []) or [], (list, tuple)):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give a list")
@@ -228,13 +265,32 @@ def _check_figures(config: Config) -> None:
         for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
             if name not in conditions:
                 raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
-        analysis = "AffineShift" if section.kind in ("scale_by_layer", "shift_rank") else "ReceivedAttention"
-        measured = {str(shown["quantity"])} if "quantity" in shown else set()
-        of = [kind for kind, cls in ANALYSES.items() if measured & _quantities(cls())]
-        if measured and not of:
-            raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
-        if not set(of or [analysis]) & analyses:
-            raise OptionError(f"{where}: {section.kind} shows {(of or [analysis])[0]}, which is not among the analyses")
+        needed = _analyses_for(figure, shown, where)
+        if not set(needed) & analyses:
+            raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")
+
+
+def _check_names(figure: Figure, where: str) -> None:
+    """The kind of a figure and the names of its options."""
+    if figure.kind not in FIGURES:
+        raise OptionError(f"{where}.kind = {figure.kind!r}: there is {', '.join(FIGURES)}{_near(figure.kind, FIGURES)}")
+    takes = inspect.signature(FIGURES[figure.kind]).parameters
+    for name in figure.options:
+        if name not in takes or name in ("result", "results"):
+            raise OptionError(f"{where}.{name}: there is no such key here{_near(name, list(takes))}")
+    needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in figure.options]:
+        raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
+
+
+def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
+    """The analyses of which a figure needs one."""
+    if "quantity" not in shown:
+        return [_SHOWS.get(figure.kind, "ReceivedAttention")]
+    of = [kind for kind, cls in ANALYSES.items() if str(shown["quantity"]) in _quantities(cls())]
+    if not of:
+        raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
+    return of
 
 
 def _quantities(analysis: Analysis) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,8 @@ from mechattn import config as configs
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
+from mechattn.evaluation.evaluate import evaluate
+from mechattn.evaluation.evaluation import Evaluation
 from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import dtype_named, load_model, model_place
@@ -130,6 +131,28 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     return written
 
 
+def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]:
+    """Evaluate what a config file says under [evaluation]; returns the evaluation of each model, and what was written.
+
+    Raises:
+        MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
+    """
+    config = configs.read_config(path)
+    if config.evaluation is None:
+        raise OptionError(f'{path} has no section [evaluation]: give one with out = "answers.jsonl" at least')
+    options = config.evaluation.model_dump()
+    places = {name: Path(options["out"].replace("{model}", file_name(name))) for name in config.models}
+    for place in places.values():
+        check_writable(place)
+    prompts = load_prompts(**config.prompts.model_dump())
+    found = {}
+    for name, place in places.items():
+        model = load_model(name, dtype=dtype_named(config.dtype), verify=config.verify)
+        conditions = config.made_conditions()
+        found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
+    return found, list(places.values())
+
+
 def _shown(config: configs.Config) -> list[configs.Figure]:
     """The figures of the page; without [[figures]] received attention under each condition."""
     if config.output.page is None:
@@ -144,8 +167,7 @@ def _shown(config: configs.Config) -> list[configs.Figure]:
 
 def _check_shown(section: configs.Figure, layers: list[int], heads: int) -> None:
     """The layers and heads that a figure shows are measured, and there."""
-    takes = inspect.signature(configs.FIGURES[section.kind]).parameters
-    options = {name: p.default for name, p in takes.items() if p.default is not p.empty} | section.options
+    options = configs.shown_options(section)
     shown = [options[name] for name in ("layer",) if options.get(name) is not None]
     for layer in [*shown, *(options.get("layers") or [])]:
         if layer not in layers:

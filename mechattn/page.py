@@ -167,5 +167,5 @@ def _visible(text: str) -> str:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
-        rows += _flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(prefix + name, str(value))]
+        rows += _flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
     return rows

@@ -129,7 +129,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
                 part = rows.pattern[..., keys.start - first : keys.stop - first]
                 focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
-        forward_in_blocks(bridge, batch, windows, see)
+        forward_in_blocks(bridge, batch, windows, see, max(windows))
         assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:

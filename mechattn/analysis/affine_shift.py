@@ -127,8 +127,9 @@ class AffineShift:
         """Means over segments; an inserted query has a scale, and nothing to be compared with."""
         members, after, asks = batch.members(), self._after(batch), self._asks(batch)
         original = members & (batch.origin >= 0)[:, None]
-        uniform = fn.uniform_scale(batch.inserted, window, batch.hidden)
-        uniform_ratio = fn.uniform_question_ratio(batch.origin, window, batch.hidden).masked_fill(~asks, torch.nan)
+        uniform = fn.uniform_scale(batch.inserted, window, batch.cut)
+        uniform_ratio = fn.uniform_question_ratio(batch.origin, batch.of_segment("question"), window, batch.cut)
+        uniform_ratio = uniform_ratio.masked_fill(~asks, torch.nan)
         there = (sums["question_ratio"] != _NONE) & asks[:, None]
         each = {
             "scale": sums["scale"],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.prompts.pairs import Pairs
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 
 Sums = dict[str, Tensor]
@@ -76,6 +79,29 @@ class PairedRows:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """One layer's MLP activations for a batch, right before and after the nonlinearity (``act(gate)`` in gated MLPs).
+
+    Reduce them, or copy what is needed: they are the model's own.
+
+    Args:
+        layer: The layer.
+        pre: Before the nonlinearity.
+        post: After it, as the model goes on with it.
+        minimum: The argument at which the nonlinearity is smallest.
+        batch: The sequences.
+        pairs: Each sequence beside the baseline of its prompt.
+    """
+
+    layer: int
+    pre: Float[Tensor, "batch pos d_mlp"]
+    post: Float[Tensor, "batch pos d_mlp"]
+    minimum: float
+    batch: Batch
+    pairs: Pairs
+
+
+@dataclass(frozen=True)
 class Quantity:
     """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition.
 
@@ -92,7 +118,9 @@ class Quantity:
 class Analysis(Protocol):
     """Reduces attention to values per prompt: ``start`` once a layer, then each block, ``values`` at the end.
 
-    An analysis has ``add`` (see :class:`RowAnalysis`) or ``add_pairs`` (see :class:`PairAnalysis`).
+    An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`) or ``add_activations``
+    (:class:`ActivationAnalysis`). It may have ``coords``: labels of dimensions of its own, and ``calibrated`` (see
+    :class:`Calibrates`).
 
     ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
     quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
@@ -135,4 +163,22 @@ class PairAnalysis(Analysis, Protocol):
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add a block of query rows to the sums, in place."""
+        ...
+
+
+@runtime_checkable
+class ActivationAnalysis(Analysis, Protocol):
+    """Sees the activations of each MLP."""
+
+    def add_activations(self, sums: Sums, activations: Activations) -> None:
+        """Reduce the activations of a layer to sums, in place; called once a layer."""
+        ...
+
+
+@runtime_checkable
+class Calibrates(Protocol):
+    """Has to look at a model before the run."""
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """The analysis with what it has found; it is told what will be measured."""
         ...

@@ -90,10 +90,10 @@ class ReceivedAttention:
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         counted, member, known = self._counted(batch), self._members(batch), self._keys(batch)
-        seeing = fn.seeing_queries(counted, window, self.include_self, batch.hidden)
+        seeing = fn.seeing_queries(counted, window, self.include_self, batch.cut)
         attended = sums["columns"] if self.include_self else sums["columns"] - sums["own"]
-        null = fn.uniform_sums(counted, window, self.include_self, batch.hidden)[:, None]
-        null_with_own = fn.uniform_sums(counted, window, hidden=batch.hidden)[:, None]
+        null = fn.uniform_sums(counted, window, self.include_self, batch.cut)[:, None]
+        null_with_own = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
         made = {}
         for suffix, others, every in (("", attended, sums["columns"]), ("_uniform", null, null_with_own)):
             received = fn.received_attention(others, seeing).masked_fill(~known[:, None], torch.nan)

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.analysis.segment_flow import SegmentFlow
 
-ANALYSES: tuple[Callable[[], Analysis], ...] = (ReceivedAttention, AffineShift, SegmentFlow, AttentionMap)
+ANALYSES: tuple[Callable[[], Analysis], ...] = (
+    ReceivedAttention,
+    AffineShift,
+    SegmentFlow,
+    MlpActivations,
+    AttentionMap,
+)

@@ -82,7 +82,7 @@ class SegmentFlow:
             return (flow / counted).masked_fill(~there, torch.nan)
 
         uniform = [
-            fn.uniform_sums(member[:, s], window, hidden=batch.hidden)[:, None] @ member.float().transpose(-1, -2)
+            fn.uniform_sums(member[:, s], window, cut=batch.cut)[:, None] @ member.float().transpose(-1, -2)
             for s in range(len(SEGMENTS))
         ]
         heads = there[:, None].expand_as(sums["flow"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -53,7 +53,7 @@ class Collector:
                 if per_key:
                     self._add_positions(name, prompt, at_condition, at_layer, array[row], batch.origin[row].numpy())
                 else:
-                    self._scalar_array(name, array[row].shape)[prompt, at_condition, at_layer] = array[row]
+                    self._scalar_array(name, array[row])[prompt, at_condition, at_layer] = array[row]
         self._merge_rows()
 
     def dataset(self) -> xr.Dataset:
@@ -66,17 +66,18 @@ class Collector:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
-        if "to_segment" in made.dims:
-            made = made.assign_coords({"to_segment": list(SEGMENTS)})
+        labels: dict[str, Any] = {"to_segment": list(SEGMENTS), "other_condition": self.coords["condition"]}
+        labels |= getattr(self.analysis, "coords", {})
+        made = made.assign_coords({dim: label for dim, label in labels.items() if dim in made.dims})
         for dim in ("head", "key", "original_key"):
             if dim in made.dims:
                 made = made.assign_coords({dim: np.arange(made.sizes[dim])})
         return made.assign_attrs({"analysis": self.analysis.name})
 
-    def _scalar_array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _scalar_array(self, name: str, like: np.ndarray) -> np.ndarray:
         if name not in self._scalars:
             outer = tuple(len(self.coords[dim]) for dim in ("prompt", "condition", "layer"))
-            self._scalars[name] = np.full(outer + shape, np.nan, dtype=np.float32)
+            self._scalars[name] = np.full(outer + like.shape, np.nan, dtype=np.promote_types(like.dtype, np.float32))
         return self._scalars[name]
 
     def _add_positions(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import Rows, Shown
+from mechattn.functional.rows import Cut, Rows, Shown
 from mechattn.model import hooks
 from mechattn.model.known import Known, known
 from mechattn.model.streaming import See, streaming
@@ -16,7 +16,7 @@ from mechattn.model.verify import check_streaming
 from mechattn.prompts.sequences import Batch
 
 Engine = Literal["auto", "streaming", "hooks"]
-Forward = Callable[[Any, Batch, Mapping[int, int | None], See], None]
+Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
 def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
@@ -41,23 +41,34 @@ def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
     return forward_through_hooks, f"not streamed: {check.detail}"
 
 
-def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See) -> None:
+def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
     """Blocks of query rows, as attention is computed. No token sees the padding to its right, so it needs no mask."""
-    with streaming(model, windows, see, hidden=batch.hidden):
-        hooks.forward_to(model, batch.tokens, max(windows), [], batch.position_ids)
+    with streaming(model, windows, see, cuts=_cuts(model, batch, last)):
+        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
-def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See) -> None:
+def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
     """Each layer's whole pattern as one block, checked to be one."""
     every = slice(0, batch.tokens.shape[1])
 
     def whole(layer: int, pattern: Tensor, v: Tensor | None) -> None:
-        hooks.check_pattern(model, layer, pattern, batch.real, windows[layer], batch.hidden)
-        pattern = pattern.float()
-        see(layer, Rows(pattern, every, every, None if v is None else Shown(pattern, v)))
+        window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
+        hooks.check_pattern(model, layer, pattern, batch.real, window, cuts.get(layer))
+        if layer in windows:
+            pattern = pattern.float()
+            see(layer, Rows(pattern, every, every, None if v is None else Shown(pattern, v)))
 
-    layers = list(windows)
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, layers, whole, batch.hidden, batch.position_ids)
+    cuts = _cuts(model, batch, last)  # looked at too, as some models take no notice of what is done to their scores
+    looked = sorted({*windows, *cuts})
+    hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, cuts, batch.position_ids, last)
+
+
+def _cuts(model: Any, batch: Batch, last: int) -> dict[int, Cut]:
+    """The edges that are cut in each layer that is computed."""
+    if batch.cut is None:
+        return {}
+    cuts = {layer: batch.at(layer).cut for layer in hooks.attention_layers(model) if layer <= last}
+    return {layer: cut for layer, cut in cuts.items() if cut is not None}
 
 
 def position_width(model: Any) -> int:

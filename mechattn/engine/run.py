@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.collect import Collector, Positions
@@ -68,21 +68,24 @@ def run(
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
     prompts = as_prompts(prompts)
-    named = _with_baseline(conditions)
+    named = with_baseline(conditions)
     analyses = _checked_analyses(analyses)
     if positions not in ("moments", "prompts"):
         raise OptionError(f'positions={positions!r}: choose "moments" or "prompts"')
     sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
     for prompt, made in zip(prompts, sequences, strict=True):
-        _check_sequences(prompt, made, named, analyses, model)
+        check_sequences(prompt, made, named, analyses, model)
+    ids = [p.id for p in prompts]
+    check_interventions(model, ids, sequences)
     model = load_model(model)  # verified again if another model was made since
-    _check_variants(model, sequences)
+    check_variants(model, sequences)
+    analyses = [a.calibrated(model, chosen, prompts) if isinstance(a, Calibrates) else a for a in analyses]
     forward, why = chosen_forward(model, engine)
     cost = Cost(model.cfg.n_heads, position_width(model), square=forward is forward_through_hooks)
     plan = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, memory)
-    collectors = [Collector(a, [p.id for p in prompts], list(named), chosen, positions) for a in analyses]
+    collectors = [Collector(a, ids, list(named), chosen, positions) for a in analyses]
     for batch in _progress([_batch(model, sequences, indices) for indices in plan], progress):
-        measure_batch(model, batch, forward, windows, analyses, collectors)
+        measure_batch(model, batch, forward, windows, analyses, collectors, ids)
     datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
     datasets["sequences"] = _sequences_dataset(model, prompts, list(named), sequences)
     about = _provenance(model, prompts, named, analyses, chosen)
@@ -90,7 +93,7 @@ def run(
     return Result(datasets, about | ran | {"seed": seed, "memory": memory, "positions": positions})
 
 
-def _with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
+def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
     if conditions is not None and not isinstance(conditions, Mapping):
         raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
@@ -110,16 +113,17 @@ def _checked_analyses(analyses: Seq[Analysis] | Analysis | None) -> list[Analysi
     return made
 
 
-def _check_sequences(
+def check_sequences(
     prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
 ) -> None:
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
         where = f'prompt {prompt.id} ("{prompt.excerpt}")'
         inserted = int(sequence.inserted.sum())
-        if name == BASELINE and inserted:
+        if name == BASELINE and (inserted or sequence.knocked or sequence.interventions):
+            does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
-                'the condition "baseline" inserts tokens; every comparison is with it, so give this another name'
+                f'the condition "baseline" {does}; every comparison is with it, so give this another name'
             )
         if len(sequence) > limit:
             raise PromptTooLong(
@@ -135,14 +139,14 @@ def _check_sequences(
                 raise PromptError(f"{where} {problem}")
 
 
-def _check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
     """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
-    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.hides})
+    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.knocked})
     layers = hooks.attention_layers(model)
     if hides and len(layers) < model.cfg.n_layers:
         raise OptionError(
             f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the others would "
-            f"carry inserted tokens on that attention cannot see: leave out {', '.join(map(repr, hides))}"
+            f"carry on tokens that attention cannot see: leave out {', '.join(map(repr, hides))}"
         )
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
     if kept and not hooks.takes_position_ids(model):
@@ -157,6 +161,19 @@ def _check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
             f"{model.cfg.model_name} has learned positions, and {name!r} needs {negative[name]} before the first: "
             "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
         )
+
+
+def check_interventions(model: Any, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
+    """Every intervention can act on this model, and on the prompts that it is for."""
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for prompt, made in zip(ids, sequences, strict=True):
+        for sequence in made.values():
+            for intervention in sequence.interventions:
+                found.setdefault(id(intervention), (intervention, []))[1].append(prompt)
+            if sequence.knocked and sequence.knocked.layers is not None:
+                hooks.chosen_layers(model, sequence.knocked.layers)
+    for intervention, prompts in found.values():
+        intervention.check(model, prompts)
 
 
 def _batch(model: Any, sequences: list[dict[str, Sequence]], indices: list[int]) -> Batch:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.functional.received import visible_counts
+from mechattn.functional.rows import Cut, mix
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,6 @@ class Split:
         return self.output - self.before
 
 
-def mix(
-    pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head key d_head"]
-) -> Float[Tensor, "batch head query d_head"]:
-    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
-    batch, heads, queries, keys = pattern.shape
-    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
-    return (grouped @ v.to(pattern.dtype)).view(batch, heads, queries, -1)
-
-
 def split(
     pattern: Float[Tensor, "batch head query key"],
     v: Float[Tensor, "batch kv_head key d_head"],
@@ -86,13 +78,6 @@ def split(
     )
 
 
-def share_of_change(
-    part: Float[Tensor, "*batch query d_head"], change: Float[Tensor, "*batch query d_head"]
-) -> Float[Tensor, "*batch query"]:
-    """``⟨part, change⟩ / ‖change‖²``: the shares of parts that add up to the change add up to 1; one may exceed it."""
-    return torch.linalg.vecdot(part, change) / torch.linalg.vecdot(change, change)
-
-
 def total_variation(
     aligned: Float[Tensor, "batch head query original"],
     baseline: Float[Tensor, "batch head query original"],
@@ -116,23 +101,24 @@ def question_ratio(
 
 
 def uniform_scale(
-    inserted: Bool[Tensor, "batch pos"], window: int | None = None, hidden: Bool[Tensor, "batch pos"] | None = None
+    inserted: Bool[Tensor, "batch pos"], window: int | None = None, cut: Cut | None = None
 ) -> Float[Tensor, "batch pos"]:
     """λ of a head that is blind to content: the share of original keys among those that each query can see.
 
     Args:
         inserted: Which tokens were inserted.
         window: How many keys a query sees.
-        hidden: Those of the inserted tokens that original ones cannot see.
+        cut: Edges that are cut.
     """
-    scale = 1 - visible_counts(inserted, window) / visible_counts(torch.ones_like(inserted), window)
-    if hidden is not None:
-        scale = torch.where(hidden.any(-1, keepdim=True) & ~hidden, 1.0, scale)
-    return scale.float()
+    visible = visible_counts(torch.ones_like(inserted), window, cut)
+    return (1 - visible_counts(inserted, window, cut) / visible).float()
 
 
 def uniform_question_ratio(
-    origin: Int[Tensor, "batch pos"], window: int | None = None, hidden: Bool[Tensor, "batch pos"] | None = None
+    origin: Int[Tensor, "batch pos"],
+    question: Bool[Tensor, "batch pos"],
+    window: int | None = None,
+    cut: Cut | None = None,
 ) -> Float[Tensor, "batch pos"]:
     """ρ_Q of a head that is blind to content: how many keys a query saw, over how many it sees; NaN if inserted.
 
@@ -140,14 +126,16 @@ def uniform_question_ratio(
 
     Args:
         origin: The index of each token in the baseline, −1 for inserted ones and less for padding.
+        question: Which tokens are the question's.
         window: How many keys a query sees.
-        hidden: Those of the inserted tokens that original ones cannot see.
+        cut: Edges that are cut.
     """
     before = (origin + 1).double().clamp(max=window or origin.shape[-1])
-    now = visible_counts(torch.ones_like(origin, dtype=torch.bool), window)
-    if hidden is not None:
-        now = now - visible_counts(hidden, window)
-    return torch.where(origin >= 0, before / now.clamp(min=1), torch.nan).float()
+    now = visible_counts(torch.ones_like(origin, dtype=torch.bool), window, cut)
+    ratio = before / now.clamp(min=1)
+    if cut is not None:  # of the question's keys some are not seen at all
+        ratio = ratio * visible_counts(question, window, cut) / visible_counts(question, window).clamp(min=1)
+    return torch.where(origin >= 0, ratio, torch.nan).float()
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:

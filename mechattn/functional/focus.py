@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.affine import mix
+from mechattn.functional.rows import mix
 
 _CHUNK = 64  # keys
 _PIECE = 2**18  # elements; the logarithms of more do not stay in the cache of a CPU: four times as slow

@@ -7,6 +7,8 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mechattn.functional.rows import Cut
+
 
 def visible_keys(
     queries: Int[Tensor, " query"], keys: int, window: int | None = None, include_self: bool = True
@@ -54,31 +56,35 @@ def _sums_over_seeing(
 
 
 def _sums_for_keys(
-    weight: Float[Tensor, "batch query"],
-    window: int | None,
-    include_self: bool,
-    hidden: Bool[Tensor, "batch pos"] | None,
+    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, cut: Cut | None
 ) -> Float[Tensor, "batch key"]:
-    """The same where hidden keys are seen by hidden queries alone."""
+    """The same where some queries are blind to some keys, which the other queries see, and they themselves."""
     sums = _sums_over_seeing(weight, window, include_self)
-    return (
-        sums if hidden is None else torch.where(hidden, _sums_over_seeing(weight * hidden, window, include_self), sums)
-    )
+    if cut is None:
+        return sums
+    others = _sums_over_seeing(weight * ~cut.queries, window, include_self)
+    own = weight.double() * cut.queries if include_self else 0.0
+    return torch.where(cut.keys, others + own, sums)
 
 
-def visible_counts(marked: Bool[Tensor, "batch pos"], window: int | None = None) -> Float[Tensor, "batch query"]:
+def visible_counts(
+    marked: Bool[Tensor, "batch pos"], window: int | None = None, cut: Cut | None = None
+) -> Float[Tensor, "batch query"]:
     """How many marked keys lie within the view of each query, its own position included."""
     seen = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
         seen[:, window:] -= seen[:, :-window].clone()
-    return seen
+    if cut is None:
+        return seen
+    lost = marked & cut.keys
+    return seen - cut.queries * (visible_counts(lost, window) - lost.double())
 
 
 def seeing_queries(
     counted: Bool[Tensor, "batch query"],
     window: int | None = None,
     include_self: bool = False,
-    hidden: Bool[Tensor, "batch pos"] | None = None,
+    cut: Cut | None = None,
 ) -> Float[Tensor, "batch key"]:
     """How many counted queries can see each key: the denominator of :func:`received_attention`.
 
@@ -86,25 +92,23 @@ def seeing_queries(
         counted: Which queries count.
         window: How many keys a query sees.
         include_self: Whether a query's own key counts.
-        hidden: Keys that only queries at other hidden positions see.
+        cut: Edges that are cut.
     """
-    return _sums_for_keys(counted.double(), window, include_self, hidden).round().float()
+    return _sums_for_keys(counted.double(), window, include_self, cut).round().float()
 
 
 def uniform_sums(
     counted: Bool[Tensor, "batch query"],
     window: int | None = None,
     include_self: bool = True,
-    hidden: Bool[Tensor, "batch pos"] | None = None,
+    cut: Cut | None = None,
 ) -> Float[Tensor, "batch key"]:
     """:func:`column_sums` of a head that is blind to content: each visible key gets 1 / number of visible keys.
 
-    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k; fewer where keys are hidden.
+    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k; fewer where edges are cut.
     """
-    visible = visible_counts(torch.ones_like(counted), window)
-    if hidden is not None:
-        visible = torch.where(hidden, visible, visible - visible_counts(hidden, window))
-    return _sums_for_keys(counted / visible.clamp(min=1), window, include_self, hidden).float()
+    visible = visible_counts(torch.ones_like(counted), window, cut)
+    return _sums_for_keys(counted / visible.clamp(min=1), window, include_self, cut).float()
 
 
 def received_attention(

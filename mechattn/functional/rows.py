@@ -14,6 +14,29 @@ BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 _MASKED = -1e30  # finite: added to a score it cannot make NaN
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
+
+    Args:
+        queries: The queries that are blind to the keys.
+        keys: The keys.
+    """
+
+    queries: Bool[Tensor, "batch pos"]
+    keys: Bool[Tensor, "batch pos"]
+
+    def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
+        """Which of the keys at these positions each of the queries doesn't see."""
+        positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
+        cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
+        return cut & (queries.unsqueeze(2) != positions)
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> Cut:
+        """The same for some sequences of the batch."""
+        return Cut(self.queries[sequences], self.keys[sequences])
+
+
 @runtime_checkable
 class AnyRows(Protocol):
     """One layer's attention, of which single rows can be had: computed (``Attention``), or looked up (``Shown``)."""
@@ -47,7 +70,7 @@ class Attention:
         bias: Added to the scores of each key (ALiBi), already scaled.
         window: How many keys a query sees, its own included; None for all.
         softcap: The bound of soft-capped scores.
-        hidden: Keys that only queries at other hidden positions see.
+        cut: Edges that are cut.
     """
 
     q: Float[Tensor, "batch head pos d_head"]
@@ -57,7 +80,7 @@ class Attention:
     bias: Float[Tensor, "#batch head pos"] | None = None
     window: int | None = None
     softcap: float | None = None
-    hidden: Bool[Tensor, "batch pos"] | None = None
+    cut: Cut | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -67,9 +90,9 @@ class Attention:
     def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
-        hidden = None if self.hidden is None else self.hidden[sequences]
+        cut = None if self.cut is None else self.cut.of(sequences)
         q, k, v = (part[sequences] for part in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, bias=bias, hidden=hidden)
+        return replace(self, q=q, k=k, v=v, bias=bias, cut=cut)
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, which hold all that they see."""
@@ -86,8 +109,8 @@ class Attention:
         unseen = distance < 0
         if self.window is not None:
             unseen |= distance >= self.window
-        if self.hidden is not None:
-            unseen |= self.hidden[:, None, :keys] & ~self.hidden.gather(1, queries)[:, :, None]
+        if self.cut is not None:
+            unseen |= self.cut.unseen(queries, slice(0, keys))
         return scores.masked_fill(unseen[:, None], _MASKED).softmax(-1)
 
 
@@ -125,6 +148,15 @@ class Rows:
     attention: AnyRows | None = None
 
 
+def mix(
+    pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head key d_head"]
+) -> Float[Tensor, "batch head query d_head"]:
+    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
+    batch, heads, queries, keys = pattern.shape
+    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
+    return (grouped @ v.to(pattern.dtype)).view(batch, heads, queries, -1)
+
+
 def attention_by_rows(
     attention: Attention, see: Callable[[Rows], None] | None = None, block: int = BLOCK
 ) -> Float[Tensor, "batch head pos d_value"]:
@@ -160,8 +192,10 @@ def attention_by_rows(
         by_head[..., start - first :] += future[:rows, :rows]
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
-        if attention.hidden is not None:
-            _mask_hidden(s.view(batch, heads, rows, count), attention.hidden, slice(start, end), slice(first, end))
+        if attention.cut is not None:
+            positions = torch.arange(start, end, device=q.device).expand(batch, -1)
+            unseen = attention.cut.unseen(positions, slice(first, end))
+            s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
         torch.softmax(s, -1, out=s)
         out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
         if see is not None:
@@ -185,9 +219,3 @@ def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> 
     ).unsqueeze(-1)
     hidden = hidden[:, : scores.shape[-1]]
     scores[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
-
-
-def _mask_hidden(scores: Tensor, hidden: Bool[Tensor, "batch pos"], queries: slice, keys: slice) -> None:
-    """Hide the hidden keys from all rows that are not hidden themselves."""
-    unseen = hidden[:, keys].unsqueeze(1) & ~hidden[:, queries].unsqueeze(2)
-    scores.masked_fill_(unseen[:, None], _MASKED)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.received import visible_keys
+from mechattn.functional.rows import Cut
 
 SeePattern = Callable[
     [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
@@ -89,7 +90,7 @@ def check_pattern(
     pattern: Float[Tensor, "batch head query key"],
     real: Bool[Tensor, "batch query"],
     window: int | None,
-    hidden: Bool[Tensor, "batch pos"] | None = None,
+    cut: Cut | None = None,
 ) -> None:
     """Refuse a pattern that is no attention: rows that don't sum to 1, or mass on keys that a query cannot see.
 
@@ -111,7 +112,7 @@ def check_pattern(
     length = pattern.shape[-1]
     unseen = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
     stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
-    if hidden is not None and float((pattern.amax(1) * (hidden[:, None] & ~hidden[:, :, None])).max()) > 1e-6:
+    if cut is not None and float((pattern.amax(1) * _unseen(cut)).max()) > 1e-6:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so what hides it in hook_attn_scores has no effect here; "
             'use engine="streaming" if the model can be streamed'
@@ -150,8 +151,9 @@ def forward_with_patterns(
     real: Tensor,
     layers: list[int],
     see: SeePattern,
-    hidden: Bool[Tensor, "batch pos"] | None = None,
+    cuts: Mapping[int, Cut] | None = None,
     position_ids: Int[Tensor, "batch pos"] | None = None,
+    last: int | None = None,
 ) -> None:
     """A forward pass as far as the last of the layers; ``see(layer, pattern, v)`` is called as each pattern passes.
 
@@ -162,8 +164,9 @@ def forward_with_patterns(
         layers: The layers whose patterns are wanted.
         see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are None where no hook
             shows them head by head.
-        hidden: Keys that only queries at other hidden positions see.
+        cuts: For some layers, edges that are cut.
         position_ids: In place of 0, 1, 2 ….
+        last: The last layer to be computed; the last of ``layers`` by default.
     """
     values: dict[int, Tensor] = {}
     named = model.hook_dict
@@ -178,20 +181,25 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
 
-    hiding = [] if hidden is None else _hiding(model, hidden, max(layers))
+    cutting = [_cutting(layer, cut) for layer, cut in (cuts or {}).items()]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
-    forward_to(model, tokens, max(layers), [*hiding, *looking], position_ids, **mask)
+    forward_to(model, tokens, max(layers) if last is None else last, [*cutting, *looking], position_ids, **mask)
 
 
-def _hiding(model: Any, hidden: Bool[Tensor, "batch pos"], last: int) -> list[tuple[str, Callable]]:
-    """Hooks that keep the hidden keys from all queries that are not hidden themselves, up to layer ``last``."""
-    unseen = (hidden[:, None] & ~hidden[:, :, None])[:, None]
+def _unseen(cut: Cut) -> Bool[Tensor, "batch query key"]:
+    positions = torch.arange(cut.keys.shape[1], device=cut.keys.device)
+    return cut.unseen(positions.expand(cut.keys.shape), slice(None))
+
+
+def _cutting(layer: int, cut: Cut) -> tuple[str, Callable]:
+    """A hook that cuts edges of a layer before the softmax."""
+    unseen = _unseen(cut)[:, None]
 
     def hide(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
-    return [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in attention_layers(model) if layer <= last]
+    return f"blocks.{layer}.attn.hook_attn_scores", hide
 
 
 def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
@@ -220,6 +228,17 @@ def forward_to(
         options["logits_to_keep"] = 1
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
+
+
+def blocks_of(model: Any) -> nn.ModuleList:
+    """The layers of a hooked model, or of a model of transformers."""
+    hooked = getattr(model, "blocks", None)
+    if hooked is not None:
+        return hooked
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"a {type(model).__name__} has no list of layers")
+    return max(lists, key=len)
 
 
 def takes_position_ids(model: Any) -> bool:

@@ -9,12 +9,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.rows import BLOCK, Attention, Rows, attention_by_rows
+from mechattn.functional.rows import BLOCK, Attention, Cut, Rows, attention_by_rows
 from mechattn.model import hooks
+from mechattn.model.attributes import attribute_set
 
 _NAME = "mechattn_rows"
 See = Callable[[int, Rows], None]
@@ -28,19 +28,19 @@ class _Layer:
     window: int | None
     see: See | None
     block: int
-    hidden: Tensor | None
+    cut: Cut | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float | None
     ) -> Tensor:
         """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
-        if self.see is None and bias is None and softcap is None and self.window is None and self.hidden is None:
+        if self.see is None and bias is None and softcap is None and self.window is None and self.cut is None:
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         see, number = self.see, self.number
         told = None if see is None else lambda rows: see(number, rows)
-        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.hidden)
+        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.cut)
         return attention_by_rows(attention, told, self.block)
 
 
@@ -66,7 +66,7 @@ def streaming(
     layers: Mapping[int, int | None],
     see: See,
     block: int = BLOCK,
-    hidden: Bool[Tensor, "batch pos"] | None = None,
+    cuts: Mapping[int, Cut] | None = None,
 ) -> Iterator[None]:
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
 
@@ -78,7 +78,7 @@ def streaming(
         layers: For each layer to look at, its window.
         see: Takes a layer and a block of its rows.
         block: Rows in a block.
-        hidden: Keys that only queries at other hidden positions see.
+        cuts: For some layers, edges that are cut.
 
     Raises:
         ModelError: The model cannot be streamed.
@@ -89,32 +89,17 @@ def streaming(
     with ExitStack() as stack:
         for number in hooks.attention_layers(model):
             window = layers[number] if number in layers else hooks.attention_window(model, number)
-            layer = _Layer(number, window, see if number in layers else None, block, hidden)
+            layer = _Layer(number, window, see if number in layers else None, block, (cuts or {}).get(number))
             attention = model.blocks[number].attn
             kind = type(attention).__name__
             if kind in _FUSED:
-                stack.enter_context(_set(attention, "_reconstruct_attention", _FUSED[kind](attention, layer)))
+                stack.enter_context(attribute_set(attention, "_reconstruct_attention", _FUSED[kind](attention, layer)))
             else:
-                stack.enter_context(_set(attention, "forward", MethodType(_delegating_forward(), attention)))
+                stack.enter_context(attribute_set(attention, "forward", MethodType(_delegating_forward(), attention)))
                 stack.enter_context(_activate(attention.original_component, layer))
         for config in _configs(model):
-            stack.enter_context(_set(config, "_attn_implementation_internal", _NAME))
+            stack.enter_context(attribute_set(config, "_attn_implementation_internal", _NAME))
         yield
-
-
-@contextmanager
-def _set(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on the object itself; a bridge would hand a plain assignment on to the module that it wraps."""
-    missing = object()
-    before = vars(thing).get(name, missing)
-    object.__setattr__(thing, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            object.__delattr__(thing, name)
-        else:
-            object.__setattr__(thing, name, before)
 
 
 @contextmanager

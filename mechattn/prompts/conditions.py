@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from mechattn.errors import ConditionError, OptionError
 from mechattn.prompts import fillers
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence, insert
+from mechattn.prompts.sequences import Knocked, Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
 
 Place = Literal["before_question", "start", "before_answer", "random"]
@@ -24,18 +24,35 @@ class Condition(Protocol):
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence: ...
 
 
+@runtime_checkable
+class Marks(Protocol):
+    """An intervention that is done by marking the sequence, such as ``Knockout``."""
+
+    def marked(self, sequence: Sequence) -> Sequence: ...
+
+
 @dataclass(frozen=True)
 class Baseline:
-    """The prompt as it is."""
+    """The prompt as it is, perhaps under an intervention.
+
+    Args:
+        intervention: What is done to the model while it reads the prompt, such as ``ARM()``; several as a tuple.
+    """
+
+    intervention: Any = ()
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's own tokens."""
-        return tokenize(prompt, model)
+        return _intervened(tokenize(prompt, model), _several(self.intervention))
+
+    def under(self, intervention: Any) -> Variant:
+        """The same under a further intervention."""
+        return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A condition whose inserted tokens take no attention, or don't move what follows them, or neither.
+    """A condition whose inserted tokens take no attention, or don't move what follows them; or under an intervention.
 
     The 2 × 2 that separates dilution from distance: ``.masked()`` moves the original tokens apart and takes no
     attention; ``.unshifted()`` takes attention and moves nothing; both together are the baseline.
@@ -45,16 +62,20 @@ class Variant:
         hides: Original tokens cannot see the inserted ones.
         keeps_positions: Original tokens keep the position ids that they have in the baseline. Inserted ones get the
             ids just before that of the token which follows them, so their distance to it is what it was.
+        interventions: What is done to the model while it reads the sequence.
     """
 
     condition: Condition
     hides: bool = False
     keeps_positions: bool = False
+    interventions: tuple[Any, ...] = ()
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The same tokens, marked."""
-        made = self.condition.apply(prompt, model, seed)
-        return replace(made, hides=self.hides, keeps_positions=self.keeps_positions)
+        made = replace(self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions)
+        if self.hides:
+            made = replace(made, knocked=Knocked(~made.inserted, made.inserted))
+        return _intervened(made, self.interventions)
 
     def masked(self) -> Variant:
         """With inserted tokens that the original ones cannot see."""
@@ -63,6 +84,10 @@ class Variant:
     def unshifted(self) -> Variant:
         """With original tokens that keep their position ids."""
         return replace(self, keeps_positions=True)
+
+    def under(self, intervention: Any) -> Variant:
+        """Under a further intervention."""
+        return replace(self, interventions=(*self.interventions, *_several(intervention)))
 
 
 def _masked(self: Condition) -> Variant:
@@ -73,6 +98,11 @@ def _masked(self: Condition) -> Variant:
 def _unshifted(self: Condition) -> Variant:
     """The same tokens, and original ones that keep the position ids that they have in the baseline."""
     return Variant(self, keeps_positions=True)
+
+
+def _under(self: Condition, intervention: Any) -> Variant:
+    """The same tokens, read under an intervention, such as ``ARM()``; several as a tuple."""
+    return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
@@ -111,7 +141,7 @@ class MeaninglessTokens:
         """The token ids of the run: the most repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
-    masked, unshifted = _masked, _unshifted
+    masked, unshifted, under = _masked, _unshifted, _under
 
 
 @dataclass(frozen=True)
@@ -138,7 +168,7 @@ class RepeatedWord:
         filler = fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
         return _inserted(filler, self.place, prompt, model, seed)
 
-    masked, unshifted = _masked, _unshifted
+    masked, unshifted, under = _masked, _unshifted, _under
 
 
 @dataclass(frozen=True)
@@ -164,7 +194,7 @@ class RandomTokens:
         filler = fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
         return _inserted(filler, self.place, prompt, model, seed)
 
-    masked, unshifted = _masked, _unshifted
+    masked, unshifted, under = _masked, _unshifted, _under
 
 
 @dataclass(frozen=True)
@@ -195,7 +225,7 @@ class RandomSentence:
         draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
         return fillers.random_sentence(require_tokenizer(model), self.count, draw)
 
-    masked, unshifted = _masked, _unshifted
+    masked, unshifted, under = _masked, _unshifted, _under
 
 
 @dataclass(frozen=True)
@@ -221,7 +251,7 @@ class ShuffledSentence:
         random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(filler)
         return _inserted(filler, self.place, prompt, model, seed)
 
-    masked, unshifted = _masked, _unshifted
+    masked, unshifted, under = _masked, _unshifted, _under
 
 
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
@@ -258,6 +288,24 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
             name = ", ".join(f"{option}={value}" for option, value in varied.items())
             made[name] = replace(condition, **varied)  # type: ignore[type-var]
     return made
+
+
+def _several(interventions: Any) -> tuple[Any, ...]:
+    return tuple(interventions) if isinstance(interventions, (tuple, list)) else (interventions,)
+
+
+def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
+    """Marked where an intervention marks; the others are kept for the forward pass."""
+    for intervention in interventions:
+        if isinstance(intervention, type):
+            raise OptionError(f"intervention={intervention.__name__}: give one such as ARM(), with its brackets")
+        if isinstance(intervention, Marks):
+            sequence = intervention.marked(sequence)
+        elif callable(getattr(intervention, "acting", None)):
+            sequence = replace(sequence, interventions=(*sequence.interventions, intervention))
+        else:
+            raise OptionError(f"intervention={intervention!r}: give one such as ARM(), or several as a tuple")
+    return sequence
 
 
 def _check_run(count: int, place: str) -> None:

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
+from mechattn.functional.rows import Cut
 
 INSERTED = -1
+
+
+@dataclass(frozen=True)
+class Knocked:
+    """Edges of attention that are cut in one sequence.
+
+    Args:
+        queries: The queries that don't see the keys, other than their own.
+        keys: The keys.
+        layers: The layers in which that is so; None for all.
+        later: Whether tokens that are generated after the sequence are such queries too.
+    """
+
+    queries: Bool[Tensor, " pos"]
+    keys: Bool[Tensor, " pos"]
+    layers: tuple[int, ...] | None = None
+    later: bool = True
 
 
 @dataclass(frozen=True)
@@ -22,15 +41,17 @@ class Sequence:
         tokens: Token ids.
         origin: For each position its index in the baseline sequence, −1 where it was inserted.
         segment: For each position the index of its segment in ``SEGMENTS``.
-        hides: The original tokens cannot see the inserted ones.
         keeps_positions: The original tokens keep the position ids of the baseline.
+        knocked: Edges that are cut; None for none.
+        interventions: What is done to the model while it reads this sequence.
     """
 
     tokens: Int[Tensor, " pos"]
     origin: Int[Tensor, " pos"]
     segment: Int[Tensor, " pos"]
-    hides: bool = False
     keeps_positions: bool = False
+    knocked: Knocked | None = None
+    interventions: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -85,8 +106,9 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
 
-    ``rows[i]`` says which prompt and which condition row ``i`` is. ``hidden`` are the positions that original tokens
-    cannot see, None where there is none; ``position_ids`` None where all are 0, 1, 2 ….
+    ``rows[i]`` says which prompt and which condition row ``i`` is. ``cut`` are the edges that are cut, None where there
+    are none, ``cut_layers[i]`` the layers where they are (None: all), see :meth:`at`. ``position_ids`` is None where
+    all are 0, 1, 2 …. ``interventions[i]`` act on row ``i``.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -94,8 +116,10 @@ class Batch:
     segment: Int[Tensor, "batch pos"]
     lengths: Int[Tensor, " batch"]
     rows: tuple[tuple[int, str], ...]
-    hidden: Bool[Tensor, "batch pos"] | None = None
+    cut: Cut | None = None
+    cut_layers: tuple[tuple[int, ...] | None, ...] = ()
     position_ids: Int[Tensor, "batch pos"] | None = None
+    interventions: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -115,11 +139,20 @@ class Batch:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
         return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
 
+    def at(self, layer: int) -> Batch:
+        """The batch as a layer reads it: without the edges that are cut in other layers only."""
+        if self.cut is None or all(layers is None for layers in self.cut_layers):
+            return self
+        here = torch.tensor([layers is None or layer in layers for layers in self.cut_layers])
+        here = here.to(self.tokens.device).unsqueeze(1) & self.cut.keys
+        return replace(self, cut=replace(self.cut, keys=here) if here.any() else None)
+
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
-        tensors = ("tokens", "origin", "segment", "lengths", "hidden", "position_ids")
+        tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
         given = {name: getattr(self, name) for name in tensors}
-        return replace(self, **{name: value.to(device) for name, value in given.items() if value is not None})
+        cut = None if self.cut is None else Cut(self.cut.queries.to(device), self.cut.keys.to(device))
+        return replace(self, cut=cut, **{name: value.to(device) for name, value in given.items() if value is not None})
 
 
 PADDING = -2
@@ -131,7 +164,13 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
     def padded(parts: list[Tensor], value: int) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
 
-    hidden = padded([s.inserted & s.hides for s in sequences], 0) if any(s.hides for s in sequences) else None
+    cut = None
+    if any(s.knocked for s in sequences):
+        no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
+        cut = Cut(
+            padded([s.knocked.queries if s.knocked else n for s, n in zip(sequences, no, strict=True)], 0),
+            padded([s.knocked.keys if s.knocked else n for s, n in zip(sequences, no, strict=True)], 0),
+        )
     kept = any(s.keeps_positions for s in sequences)
     return Batch(
         tokens=padded([s.tokens for s in sequences], pad_token),
@@ -139,6 +178,8 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
         segment=padded([s.segment for s in sequences], PADDING),
         lengths=torch.tensor([len(s) for s in sequences]),
         rows=tuple(rows),
-        hidden=hidden,
+        cut=cut,
+        cut_layers=tuple(s.knocked.layers if s.knocked else None for s in sequences),
         position_ids=padded([s.position_ids for s in sequences], 0) if kept else None,
+        interventions=tuple(s.interventions for s in sequences),
     )

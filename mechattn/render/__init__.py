@@ -1,5 +1,12 @@
 """From a result to something to look at: plotly figures and circuitsvis views. Nothing here computes a number."""
 
+from mechattn.render.accuracy import accuracy as accuracy
+from mechattn.render.accuracy import accuracy_map as accuracy_map
+from mechattn.render.accuracy import accuracy_sweep as accuracy_sweep
+from mechattn.render.activations import activation_histogram as activation_histogram
+from mechattn.render.activations import activation_metrics as activation_metrics
+from mechattn.render.activations import agreement as agreement
+from mechattn.render.activations import near_zero_by_class as near_zero_by_class
 from mechattn.render.affine_shift import scale_by_layer as scale_by_layer
 from mechattn.render.affine_shift import shift_rank as shift_rank
 from mechattn.render.change import change_map as change_map

@@ -14,6 +14,7 @@ from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
+    import pandas as pd
     import plotly.graph_objects as go
 
 
@@ -35,24 +36,8 @@ def change_map(
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number for each head; a map shows one that has not")
     wide = {name: table.pivot(index="layer", columns="head", values=name) for name in ("beyond", "difference", "q")}
-    beyond, sure = wide["beyond"], wide["q"] < 0.05
-    reach = float(np.nanmax(abs(beyond.values))) or 1.0
-    log = table.scale.iloc[0] == "log-ratio"
-    figure = go.Figure(
-        go.Heatmap(
-            z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
-            customdata=np.dstack([wide["difference"].values, wide["q"].values]),
-            hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
-            "<br>q = %{customdata[1]:.2g}<extra></extra>",
-            colorbar=dict(title="log-ratio" if log else "difference"),
-        )
-    )  # fmt: skip
-    layer, head = np.nonzero(sure.values)
-    marks = go.Scatter(
-        x=beyond.columns.values[head], y=beyond.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
-        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
-    )  # fmt: skip
-    figure.add_trace(marks)
+    sure = wide["q"] < 0.05
+    figure = go.Figure(_map_and_marks(wide, sure, "log-ratio" if table.scale.iloc[0] == "log-ratio" else "difference"))
     words = condition_words(result, condition)
     note = (
         f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: "
@@ -64,12 +49,33 @@ def change_map(
     figure.update_layout(
         **LAYOUT | {"margin": dict(l=70, r=20, t=110, b=60)},
         title_text=f"{title}<br><sup>{note}</sup>",
-        height=max(320, 160 + 24 * len(beyond)),
+        height=max(320, 160 + 24 * len(sure)),
         legend=dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom"),
     )
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
     return figure
+
+
+def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
+    """The heat map of what is beyond the null, and a dot on each cell that is sure."""
+    import plotly.graph_objects as go
+
+    beyond = wide["beyond"]
+    reach = float(np.nanmax(abs(beyond.values))) or 1.0
+    heat = go.Heatmap(
+        z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
+        customdata=np.dstack([wide["difference"].values, wide["q"].values]),
+        hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
+        "<br>q = %{customdata[1]:.2g}<extra></extra>",
+        colorbar=dict(title=unit),
+    )  # fmt: skip
+    layer, head = np.nonzero(sure.values)
+    marks = go.Scatter(
+        x=beyond.columns.values[head], y=beyond.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
+        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
+    )  # fmt: skip
+    return [heat, marks]
 
 
 def sweep(

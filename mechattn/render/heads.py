@@ -11,7 +11,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.received_attention import NAME, check_heads, line_and_band, moments_of
-from mechattn.render.theme import LAYOUT, THIRD, WITH, WITHOUT, condition_words, model_caption
+from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, lines_layout, model_caption
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -113,12 +113,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
                 figure.add_trace(trace, 1, column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(
-        **LAYOUT | {"margin": dict(l=80, r=20, t=130, b=60)},
-        legend=dict(orientation="h", x=1, xanchor="right", y=1.25, yanchor="bottom"),
-        height=430,
-        hovermode="x unified",
-    )
+    figure.update_layout(**lines_layout(130, 1.25, 430))
     return figure
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, SHADE, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, lines_layout, model_caption
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
@@ -91,12 +91,7 @@ def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words:
         figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(
-        **LAYOUT | {"margin": dict(l=80, r=20, t=120, b=60)},
-        legend=dict(orientation="h", x=1, xanchor="right", y=1.1, yanchor="bottom"),
-        height=640,
-        hovermode="x unified",
-    )
+    figure.update_layout(**lines_layout(120, 1.1, 640))
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:

@@ -20,6 +20,16 @@ LAYOUT = dict(
 )
 
 
+def lines_layout(top: int, legend_at: float, height: int) -> dict:
+    """The layout of panels with lines and a legend above them."""
+    return LAYOUT | {
+        "margin": dict(l=80, r=20, t=top, b=60),
+        "legend": dict(orientation="h", x=1, xanchor="right", y=legend_at, yanchor="bottom"),
+        "height": height,
+        "hovermode": "x unified",
+    }
+
+
 def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -35,6 +45,23 @@ _KINDS = {
 }
 
 
+_ACTS = {
+    "ARM(": "ARM",
+    "AffineAttention(": "λ and Σσ applied",
+    "HeadAblation(": "heads ablated",
+    "Knockout(": "edges cut",
+}
+_MARKS = {
+    "hides=True": "masked",
+    "keeps_positions=True": "unshifted",
+    "parts='scale'": "scale alone",
+    "parts='shift'": "shift alone",
+    "control='random_direction'": "random direction",
+    "control='random_channels'": "random channels",
+    "control='shuffled_signs'": "shuffled signs",
+}
+
+
 def condition_words(result: Result, condition: str) -> str:
     """What a condition inserts, in words, with its name where another condition has the same words."""
     if condition == BASELINE:
@@ -46,8 +73,12 @@ def condition_words(result: Result, condition: str) -> str:
 
 def _words(result: Result, condition: str) -> str:
     made = str(result.provenance["conditions"].get(condition, ""))
-    words = next((words for kind, words in _KINDS.items() if f"{kind}(" in made), condition)
-    marks = [word for word, flag in (("masked", "hides=True"), ("unshifted", "keeps_positions=True")) if flag in made]
+    acts = [words for kind, words in _ACTS.items() if kind in made]
+    inserts = [] if "recorded from" in made else [words for kind, words in _KINDS.items() if f"{kind}(" in made][:1]
+    words = " + ".join([*inserts, *acts]) or condition
+    marks = [
+        word for flag, word in _MARKS.items() if flag in made and not ("recorded from" in made and "=True" in flag)
+    ]
     return f"{words} ({', '.join(marks)})" if marks else words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -37,58 +38,29 @@ def compare(
     seed: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
-    import pandas as pd
-    import xarray as xr
-
-    if select not in (None, "half"):
-        raise OptionError(
-            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
-        )
-    if not 0.5 <= level < 1:
-        raise OptionError(f"level={level}: give a probability such as 0.95")
+    _check_options(select, level)
     other = result if other is None else other
     _check_prompts(result, other)
     if matched:
         _check_lengths(result, condition, other, to)
-    variable = _variable(result, quantity, by)
-    ours, theirs, null, their_null = _aligned(result, condition, other, to, quantity, by, segment)
-    log = variable.attrs.get("compared", "ratio") == "ratio" and all(
-        bool((part > 0).all()) for part in (ours, theirs, null, their_null) if part is not None
+    parts = _aligned(result, condition, other, to, quantity, by, segment)
+    ours, theirs, null, _ = parts
+    log = _variable(result, quantity, by).attrs.get("compared", "ratio") == "ratio" and all(
+        bool((part > 0).all()) for part in parts if part is not None
     )
-    difference: xr.DataArray = xr.apply_ufunc(np.log, ours / theirs) if log else ours - theirs
-    expected = difference * 0
-    if null is not None and their_null is not None:
-        expected = expected + (xr.apply_ufunc(np.log, null / their_null) if log else null - their_null)
-    prompts = np.arange(ours.sizes["prompt"])
-    halves = (prompts, prompts) if select is None else (prompts[::2], prompts[1::2])
-    fewest = FEWEST if select is None else 2 * FEWEST_TO_SELECT
-    if len(prompts) < fewest:
-        why = "" if select is None else ": below, no head can be found on one half of them (q < 0.05)"
-        raise OptionError(f"there are {len(prompts)} prompts; give at least {fewest}{why}")
+    difference, expected = _differences(*parts, log)
+    finding, shown = _halves(ours.sizes["prompt"], select)
+    every = partial(paired, level=level, resamples=resamples, seed=seed)
     cells = np.ones(difference.shape[1:], dtype=bool)
     if select == "half":
-        cells = (
-            paired(
-                difference.values[halves[0]], expected.values[halves[0]], level=level, resamples=resamples, seed=seed
-            ).q
-            < 0.05
-        )
-    shown = halves[1]
-    numbers = paired(
-        difference.values[shown][:, cells],
-        expected.values[shown][:, cells],
-        level=level,
-        resamples=resamples,
-        seed=seed,
-    )
-    index = np.argwhere(cells)
-    table = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
-    table |= {"value": ours.values[shown][:, cells].mean(0), "reference": theirs.values[shown][:, cells].mean(0)}
-    table |= {name: getattr(numbers, name) for name in _COLUMNS}
-    made = pd.DataFrame(table)
-    made["n"] = numbers.n
-    made["scale"] = "log-ratio" if log else "difference"
-    made.attrs = {
+        cells = every(difference.values[finding], expected.values[finding]).q < 0.05
+    numbers = every(difference.values[shown][:, cells], expected.values[shown][:, cells])
+    means = {
+        "value": ours.values[shown][:, cells].mean(0),
+        "reference": theirs.values[shown][:, cells].mean(0),
+    }
+    table = _table(difference, cells, means, numbers).assign(scale="log-ratio" if log else "difference")
+    table.attrs = {
         "condition": condition,
         "to": to,
         "quantity": quantity,
@@ -100,7 +72,50 @@ def compare(
         "select": select or "none",
         "models": f"{_model(result)}, {_model(other)}",
     }
-    return made
+    return table
+
+
+def _check_options(select: str | None, level: float) -> None:
+    if select not in (None, "half"):
+        raise OptionError(
+            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
+        )
+    if not 0.5 <= level < 1:
+        raise OptionError(f"level={level}: give a probability such as 0.95")
+
+
+def _differences(
+    ours: xr.DataArray, theirs: xr.DataArray, null: xr.DataArray | None, their_null: xr.DataArray | None, log: bool
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """What was measured and what the null expects, each prompt's; ratios as their logarithms."""
+    import xarray as xr
+
+    def between(one: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
+        return xr.apply_ufunc(np.log, one / other) if log else one - other
+
+    difference = between(ours, theirs)
+    expected = difference * 0
+    return difference, expected if null is None or their_null is None else expected + between(null, their_null)
+
+
+def _halves(prompts: int, select: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts on which cells are found, and those on which they are reported."""
+    every = np.arange(prompts)
+    fewest = FEWEST if select is None else 2 * FEWEST_TO_SELECT
+    if prompts < fewest:
+        why = "" if select is None else ": below, no head can be found on one half of them (q < 0.05)"
+        raise OptionError(f"there are {prompts} prompts; give at least {fewest}{why}")
+    return (every, every) if select is None else (every[::2], every[1::2])
+
+
+def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndarray], numbers: Paired) -> pd.DataFrame:
+    """One row a cell: its coordinates, the means, and all that ``paired`` found."""
+    import pandas as pd
+
+    index = np.argwhere(cells)
+    labels = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
+    made = pd.DataFrame(labels | means | {name: getattr(numbers, name) for name in _COLUMNS})
+    return made.assign(n=numbers.n)
 
 
 def overall_change(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -124,6 +125,38 @@ class Result:
         return compare(
             self, condition, to, quantity, by, segment, other, select, matched, level, resamples, seed
         )  # fmt: skip
+
+    def agreement(
+        self,
+        condition: str,
+        other: str,
+        over: str = BASELINE,
+        quantity: str = "activations",
+        *,
+        controls: Seq[str] | None = None,
+        level: float = 0.95,
+    ) -> pd.DataFrame:
+        """The cosine between the changes that two conditions make, layer by layer, beside those with controls.
+
+        ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number a prompt; means with t
+        intervals over prompts. Two conditions whose histograms match need not agree at all. Columns: condition, other,
+        layer, cosine, low, high; beyond (the first pair's cosine less this one's, paired by prompt), beyond_low,
+        beyond_high; n. The first rows are of the two conditions, the next ones of the first with each control.
+
+        Args:
+            condition: A condition, such as "slash".
+            other: Another, such as "arm".
+            over: What both are changes from.
+            quantity: "activations": those of ``MlpActivations``.
+            controls: Other conditions to set beside them; all others of the result by default.
+            level: Of the intervals.
+
+        Raises:
+            OptionError: No such condition, quantity or analysis in the result; fewer than 3 prompts.
+        """
+        from mechattn.results.agreement import agreement
+
+        return agreement(self, condition, other, over, quantity, controls, level)
 
     def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
         """A tidy table: one row for each prompt, condition, layer, head and so on.

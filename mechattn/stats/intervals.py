@@ -31,9 +31,11 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     if len(values) < FEWEST:
         raise OptionError(f"an interval over prompts needs at least {FEWEST} of them, and there are {len(values)}")
     values = np.asarray(values, dtype=np.float64)
-    return t_interval_of_moments(
-        (~np.isnan(values)).sum(axis=0), np.nanmean(values, axis=0), np.nanvar(values, axis=0, ddof=1), level
-    )
+    n = (~np.isnan(values)).sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):  # nothing observed: NaN
+        mean = np.nansum(values, axis=0) / n
+        variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)
+    return t_interval_of_moments(n, mean, variance, level)
 
 
 def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray, level: float = 0.95) -> Interval:

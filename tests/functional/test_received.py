@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mechattn.functional import received as fn
+from mechattn.functional.rows import Cut
 
 
 def loop_over_queries(pattern, counted, window=None, include_self=False):
@@ -132,6 +133,31 @@ def test_uniform_numbers_where_keys_are_hidden(window):
             for k in keys:
                 sums[row, k] += float(counted[row, q]) / len(keys)
                 seeing[row, k] += float(counted[row, q] and k < q)
-    torch.testing.assert_close(fn.uniform_sums(counted, window, hidden=hidden), sums)
-    torch.testing.assert_close(fn.seeing_queries(counted, window, hidden=hidden), seeing)
+    torch.testing.assert_close(fn.uniform_sums(counted, window, cut=Cut(~hidden, hidden)), sums)
+    torch.testing.assert_close(fn.seeing_queries(counted, window, cut=Cut(~hidden, hidden)), seeing)
     assert (fn.uniform_sums(counted, window) - sums).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("include_self", [True, False])
+def test_uniform_numbers_where_edges_are_cut(window, include_self):
+    """Blind queries may stand among the keys that they don't see; each still sees itself."""
+    keys = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    blind = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1, 0, 0, 0]]).bool()
+    counted = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]]).bool()
+    sums, seeing, visible = torch.zeros(2, 9), torch.zeros(2, 9), torch.zeros(2, 9, dtype=torch.float64)
+    for row in range(2):
+        for q in range(9):
+            seen = [
+                k for k in range(q + 1) if q - k < (window or 9) and not (keys[row, k] and blind[row, q] and k != q)
+            ]
+            visible[row, q] = len(seen)
+            for k in seen:
+                if k < q or include_self:
+                    sums[row, k] += float(counted[row, q]) / len(seen)
+                    seeing[row, k] += float(counted[row, q])
+    cut = Cut(blind, keys)
+    torch.testing.assert_close(fn.visible_counts(torch.ones_like(keys), window, cut), visible)
+    torch.testing.assert_close(fn.uniform_sums(counted, window, include_self, cut), sums)
+    torch.testing.assert_close(fn.seeing_queries(counted, window, include_self, cut), seeing)
+    assert (fn.uniform_sums(counted, window, include_self) - sums).abs().max() > 0.1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechattn.functional.rows import Attention, Shown, attention_by_rows
+from mechattn.functional.rows import Attention, Cut, Shown, attention_by_rows
 
 
 def square(q, k, v, scale, bias=None, window=None, softcap=None):
@@ -92,7 +92,8 @@ def test_single_rows_are_rows_of_the_square(extra):
     if "bias" in extra:
         extra = {"bias": torch.randn(3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
     if "hidden" in extra:
-        extra = {"hidden": torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])}
+        keys = torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])
+        extra = {"cut": Cut(~keys, keys)}
     attention = Attention(q, k, v, 0.4, **extra)
     whole, _ = in_blocks(q, k, v, 0.4, **extra)
     sequences, queries = torch.tensor([2, 0]), torch.tensor([[3, 19, 0], [7, 7, 18]])
@@ -110,10 +111,25 @@ def test_hidden_keys_are_seen_by_hidden_queries_alone(block):
     q, k, v = random_qkv(1, 2, 2, 12, 8)
     hidden = torch.zeros(1, 12, dtype=torch.bool)
     hidden[0, 4:7] = True
-    got, out = in_blocks(q, k, v, 0.4, block=block, hidden=hidden)
+    got, out = in_blocks(q, k, v, 0.4, block=block, cut=Cut(~hidden, hidden))
     kept = (~hidden[0]).nonzero().flatten()
     without, expected = square(q[:, :, kept], k[:, :, kept], v[:, :, kept], 0.4)
     torch.testing.assert_close(got[:, :, kept][..., kept], without, atol=1e-12, rtol=0)
     torch.testing.assert_close(out[:, :, kept], expected, atol=1e-12, rtol=0)
     assert got[:, :, kept][..., hidden[0]].abs().max() == 0
     torch.testing.assert_close(got[:, :, hidden[0]], square(q, k, v, 0.4)[0][:, :, hidden[0]], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("block", [3, 64])
+def test_cut_edges_against_the_square(block):
+    """Blind queries among the keys that they don't see; a token sees itself whatever is cut."""
+    q, k, v = random_qkv(2, 4, 2, 15, 8)
+    keys, blind = torch.arange(15).expand(2, 15) % 4 == 1, torch.arange(15).expand(2, 15) % 3 == 1
+    unseen = blind[:, :, None] & keys[:, None] & ~torch.eye(15, dtype=torch.bool)
+    before, _ = square(q, k, v, 0.4)
+    expected = (before.log() - 1e9 * unseen[:, None]).softmax(-1)
+    got, out = in_blocks(q, k, v, 0.4, block=block, cut=Cut(blind, keys))
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
+    assert (blind & keys).any()
+    assert (before - expected).abs().max() > 0.05

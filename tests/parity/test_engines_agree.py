@@ -38,7 +38,7 @@ def collected(model, batch, forward):
         sums = columns.setdefault(layer, torch.zeros(*rows.pattern.shape[:2], batch.tokens.shape[1]))
         sums[..., rows.keys] += received.column_sums(rows.pattern, batch.real[:, rows.queries])
 
-    forward(model, batch, windows, see)
+    forward(model, batch, windows, see, max(windows))
     joined = {
         layer: {name: torch.cat([block[name] for block in blocks], -1) for name in blocks[0]}
         for layer, blocks in rows_of.items()

@@ -210,9 +210,10 @@ def test_position_ids_of_the_variants(toy):
     first = int(made.inserted.nonzero()[0])
     assert kept[made.inserted].tolist() == list(range(first - 20, first))
     assert slash.apply(PROMPT, toy).position_ids.tolist() == list(range(len(made)))
-    assert slash.masked().apply(PROMPT, toy).hides
+    assert slash.masked().apply(PROMPT, toy).knocked
     both = slash.masked().unshifted().apply(PROMPT, toy)
-    assert (both.hides, both.keeps_positions) == (True, True)
+    assert both.knocked is not None
+    assert both.keeps_positions
     at_the_end = ma.MeaninglessTokens("/", 3, place="before_answer").unshifted()
     no_answer = ma.Prompt("Tom has 3 apples.", id="c")
     assert at_the_end.apply(no_answer, toy).position_ids[-4:].tolist() == [len(tokenize(no_answer, toy)) - 1] + [

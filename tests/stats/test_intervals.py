@@ -73,3 +73,13 @@ def test_heads_with_no_difference_at_all_are_not_beyond():
 def test_relative_change_is_that_of_the_geometric_mean():
     change = relative_change(np.array([0.5, 1.0, 2.0]) * 0.8, np.array([0.5, 1.0, 2.0]))
     assert float(change.estimate) == pytest.approx(-0.2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_t_interval_of_a_column_without_observations():
+    values = np.array([[1.0, np.nan], [2.0, np.nan], [4.0, np.nan]])
+    made = t_interval(values)
+    assert made.estimate[0] == pytest.approx(7 / 3)
+    assert np.isnan(made.estimate[1])
+    assert np.isnan(made.low[1])
+    assert (made.low[0], made.high[0]) == pytest.approx(stats.t.interval(0.95, 2, 7 / 3, stats.sem([1, 2, 4])))

@@ -1,0 +1,104 @@
+"""The throughput of generation under conditions: this library against plain ``generate`` of transformers.
+
+Batch 32, 50 new tokens, interleaved runs after a warm-up, medians of tokens a second.
+
+    python experiments/benchmarks/generate.py --model toy:llama
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench import SHAPES, new_model
+
+import mechattn as ma
+from mechattn.evaluation.generate import Asked, answers
+from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.prompts.sequences import Sequence
+
+NEVER = frozenset([10**9])
+
+
+def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callable[[], None]]:
+    """Each way to generate, as a function."""
+    native = model._mechattn.native
+    tokens = torch.stack([s.tokens for s in sequences])
+
+    def plain() -> None:
+        with torch.no_grad():
+            out = native.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        assert out.shape[1] == tokens.shape[1] + new_tokens
+
+    def ours(*interventions) -> Callable[[], None]:
+        def run() -> None:
+            from dataclasses import replace
+
+            asked = [Asked(str(i), replace(s, interventions=interventions), 0) for i, s in enumerate(sequences)]
+            made = answers(native, asked, new_tokens, NEVER)
+            assert all(len(a.tokens) == new_tokens for a in made)
+
+        return run
+
+    released = ma.ARM(form="released", p1=95.0)
+    return {
+        "transformers, generate": plain,
+        "mechattn": ours(),
+        "mechattn with ARM (layer 0)": ours(released),
+        "mechattn with ARM, scope=tensor": ours(ma.ARM(form="released", p1=95.0, scope="tensor")),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=[*SHAPES, *toy_names()], default=["toy:llama", "small"])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=50)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = [
+        f"Batch {args.batch}, prompts of {args.length} tokens, {args.new_tokens} new ones; tokens a second, ratio "
+        "to plain generate; medians.",
+        "",
+        "|  | " + " | ".join(args.model) + " |",
+        "|---" * (len(args.model) + 1) + "|",
+    ]
+    found: dict[str, list[str]] = {}
+    for name in args.model:
+        if name in toy_names():
+            model = ma.load_model(name)
+        else:
+            made = new_model(name, 4, 1024, "cpu", torch.float32)
+            model = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
+        generator = torch.Generator().manual_seed(0)
+        sequences = []
+        for _ in range(args.batch):
+            tokens = torch.randint(5, 700, (args.length,), generator=generator)
+            sequences.append(Sequence(tokens, torch.arange(args.length), torch.full((args.length,), 4)))
+        some = ways(model, sequences, args.new_tokens)
+        taken: dict[str, list[float]] = {way: [] for way in some}
+        for _ in range(args.runs + 1):
+            for way, run in some.items():
+                began = time.perf_counter()
+                run()
+                taken[way].append(time.perf_counter() - began)
+        rate = {way: args.batch * args.new_tokens / statistics.median(t[1:]) for way, t in taken.items()}
+        for way, value in rate.items():
+            found.setdefault(way, []).append(f"{value:,.0f} ({value / rate['transformers, generate']:.2f})")
+    lines += [f"| {way} | " + " | ".join(cells) + " |" for way, cells in found.items()]
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

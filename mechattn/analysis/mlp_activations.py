@@ -1,0 +1,252 @@
+"""How MLP activations are spread after the nonlinearity, and how they change, token by token, between conditions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Activations, Analysis, Quantity, Sums
+from mechattn.axes import SEGMENTS
+from mechattn.errors import OptionError
+from mechattn.functional import activations as fn
+from mechattn.functional.arm import KAPPA
+from mechattn.functional.received import segment_mean
+from mechattn.model.activations import at_nonlinearity
+from mechattn.model.hooks import forward_to
+from mechattn.prompts.conditions import Baseline
+from mechattn.prompts.datasets import load_prompts
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
+
+Rule = Literal["quantile", "mad", "absolute"]
+_NONE = -1.0  # where a token has no such number; sums must be finite
+_METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "change")
+_CALIBRATION = 16  # prompts
+_CALIBRATION_SEED = 977  # of word problems that nobody measures by default
+_TOKENS = 64  # at a time, of all conditions of a prompt
+_LEAST = 1e-4  # of a token's activations: a smaller change may be rounding
+_EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many lie, is the middle of a bin
+
+
+@dataclass(frozen=True)
+class MlpActivations:
+    """Activations right after the nonlinearity of each MLP: ``act(gate)`` in gated ones (arXiv:2510.01032, section 4).
+
+    Means over the tokens of each segment of what :mod:`mechattn.functional.activations` gives for one token; the
+    near-zero share also by the class of the question's tokens; a histogram of the question's activations; and the
+    change of each original token from the baseline.
+
+    "Near zero" is ``|x| ≤ threshold``, the threshold of a layer fixed before the run on calibration prompts in the
+    baseline condition, and recorded. The rule gives one number a prompt; the threshold is their median:
+
+    - "quantile": the ``value``-th quantile of ``|x|`` over the prompt's tokens and channels;
+    - "mad": ``1.4826 · value · MAD(|x|)``, the ε of ARM;
+    - "absolute": ``value`` itself, for every layer and model; no calibration.
+
+    Args:
+        rule: Which rule.
+        value: Its number.
+        calibration: The prompts that it looks at; 16 generated word problems by default, which are none of those that
+            ``load_prompts("word-problems")`` gives with its default seed.
+        edges: The edges of the histogram's bins; what lies outside is counted in two open ones.
+    """
+
+    rule: Rule = "quantile"
+    value: float = 0.25
+    calibration: tuple[Prompt, ...] | None = None
+    edges: tuple[float, ...] = _EDGES
+    thresholds: Mapping[int, float] | None = field(default=None, repr=False)
+    classes: Any = field(default=None, repr=False, compare=False)  # Int[Tensor, " d_vocab"], once calibrated
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise OptionError(f"rule={self.rule!r}: choose one of {', '.join(map(repr, get_args(Rule)))}")
+        number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not number or not 0 < self.value < (1 if self.rule == "quantile" else float("inf")):
+            what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"
+            raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {what}")
+        if self.calibration is not None and not self.calibration and self.rule != "absolute":
+            raise OptionError("calibration=(): give at least one prompt, or leave it out for generated word problems")
+        if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
+            raise OptionError("edges: give two numbers at least, each larger than the one before")
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "mlp_activations"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        named = "16 generated word problems" if self.calibration is None else [p.id for p in self.calibration]
+        known = {"rule": self.rule, "value": self.value, "thresholds": dict(self.thresholds or {})}
+        return known | ({} if self.rule == "absolute" else {"calibration": named})
+
+    @property
+    def coords(self) -> Mapping[str, Seq]:
+        """Labels of the bins (their left edge) and of the token classes."""
+        return {"bin": [float("-inf"), *self.edges], "token_class": list(TOKEN_CLASSES)}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """For each segment, token class or bin."""
+        near = "share of channels with |act| <= threshold"
+        per_segment = {
+            "near_zero": ("share", near),
+            "saturated": ("share", f"{near} that lie left of the nonlinearity's minimum: switched off"),
+            "l1": ("activation", "sum of |act| over the channels"),
+            "l2": ("activation", "root of the sum of act^2 over the channels"),
+            "gini": ("share", "Gini coefficient of |act| over the channels"),
+            "variance": ("activation squared", "variance of act over the channels"),
+            "kurtosis": ("ratio", "kurtosis of act over the channels; 3 if normal"),
+        }
+        mean = ", mean over the tokens of the segment"
+        return {
+            **{f"{n}_by_segment": Quantity(("segment",), u, d + mean) for n, (u, d) in per_segment.items()},
+            "change_by_segment": Quantity(
+                ("segment",), "share", "|act - act in the baseline| / |act in the baseline|" + mean, "difference"
+            ),
+            "near_zero_by_token_class": Quantity(
+                ("token_class",), "share", f"{near}, mean over the question's tokens of the class"
+            ),
+            "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
+            "change_product": Quantity(
+                ("other_condition",),
+                "activation squared",
+                "sum over the question's tokens of <change, change in the other condition>, from the baseline",
+                "difference",
+            ),
+        }
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence without question tokens cannot be measured."""
+        return None if sequence.of_segment("question").any() else "has no question tokens"
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With the thresholds of the layers, and the class of every token.
+
+        Warns where the calibration prompts are among the measured ones.
+        """
+        made = replace(self, classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)))
+        if self.rule == "absolute":
+            return replace(made, thresholds=dict.fromkeys(layers, float(self.value)))
+        prompts = self._calibration(model)
+        texts = {prompt.question for prompt in measured if prompt.question}
+        if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
+            warnings.warn(
+                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, say) are measured too: the "
+                "threshold was chosen on what it is applied to. Calibrate on other prompts",
+                stacklevel=3,
+            )
+        found: dict[int, list[float]] = {layer: [] for layer in layers}
+
+        def see(layer: int, pre: Tensor, post: Tensor) -> None:
+            found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
+
+        device = next(model.parameters()).device
+        for prompt in prompts:
+            tokens = Baseline().apply(prompt, model).tokens[None].to(device)
+            with at_nonlinearity(model, dict.fromkeys(layers, see)):
+                forward_to(model, tokens, max(layers), [])
+        return replace(made, thresholds={layer: _median(values) for layer, values in found.items()})
+
+    def _calibration(self, model: Any) -> Seq[Prompt]:
+        if self.calibration is not None:
+            return self.calibration
+        if model.tokenizer is None:
+            raise OptionError(
+                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts cannot be read: give "
+                'calibration=… as prompts of token ids, or rule="absolute"'
+            )
+        return load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
+
+    def _of_prompt(self, size: Float[Tensor, " entry"]) -> float:
+        ordered = size.sort().values
+        if self.rule == "quantile":
+            return float(ordered[round(self.value * (len(ordered) - 1))])
+        median = ordered[(len(ordered) - 1) // 2]
+        return KAPPA * self.value * float((ordered - median).abs().median())
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        rows, length = batch.tokens.shape
+        device = batch.tokens.device
+        made = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
+        made["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
+        others = max(sum(prompt == p for p, _ in batch.rows) for prompt, _ in batch.rows)
+        made["product"] = torch.zeros(rows, others, device=device, dtype=torch.float64)
+        return made
+
+    def add_activations(self, sums: Sums, activations: Activations) -> None:
+        """Each token's numbers, a sequence at a time; then the changes of each prompt's conditions."""
+        threshold = (self.thresholds or {})[activations.layer]
+        asks = activations.batch.of_segment("question")
+        edges = torch.tensor(self.edges, device=activations.post.device)
+        for row, length in enumerate(activations.batch.lengths.tolist()):
+            x, pre = activations.post[row, :length].float(), activations.pre[row, :length].float()
+            made = {
+                "near_zero": fn.near_zero_share(x, threshold),
+                "saturated": fn.saturated_share(x, pre, threshold, activations.minimum),
+                "l1": fn.l1_norm(x),
+                "l2": fn.l2_norm(x),
+                "gini": torch.where(x.any(-1), fn.gini(x), _NONE),
+                "variance": fn.variance(x),
+                "kurtosis": torch.where(fn.variance(x) > 0, fn.kurtosis(x), _NONE),
+            }
+            for name, value in made.items():
+                sums[name][row, :length] = value
+            counts = fn.counts_between(x[asks[row, :length]], edges)
+            sums["histogram"][row] = counts / counts.sum()
+        for rows, at, change, norm, question in _changes(activations):
+            size = change.norm(dim=-1)
+            for row, places, value in zip(rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True):
+                sums["change"][row, places] = value
+            asked = (change * (size > _LEAST * norm)[..., None])[:, question].flatten(1).double()
+            sums["product"][rows] += asked @ asked.T
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments and classes."""
+        each = torch.stack([sums[name] for name in _METRICS], 1)
+        each = each.masked_fill(each == _NONE, torch.nan)
+        by_segment = segment_mean(each, batch.members()).unbind(1)
+        classes = torch.full_like(batch.tokens, len(TOKEN_CLASSES) - 1)
+        if self.classes is not None:
+            classes = self.classes.to(batch.tokens.device)[batch.tokens]
+        members = classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
+        members &= batch.of_segment("question")[:, None]
+        return {
+            **{f"{name}_by_segment": value for name, value in zip(_METRICS, by_segment, strict=True)},
+            "near_zero_by_token_class": segment_mean(each[:, :1], members).squeeze(1),
+            "histogram": sums["histogram"],
+            "change_product": sums["product"],
+        }
+
+
+def _changes(activations: Activations) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
+    """For each prompt, some original tokens at a time: its rows, where the tokens stand in each, and their changes.
+
+    Rows; places [row token]; changes from the baseline [row token d_mlp]; norms in the baseline [token]; which tokens
+    are the question's [token].
+    """
+    pairs = activations.pairs
+    for first in pairs.baseline.unique().tolist():
+        rows = (pairs.baseline == first).nonzero().flatten().tolist()
+        for tokens in torch.arange(int(pairs.original[first].sum())).split(_TOKENS):
+            some = slice(int(tokens[0]), int(tokens[-1]) + 1)
+            before = activations.post[first, some].float()
+            places = pairs.place[rows, some]
+            after = torch.stack([activations.post[row, at] for row, at in zip(rows, places, strict=True)]).float()
+            question = pairs.segment[first, some] == SEGMENTS.index("question")
+            yield rows, places, after - before, before.norm(dim=-1), question
+
+
+def _median(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))

@@ -1,0 +1,143 @@
+"""What interventions apply is recorded first: the affine map of inserted tokens, and the mean output of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import PairedRows, Quantity, Sums
+from mechattn.axes import BASELINE
+from mechattn.engine.forward import chosen_forward
+from mechattn.engine.measure import measure_batch
+from mechattn.engine.run import check_interventions, check_sequences, check_variants
+from mechattn.errors import OptionError
+from mechattn.functional import affine as fn
+from mechattn.interventions.ablation import HeadMeans
+from mechattn.interventions.affine import Affine, AffineAttention
+from mechattn.model import hooks
+from mechattn.model.head_outputs import ChangeZ, changing_z
+from mechattn.model.load import as_hooked, load_model
+from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Batch, Sequence, pad_right
+
+
+def record_affine(
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    condition: Condition,
+    *,
+    layers: Iterable[int] | int = 0,
+    seed: int = 0,
+) -> AffineAttention:
+    """λ and Σσ that a condition's inserted tokens make of each original token's attention, to be applied without them.
+
+    Keeps ``original tokens × d_model`` numbers a prompt and layer. For layer 0 the result is exact with
+    ``condition.unshifted()``; elsewhere what is missing is what ``AffineShift`` calls re-routing and new values.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: As for ``run``; the intervention acts on these alone.
+        condition: What inserts tokens.
+        layers: In which layers, from 0.
+        seed: Of the condition's draws: that of the run.
+
+    Raises:
+        OptionError: The condition inserts nothing, or a layer is out of range.
+    """
+    model = load_model(as_hooked(model))
+    prompts = as_prompts(prompts)
+    chosen = hooks.chosen_layers(model, layers)
+    windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
+    forward, _ = chosen_forward(model, "auto")
+    named: dict[str, Condition] = {BASELINE: Baseline(), "with tokens": condition}
+    sequences = [{name: some.apply(prompt, model, seed) for name, some in named.items()} for prompt in prompts]
+    for prompt, made in zip(prompts, sequences, strict=True):
+        check_sequences(prompt, made, named, [_AffineParts()], model)
+        if not made["with tokens"].inserted.any():
+            raise OptionError(f"{condition} inserts nothing into prompt {prompt.id}, so there is nothing to record")
+    check_variants(model, sequences)
+    check_interventions(model, [prompt.id for prompt in prompts], sequences)
+    recorded: dict[str, dict[int, Affine]] = {}
+    for prompt, made in zip(prompts, sequences, strict=True):
+        batch = pad_right(list(made.values()), [(0, name) for name in made], 0)
+        kept = _Kept()
+        measure_batch(model, batch, forward, windows, [_AffineParts()], [kept], [prompt.id])
+        recorded[prompt.id] = kept.layers
+    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
+
+
+class _AffineParts:
+    """An analysis that keeps λ and Σσ of every query."""
+
+    name = "affine_parts"
+    options: Mapping[str, Any] = {}
+    quantities: Mapping[str, Quantity] = {}
+
+    def problem(self, sequence: Sequence) -> str | None:
+        return None
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        return {}
+
+    def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
+        inserted = rows.batch.inserted[:, rows.keys]
+        parts = fn.split(
+            rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline
+        )  # fmt: skip
+        for name in ("scale", "shift"):
+            made = getattr(parts, name)
+            sums[name] = torch.cat([sums[name], made], 2) if name in sums else made
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        return dict(sums)
+
+
+class _Kept:
+    """Takes the values of one prompt: its original tokens in order, beside the inserted ones."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Affine] = {}
+
+    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
+        original = (batch.origin[1] >= 0).nonzero().flatten()
+        scale, shift = values["scale"][1].cpu(), values["shift"][1].cpu()
+        self.layers[layer] = Affine(scale[:, original], shift[:, original])
+
+
+def head_means(
+    model: Any, prompts: Prompt | str | Tensor | Seq[Prompt | str], *, layers: Iterable[int] | int | None = None
+) -> HeadMeans:
+    """Each head's output before W_O, its mean over all tokens of some prompts: what mean ablation puts in its place.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: As for ``run``; others than those that are measured.
+        layers: Which layers, from 0; all by default.
+    """
+    model = load_model(as_hooked(model))
+    prompts = as_prompts(prompts)
+    chosen = hooks.chosen_layers(model, layers)
+    sums: dict[int, Tensor] = {}
+    tokens = 0
+
+    def add(layer: int) -> ChangeZ:
+        def look(z: Tensor) -> Tensor:
+            total = z.detach().double().sum((0, 1))
+            sums[layer] = sums[layer] + total if layer in sums else total
+            return z
+
+        return look
+
+    device = next(model.parameters()).device
+    with changing_z(model, {layer: add(layer) for layer in chosen}):
+        for prompt in prompts:
+            read = Baseline().apply(prompt, model).tokens
+            tokens += len(read)
+            hooks.forward_to(model, read[None].to(device), max(chosen), [])
+    return HeadMeans({layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts))

@@ -1,0 +1,1 @@
+"""Answers under conditions: generated, read, compared."""

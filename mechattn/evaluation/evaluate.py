@@ -1,0 +1,250 @@
+"""Does it change the answers? Every condition on every problem, stored as it goes, so that a run can be continued."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mechattn.axes import BASELINE
+from mechattn.engine.run import check_interventions, check_variants, with_baseline
+from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
+from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
+from mechattn.evaluation.evaluation import Answered, Evaluation
+from mechattn.evaluation.generate import Asked, answers, native_of, refuse_what_cannot_generate
+from mechattn.model.load import as_hooked, load_model
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Sequence
+from mechattn.results import provenance
+
+Key = tuple[str, str, int]
+
+
+def evaluate(
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    conditions: Mapping[str, Condition] | None = None,
+    *,
+    new_tokens: int = 256,
+    samples: int = 1,
+    temperature: float | None = None,
+    grader: Grader = "auto",
+    batch: int = 32,
+    seed: int = 0,
+    out: str | Path | None = None,
+    progress: bool = True,
+) -> Evaluation:
+    """Generate and grade answers to every problem under every condition, the baseline always among them.
+
+    The model without hooks generates, with a cache; interventions are attached to it. Greedy answers depend on batches
+    by rounding alone, and so do sampled ones, whose draws are keyed by seed, prompt, sample and position.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: Prompts with a ``solution``, as ``load_prompts`` gives them.
+        conditions: Names and conditions, such as for ``run``.
+        new_tokens: The limit of an answer; those that reach it are counted.
+        samples: Answers to each question.
+        temperature: 0 takes the likeliest token; 0 by default for one sample, 1 for several.
+        grader: "number", "math" (math-verify), or "auto": whichever the references need.
+        batch: Sequences at a time.
+        seed: Decides every draw.
+        out: A .jsonl file that each answer is added to as it comes. If it holds answers of the same run already, these
+            are taken: a run that was killed goes on.
+        progress: Show a bar when it takes longer than two seconds.
+
+    Raises:
+        MechattnError: Something given cannot be used; found before the first token is generated.
+    """
+    model = load_model(as_hooked(model))
+    prompts = as_prompts(prompts)
+    named = with_baseline(conditions)
+    _check_numbers(new_tokens, samples, temperature, batch)
+    temperature = (0.0 if samples == 1 else 1.0) if temperature is None else float(temperature)
+    if temperature == 0 and samples > 1:
+        raise OptionError(
+            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature"
+        )
+    _check_references(prompts, grader)
+    native = native_of(model)
+    sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
+    _check_sequences(model, native, prompts, sequences, new_tokens)
+    about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)
+    done = {} if out is None else _continued(Path(out), about)
+    todo = [
+        (p, name, Asked(p.id, made[name], sample))
+        for p, made in zip(prompts, sequences, strict=True)
+        for name in named
+        for sample in range(samples)
+        if (p.id, name, sample) not in done
+    ]
+    todo.sort(key=lambda item: len(item[2].sequence))
+    end = _end_tokens(model, native)
+    for some in _progress([todo[i : i + batch] for i in range(0, len(todo), batch)], progress):
+        written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
+        fresh = []
+        for (prompt, name, asked), answer in zip(some, written, strict=True):
+            text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            graded = grade(text, str(prompt.solution), grader)
+            fresh.append(
+                Answered(
+                    prompt=prompt.id,
+                    condition=name,
+                    sample=asked.sample,
+                    text=text,
+                    tokens=answer.tokens,
+                    answer=graded.answer,
+                    solution=str(prompt.solution),
+                    right=graded.right,
+                    finished=answer.finished,
+                )
+            )
+        done |= {(a.prompt, a.condition, a.sample): a for a in fresh}
+        if out is not None:
+            with open(out, "a", encoding="utf-8") as lines:
+                lines.write("".join(json.dumps(asdict(a), ensure_ascii=False) + "\n" for a in fresh))
+    ordered = [done[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
+    return Evaluation(tuple(ordered), about)
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``Evaluation.save``, or ``evaluate(out=…)``, has written.
+
+    Raises:
+        OutputError: The file is no evaluation.
+    """
+    about, found = _read(Path(path))
+    return Evaluation(tuple(found.values()), about)
+
+
+def _check_numbers(new_tokens: int, samples: int, temperature: float | None, batch: int) -> None:
+    for name, value in (("new_tokens", new_tokens), ("samples", samples), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above")
+
+
+def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
+    check_grader(grader)
+    for prompt in prompts:
+        if prompt.solution is None or not prompt.solution.strip():
+            raise PromptError(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load prompts with answers, '
+                "or give Prompt(…, solution=…)"
+            )
+        if prompt.answer:
+            raise PromptError(
+                f"prompt {prompt.id} holds an answer already, which the model would read: with_answer=False"
+            )
+        kind = grader_for(prompt.solution)
+        if grader == "number" and kind == "math":
+            raise PromptError(f'the solution of prompt {prompt.id} ends in no number; use grader="math"')
+        if kind == "math":
+            check_grader("math")
+
+
+def _check_sequences(
+    model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
+) -> None:
+    for prompt, made in zip(prompts, sequences, strict=True):
+        for name, sequence in made.items():
+            if name == BASELINE and (sequence.inserted.any() or sequence.knocked or sequence.interventions):
+                raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')
+            if len(sequence) + new_tokens > model.cfg.n_ctx:
+                raise PromptTooLong(
+                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the condition "{name}" '
+                    f"and {new_tokens} new ones are allowed; {model.cfg.model_name} takes {model.cfg.n_ctx:,}"
+                )
+            refuse_what_cannot_generate(native, sequence, name)
+    check_variants(model, [dict(made) for made in sequences])
+    check_interventions(model, [p.id for p in prompts], [dict(made) for made in sequences])
+
+
+def _end_tokens(model: Any, native: Any) -> frozenset[int]:
+    """Tokens that end an answer, by the tokenizer and by the model's generation settings."""
+    found = getattr(getattr(native, "generation_config", None), "eos_token_id", None)
+    found = found if isinstance(found, (list, tuple)) else [found]
+    return frozenset(int(t) for t in [*found, model.tokenizer.eos_token_id] if t is not None)
+
+
+def _about(
+    model: Any,
+    prompts: Seq[Prompt],
+    named: Mapping[str, Condition],
+    new_tokens: int,
+    samples: int,
+    temperature: float,
+    grader: str,
+    seed: int,
+) -> dict[str, Any]:
+    parameters = next(model.parameters())
+    return {
+        "model": str(model.cfg.model_name),
+        "dtype": str(parameters.dtype).removeprefix("torch."),
+        "prompts": provenance.digest(prompts),
+        "conditions": {name: repr(condition) for name, condition in named.items()},
+        "new_tokens": new_tokens,
+        "samples": samples,
+        "temperature": temperature,
+        "grader": grader,
+        "seed": seed,
+        "versions": provenance.versions(),
+    }
+
+
+def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
+    """The answers that the file holds already; a new file gets its first line.
+
+    Raises:
+        OptionError: The file is of another run.
+    """
+    if not path.exists() or not path.stat().st_size:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"provenance": about}, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+        return {}
+    before, found = _read(path)
+    for name, value in about.items():
+        if name != "versions" and before.get(name) != json.loads(json.dumps(value)):
+            raise OptionError(
+                f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
+            )
+    whole = "".join(
+        json.dumps(line, ensure_ascii=False) + "\n" for line in [{"provenance": before}, *map(asdict, found.values())]
+    )
+    path.write_text(whole, encoding="utf-8")  # without a last line that was cut off
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        about = json.loads(lines[0])["provenance"]
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise OutputError(f"{path} is no evaluation: {error}") from None
+    found: dict[Key, Answered] = {}
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            row = json.loads(line)
+            made = Answered(**{**row, "tokens": tuple(row["tokens"])})
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):  # a run was killed while it wrote this line
+                break
+            raise OutputError(f"line {number} of {path} is no answer: {error}") from None
+        found[made.prompt, made.condition, made.sample] = made
+    return about, found
+
+
+def _progress(batches: list, show: bool) -> Iterable | Iterator:
+    from tqdm.auto import tqdm
+
+    return tqdm(batches, desc="answers", unit="batch", delay=2, disable=not show)

@@ -1,0 +1,270 @@
+"""Answers and what they say: accuracy with intervals, paired comparisons, pass@k, diversity, mediation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.prompts.prompt import Prompt
+from mechattn.stats.accuracy import distinct_ngrams, paired_accuracy, pass_at_k_interval
+from mechattn.stats.intervals import wilson_interval
+from mechattn.stats.paired import paired
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer.
+
+    Args:
+        prompt: The prompt's id.
+        condition: The condition.
+        sample: Which of several answers to the same question.
+        text: What the model wrote.
+        tokens: Its token ids.
+        answer: The final answer as it was read; None if there was none to read.
+        solution: The reference.
+        right: Whether they are equal.
+        finished: Whether the model ended by itself, before the limit.
+    """
+
+    prompt: str
+    condition: str
+    sample: int
+    text: str
+    tokens: tuple[int, ...]
+    answer: str | None
+    solution: str
+    right: bool
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All answers of a run, and where they come from."""
+
+    answers: tuple[Answered, ...]
+    provenance: Mapping[str, Any]
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions, the baseline first."""
+        return list(dict.fromkeys(a.condition for a in self.answers))
+
+    @property
+    def samples(self) -> int:
+        """Answers to each question."""
+        return max(a.sample for a in self.answers) + 1
+
+    def right(self, condition: str) -> np.ndarray:
+        """Whether each answer is right [problem, sample], in the order of the prompts.
+
+        Raises:
+            OptionError: There is no such condition.
+        """
+        if condition not in self.conditions:
+            have = ", ".join(map(repr, self.conditions))
+            raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
+        rows = [a.right for a in self.answers if a.condition == condition]
+        return np.array(rows, dtype=bool).reshape(-1, self.samples)
+
+    def accuracy(self, level: float = 0.95) -> pd.DataFrame:
+        """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
+
+        Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
+        (answers that hit the limit), tokens (mean length).
+        """
+        import pandas as pd
+
+        rows = []
+        for name in self.conditions:
+            right = self.right(name)
+            some = [a for a in self.answers if a.condition == name]
+            if self.samples == 1:
+                low, high = wilson_interval(int(right.sum()), len(right), level)
+            else:
+                made = pass_at_k_interval(right.sum(1), self.samples, 1, level)
+                low, high = float(made.low), float(made.high)
+            rows.append(
+                {
+                    "condition": name,
+                    "accuracy": float(right.mean()),
+                    "low": low,
+                    "high": high,
+                    "n": len(right),
+                    "unread": sum(a.answer is None for a in some),
+                    "unfinished": sum(not a.finished for a in some),
+                    "tokens": float(np.mean([len(a.tokens) for a in some])),
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def compare(self, condition: str, to: str = BASELINE, *, other: Evaluation | None = None) -> dict[str, float]:
+        """Accuracy of a condition less that of another, on the same problems.
+
+        One answer a problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
+        Several: each problem's share of right answers, with a t interval and a sign-flip test over problems.
+
+        Args:
+            condition: A condition.
+            to: What it is compared with.
+            other: The evaluation that holds ``to``; this one by default.
+
+        Raises:
+            OptionError: There is no such condition, or the problems differ.
+        """
+        other = other or self
+        if self._problems() != other._problems():
+            raise OptionError("the two evaluations are of different problems, and a comparison is problem by problem")
+        first, second = self.right(condition), other.right(to)
+        if first.shape[1] == second.shape[1] == 1:
+            return asdict(paired_accuracy(first[:, 0], second[:, 0]))
+        made = paired(first.mean(1) - second.mean(1))
+        return {
+            "difference": float(made.difference),
+            "low": float(made.low),
+            "high": float(made.high),
+            "p": float(made.p),
+            "n": made.n,
+            "detectable": float(made.detectable),
+        }
+
+    def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
+        """The condition with most right answers on one half of the problems, compared with the baseline on the rest.
+
+        The accuracy of the best of many, on the problems that it was chosen on, is too high even where nothing has any
+        effect.
+
+        Args:
+            conditions: Among which; all but the baseline by default.
+
+        Returns:
+            What :meth:`compare` gives on the other half, with "condition" and "chosen_on", its accuracy where chosen.
+
+        Raises:
+            OptionError: Fewer than two problems, or no condition beside the baseline.
+        """
+        names = [name for name in conditions or self.conditions if name != BASELINE]
+        problems = list(dict.fromkeys(a.prompt for a in self.answers))
+        if not names or len(problems) < 2:
+            raise OptionError("choose among one condition beside the baseline at least, on two problems at least")
+        chosen = max(names, key=lambda name: self.right(name)[::2].mean())
+        rest = set(problems[1::2])
+        other = Evaluation(tuple(a for a in self.answers if a.prompt in rest), self.provenance)
+        return {
+            "condition": chosen,
+            "chosen_on": float(self.right(chosen)[::2].mean()),
+            "accuracy": float(other.right(chosen).mean()),
+            "baseline": float(other.right(BASELINE).mean()),
+            **other.compare(chosen),
+        }
+
+    def pass_at_k(self, k: int, level: float = 0.95) -> pd.DataFrame:
+        """The chance that one of k answers is right, for each condition, with a t interval over problems.
+
+        Raises:
+            OptionError: k is larger than the number of samples.
+        """
+        import pandas as pd
+
+        rows = []
+        for name in self.conditions:
+            made = pass_at_k_interval(self.right(name).sum(1), self.samples, k, level)
+            rows.append({"condition": name, "k": k, **{n: float(v) for n, v in made._asdict().items()}})
+        return pd.DataFrame(rows)
+
+    def diversity(self, n: int = 2) -> pd.DataFrame:
+        """Distinct n-grams over all n-grams of the answers to one question, a mean over questions."""
+        import pandas as pd
+
+        rows = []
+        for name in self.conditions:
+            by_prompt: dict[str, list[tuple[int, ...]]] = {}
+            for a in self.answers:
+                if a.condition == name:
+                    by_prompt.setdefault(a.prompt, []).append(a.tokens)
+            values = [distinct_ngrams(some, n) for some in by_prompt.values()]
+            rows.append({"condition": name, "n": n, "distinct": float(np.nanmean(values))})
+        return pd.DataFrame(rows)
+
+    def mediation(
+        self, total: str, through: Mapping[str, str], *, resamples: int = 9999, seed: int = 0, level: float = 0.95
+    ) -> pd.DataFrame:
+        """The share of a condition's change in accuracy that other conditions make without it.
+
+        ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
+        bootstrap intervals over problems. Shares need not add up to 1. An interval that reaches far beyond 0 and 1 says
+        that the total change is too small to be divided.
+
+        Args:
+            total: The condition whose change is explained, such as "slash".
+            through: For each path a condition that takes it alone, such as {"scale": "scale alone"}.
+            resamples: Bootstrap samples.
+            seed: Of the bootstrap.
+            level: Of the intervals.
+        """
+        import pandas as pd
+
+        base, whole = self.right(BASELINE).mean(1), self.right(total).mean(1)
+        draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
+        all_of_it = (whole - base)[draws].mean(1)
+        rows = []
+        for path, name in through.items():
+            part = self.right(name).mean(1) - base
+            share = float(part.mean() / (whole - base).mean()) if (whole != base).any() else float("nan")
+            with np.errstate(divide="ignore", invalid="ignore"):
+                drawn = part[draws].mean(1) / all_of_it
+            low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+            change = paired(part)
+            rows.append(
+                {
+                    "path": path,
+                    "condition": name,
+                    "change": float(change.difference),
+                    "change_low": float(change.low),
+                    "change_high": float(change.high),
+                    "share": share,
+                    "low": float(low),
+                    "high": float(high),
+                }
+            )
+        made = pd.DataFrame(rows)
+        made.attrs = {"total": float((whole - base).mean()), "of": total, "n": len(base)}
+        return made
+
+    def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
+        """The prompts with the answers that were generated, in the segment "answer": to be analysed in one pass.
+
+        Every condition of that run then reads the same answer, so that what differs is attention and not the text.
+        """
+        texts = {a.prompt: a.text for a in self.answers if a.condition == condition and a.sample == sample}
+        missing = [p.id for p in prompts if not texts.get(p.id, "").strip()]
+        if missing:
+            raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; leave it out")
+        return [replace(p, answer=texts[p.id]) for p in prompts]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row an answer."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(a) for a in self.answers])
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON object a line: provenance first, then the answers."""
+        path = Path(path)
+        lines = [{"provenance": self.provenance}, *(asdict(a) for a in self.answers)]
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        part.replace(path)
+
+    def _problems(self) -> dict[str, str]:
+        return {a.prompt: a.solution for a in self.answers}

@@ -1,0 +1,223 @@
+"""Answers, token by token with a cache, on the model without hooks that shares the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.interventions.intervention import Acted
+from mechattn.model.known import known
+from mechattn.prompts.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer that is wanted.
+
+    Args:
+        prompt: The prompt's id.
+        sequence: What the model reads.
+        sample: Which of several answers.
+    """
+
+    prompt: str
+    sequence: Sequence
+    sample: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote.
+
+    Args:
+        tokens: Without the end token.
+        finished: Whether it ended by itself, before the limit.
+    """
+
+    tokens: tuple[int, ...]
+    finished: bool
+
+
+def native_of(model: Any) -> Any:
+    """The model without hooks.
+
+    Raises:
+        ModelError: There is none.
+    """
+    about = known(model)
+    if about is None or about.native is None:
+        why = about.why_not_native if about else "it has not gone through load_model"
+        raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
+    return about.native
+
+
+def answers(
+    model: Any, asked: Seq[Asked], new_tokens: int, end: frozenset[int], temperature: float = 0.0, seed: int = 0
+) -> list[Answer]:
+    """Generate one answer for each sequence, all in one batch, padded on the left.
+
+    A sampled token depends on seed, prompt, sample and position: not on the batch but for rounding.
+
+    Args:
+        model: A model of transformers.
+        asked: What is wanted.
+        new_tokens: At most so many.
+        end: Tokens that end an answer.
+        temperature: 0 takes the likeliest token.
+        seed: Of the sampling.
+    """
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    batch = _Padded(asked, device)
+    cache = DynamicCache(config=model.config)
+    written: list[Tensor] = []
+    open_ = torch.ones(len(asked), dtype=torch.bool, device=device)
+    tokens = batch.tokens
+    with torch.no_grad(), batch.acting(model):
+        for step in range(new_tokens):
+            out = model(
+                input_ids=tokens,
+                attention_mask=batch.mask(step),
+                position_ids=batch.position_ids(step),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            following = _chosen(out.logits[:, -1].float(), asked, batch.lengths + step, temperature, seed)
+            written.append(following)
+            open_ &= ~torch.isin(following, torch.tensor(sorted(end), device=device))
+            if not open_.any():
+                break
+            tokens = following[:, None]
+    rows = torch.stack(written, 1).tolist()
+    return [_until(row, end) for row in rows]
+
+
+def _chosen(
+    logits: Float[Tensor, "batch d_vocab"],
+    asked: Seq[Asked],
+    positions: Int[Tensor, " batch"],
+    temperature: float,
+    seed: int,
+) -> Int[Tensor, " batch"]:
+    """The likeliest token, or the one at a keyed random point of the cumulative distribution."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    samples = [
+        token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in zip(asked, positions, strict=True)
+    ]
+    point = keyed_uniform(torch.cat(samples), 1)[:, 0]
+    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    return torch.searchsorted(cumulative, point.double() * cumulative[:, -1:]).clamp(max=logits.shape[-1] - 1)[:, 0]
+
+
+def _until(row: list[int], end: frozenset[int]) -> Answer:
+    at = next((i for i, token in enumerate(row) if token in end), None)
+    return Answer(tuple(row if at is None else row[:at]), at is not None)
+
+
+class _Padded:
+    """Sequences padded on the left, with what the model is told of them at each step."""
+
+    def __init__(self, asked: Seq[Asked], device: torch.device) -> None:
+        self.asked, self.device = asked, device
+        sequences = [a.sequence for a in asked]
+        self.longest = max(map(len, sequences))
+        self.lengths = torch.tensor([len(s) for s in sequences], device=device)
+
+        def padded(parts: list[Tensor], value: int) -> Tensor:
+            rows = [torch.cat([part.new_full((self.longest - len(part),), value), part]) for part in parts]
+            return torch.stack(rows).to(device)
+
+        self.tokens: Int[Tensor, "batch pos"] = padded([s.tokens for s in sequences], 0)
+        self.real: Bool[Tensor, "batch pos"] = padded(
+            [torch.ones(len(s), dtype=torch.long) for s in sequences], 0
+        ).bool()
+        self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
+        origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
+        self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
+        self.cut = self._cut(padded) if any(s.knocked for s in sequences) else None
+        # Ids that jump need a mask: without one transformers takes them for several sequences.
+        self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
+        self.step = 0
+
+    def _cut(self, padded: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Blind queries, the keys that they don't see, and whether what is generated is blind too."""
+        sequences = [a.sequence for a in self.asked]
+        no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
+        pairs = [
+            (s.knocked.queries, s.knocked.keys) if s.knocked else (n, n) for s, n in zip(sequences, no, strict=True)
+        ]
+        later = torch.tensor([bool(s.knocked and s.knocked.later) for s in sequences], device=self.device)
+        return padded([q for q, _ in pairs], 0), padded([k for _, k in pairs], 0), later
+
+    def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
+        """Of what is read at this step."""
+        return self._ids if step == 0 else self._ids[:, -1:] + step
+
+    def mask(self, step: int) -> Tensor | None:
+        """Which keys there are, None for all; with cut edges, which query sees which key."""
+        self.step = step
+        if self.plain:
+            return None
+        real = torch.nn.functional.pad(self.real, (0, step), value=True)
+        if self.cut is None:
+            return real.long()
+        queries, keys, later = self.cut
+        keys = torch.nn.functional.pad(keys, (0, step))
+        if step:
+            return (real & ~(later[:, None] & keys))[:, None, None]
+        positions = torch.arange(self.longest, device=self.device)
+        seen = (positions[:, None] >= positions) & real[:, None]
+        seen &= ~(queries[:, :, None] & keys[:, None] & (positions[:, None] != positions))
+        return (seen | (positions[:, None] == positions))[:, None]
+
+    def positions(self) -> Int[Tensor, "batch pos"]:
+        """The index of each token that is read in the baseline sequence, for interventions."""
+        return self._origin if self.step == 0 else self._origin.amax(1, keepdim=True) + self.step
+
+    @contextmanager
+    def acting(self, model: Any) -> Iterator[None]:
+        """The interventions of the sequences, each on its rows."""
+        found: dict[int, tuple[Any, list[int]]] = {}
+        for row, asked in enumerate(self.asked):
+            for intervention in asked.sequence.interventions:
+                found.setdefault(id(intervention), (intervention, []))[1].append(row)
+        with ExitStack() as stack:
+            for intervention, rows in found.values():
+                stack.enter_context(intervention.acting(model, self._acted(rows)))
+            yield
+
+    def _acted(self, rows: list[int]) -> Any:
+        index = torch.tensor(rows, device=self.device)
+        ids = tuple(self.asked[row].prompt for row in rows)
+        return lambda: Acted(index, ids, self.positions()[index])
+
+
+def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
+    """Edges that are cut in some layers only, or in a model that takes no mask of edges, cannot be generated with."""
+    if sequence.knocked is None:
+        return
+    if sequence.knocked.layers is not None:
+        raise OptionError(f"{name!r} cuts edges in some layers only, which works in run, and not in evaluate")
+    config = getattr(model.config, "text_config", model.config)
+    kind = getattr(config, "model_type", "")
+    if kind in ("falcon", "bloom", "mpt") or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        why = (
+            "has layers with windows, whose cache is cut short"
+            if kind not in ("falcon", "bloom", "mpt")
+            else "has ALiBi"
+        )
+        raise OptionError(
+            f"{name!r} cuts edges, and a {kind} model {why}: it takes no mask of edges here. Leave it out"
+        )

@@ -1,0 +1,117 @@
+"""Activation redistribution (ARM, arXiv:2510.01032): near-zero activations move away from zero, their sign kept."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Form = Literal["paper", "released", "gemma"]
+Scope = Literal["token", "tensor"]
+Control = Literal["random_direction", "random_channels", "shuffled_signs"]
+KAPPA = 1.4826  # makes the MAD of normal data their standard deviation
+_SHARES = {"paper": (0.02, 0.25), "released": (0.2, 0.25)}
+_LEAST_MAD = 1e-12
+
+
+def redistribute(
+    x: Float[Tensor, "*token channel"],
+    uniform: Float[Tensor, "*token channel"],
+    c: float,
+    p1: float,
+    form: Form = "paper",
+    scope: Scope = "token",
+    strength: float = 1.0,
+) -> Float[Tensor, "*token channel"]:
+    """``x + strength · (arm(x) − x)``; with ``strength=0`` it is x itself.
+
+    With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)`` smallest ``|x|`` are
+    moved: ties go by index, 0 stays where it is. The bound above 0 is the ``p1``-th percentile of x, 0 at least; below
+    it is ``min(x)``, 0 at most; an entry whose bound is 0 stays.
+
+    - "paper": p is clipped to [0.02, 0.25], and ``uniform · bound`` is added.
+    - "released" (the published code, for Llama): p is clipped to [0.2, 0.25], and the entry becomes
+      ``uniform · bound``. Some entries move inward.
+    - "gemma" (the same code): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``, with the percentile of
+      ``|x|`` as the bound above.
+
+    Medians are lower medians, percentiles interpolate linearly, halves round to even; statistics are in float32.
+
+    Args:
+        x: Activations after the nonlinearity.
+        uniform: Random numbers in [0, 1), see :func:`mechattn.functional.keyed.keyed_uniform`.
+        c: The factor of the threshold; for "gemma" the share itself.
+        p1: A percentile, 0 to 100.
+        form: Which of the published forms.
+        scope: What statistics and selection go over: the channels of each token, or (as published) the whole tensor,
+            where the result depends on batch and padding.
+        strength: How much of the change is made.
+    """
+    if strength == 0:
+        return x
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    flat = x.reshape(1, -1) if scope == "tensor" else x.reshape(-1, x.shape[-1])
+    rows, drawn = flat.to(wide), uniform.reshape(flat.shape).to(wide)
+    ordered, sizes = rows.sort(-1).values, rows.abs().sort(-1).values
+    if form == "gemma":
+        selected = rows.abs() <= _percentile(sizes, 100 * c)
+        above = _percentile(sizes, p1)
+    else:
+        selected = _smallest(rows.abs(), sizes, _count(sizes, c, _SHARES[form]))
+        above = _percentile(ordered, p1).clamp(min=0)
+    bound = torch.where(rows > 0, above, ordered[:, :1].clamp(max=0))
+    moved = rows + drawn * bound if form == "paper" else drawn * bound
+    moves = selected & (rows != 0) & (bound != 0)
+    return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
+
+
+def as_control(
+    change: Float[Tensor, "*token channel"], uniform: Float[Tensor, "*token channel"], control: Control
+) -> Float[Tensor, "*token channel"]:
+    """A change that is as large as the given one in each token, and otherwise arbitrary.
+
+    - "random_direction": a random direction, of the same norm.
+    - "random_channels": the same numbers, in channels drawn at random.
+    - "shuffled_signs": the same sizes in the same channels, with signs drawn at random.
+
+    Args:
+        change: What an intervention adds.
+        uniform: Random numbers in [0, 1), independent of those that made the change.
+        control: Which one.
+    """
+    if control == "random_direction":
+        direction = (2 * uniform - 1).to(change.dtype)
+        return direction * (change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True))
+    if control == "random_channels":
+        return change.gather(-1, uniform.argsort(stable=True, dim=-1))
+    return torch.where(uniform < 0.5, -change, change)
+
+
+def _count(sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
+    """How many entries of each row are moved, from the sorted sizes of the entries."""
+    n = sizes.shape[-1]
+    middle = (n - 1) // 2
+    median = sizes[:, middle : middle + 1]
+    mad = (sizes - median).abs().kthvalue(middle + 1, dim=-1, keepdim=True).values.clamp(min=_LEAST_MAD)
+    share = (sizes <= KAPPA * c * mad).sum(-1).double() / n
+    return (share.clamp(*shares) * n).round().long()
+
+
+def _smallest(
+    size: Float[Tensor, "row entry"], sizes: Float[Tensor, "row entry"], count: Int[Tensor, " row"]
+) -> Bool[Tensor, "row entry"]:
+    """The ``count`` smallest entries of each row, among equal ones the first: by a threshold, with one sort."""
+    threshold = sizes.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
+    below, equal = size < threshold, size == threshold
+    room = (count - below.sum(-1)).clamp(min=0).unsqueeze(-1)
+    return below & (count > 0).unsqueeze(-1) | (equal & (equal.cumsum(-1) <= room))
+
+
+def _percentile(ordered: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
+    """Between the entries of sorted rows; ``torch.quantile`` takes 2²⁴ entries at most, and no bfloat16."""
+    position = percent / 100 * (ordered.shape[-1] - 1)
+    low = int(position)
+    high = min(low + 1, ordered.shape[-1] - 1)
+    return torch.lerp(ordered[:, low : low + 1], ordered[:, high : high + 1], position - low)

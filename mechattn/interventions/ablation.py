@@ -1,0 +1,71 @@
+"""Heads whose output is taken away: replaced by zero, or by its mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.errors import OptionError
+from mechattn.interventions.intervention import Acted, digest, on
+from mechattn.model.head_outputs import changing_z, check_layers, heads_of
+
+
+@dataclass(frozen=True)
+class HeadMeans:
+    """Each head's output before W_O, its mean over the tokens of some prompts; see :func:`mechattn.head_means`."""
+
+    by_layer: Mapping[int, Float[Tensor, "head d_head"]]
+    prompts: int
+
+    def __repr__(self) -> str:
+        made = digest(self.by_layer[layer] for layer in sorted(self.by_layer))
+        return f"HeadMeans(of {self.prompts} prompts, layers {sorted(self.by_layer)}, digest={made})"
+
+
+@dataclass(frozen=True)
+class HeadAblation:
+    """The output of some heads, before W_O, becomes 0, or its mean over other prompts, at every token.
+
+    Args:
+        heads: (layer, head) pairs, from 0.
+        means: What takes its place; zero by default, which is further from what the model ever saw.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    means: HeadMeans | None = None
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """Every layer and head is there, and has a mean if means are given."""
+        if not self.heads:
+            raise OptionError("heads=() ablates nothing; give (layer, head) pairs")
+        check_layers(model, [layer for layer, _ in self.heads])
+        for layer, head in self.heads:
+            if not 0 <= head < heads_of(model):
+                raise OptionError(
+                    f"head {head} is out of range: {model.cfg.model_name} has heads 0 to {model.cfg.n_heads - 1}"
+                )
+            if self.means is not None and layer not in self.means.by_layer:
+                raise OptionError(f"the means are of layers {sorted(self.means.by_layer)}, and not of layer {layer}")
+
+    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+        """Replace the output of these heads."""
+
+        def change(layer: int) -> Callable[[Tensor], Tensor]:
+            heads = [head for n, head in self.heads if n == layer]
+
+            def ablate(z: Tensor) -> Tensor:
+                z, rows = z.clone(), acted().rows.to(z.device)
+                for head in heads:
+                    z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
+                return z
+
+            return ablate
+
+        return changing_z(model, {layer: change(layer) for layer in sorted({layer for layer, _ in self.heads})})
+
+    on = on

@@ -1,0 +1,139 @@
+"""The affine map that inserted tokens make of attention's output, applied without inserting them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.errors import OptionError
+from mechattn.interventions.intervention import Acted, digest, on
+from mechattn.model.head_outputs import changing_z, check_layers, heads_of
+
+Parts = Literal["both", "scale", "shift"]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """λ and Σσ of one prompt in one layer, for each original token.
+
+    Args:
+        scale: λ.
+        shift: Σσ, before W_O.
+    """
+
+    scale: Float[Tensor, "head original"]
+    shift: Float[Tensor, "head original d_head"]
+
+
+@dataclass(frozen=True, eq=False)
+class AffineAttention:
+    """``z → λ · z + Σσ`` for each original token and head, before W_O: what insertion does, without insertion.
+
+    Measured values come from :func:`mechattn.record_affine`; chosen ones are given here. Recorded with ``.unshifted()``
+    tokens they give layer 0's output of the original tokens exactly; otherwise re-routing is missing, and in later
+    layers changed values too (``AffineShift`` reports both).
+
+    Args:
+        scale: A chosen λ for all tokens, one number or one a head.
+        shift: A chosen Σσ for all tokens [head d_head]; none by default.
+        layers: Where, from 0.
+        parts: "scale" or "shift" alone, or "both".
+        recorded: Measured values, by prompt and layer, in place of chosen ones.
+        source: In words, where these come from.
+    """
+
+    scale: float | Float[Tensor, " head"] = 1.0
+    shift: Float[Tensor, "head d_head"] | None = None
+    layers: int | tuple[int, ...] = 0
+    parts: Parts = "both"
+    recorded: Mapping[str, Mapping[int, Affine]] | None = None
+    source: str = "chosen"
+
+    def __post_init__(self) -> None:
+        if self.parts not in get_args(Parts):
+            raise OptionError(f"parts={self.parts!r}: choose one of {', '.join(map(repr, get_args(Parts)))}")
+
+    def only(self, parts: Parts) -> AffineAttention:
+        """The scale alone, or the shift alone."""
+        return replace(self, parts=parts)
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        """The layers."""
+        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """The layers are there, and the prompts are those that were recorded."""
+        check_layers(model, self.which)
+        heads = heads_of(model)
+        if self.recorded is None:
+            if isinstance(self.scale, Tensor) and self.scale.shape != (heads,):
+                raise OptionError(f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} numbers")
+            if self.shift is not None and self.shift.shape[0] != heads:
+                raise OptionError(
+                    f"shift has the shape {tuple(self.shift.shape)}; give [head d_head], with {heads} heads"
+                )
+            return
+        missing = [prompt for prompt in prompts if prompt not in self.recorded]
+        if missing or not prompts:
+            what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
+            raise OptionError(
+                f"{what}: an AffineAttention of record_affine acts on the prompts that it was recorded on"
+            )
+
+    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+        """Scale and shift the output of these tokens."""
+
+        def change(layer: int) -> Callable[[Tensor], Tensor]:
+            def affine(z: Tensor) -> Tensor:
+                z, now = z.clone(), acted()
+                for row, prompt, positions in zip(
+                    now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
+                ):
+                    z[row] = self._applied(z[row], layer, prompt, positions)
+                return z
+
+            return affine
+
+        return changing_z(model, {layer: change(layer) for layer in self.which})
+
+    def _applied(
+        self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Tensor
+    ) -> Float[Tensor, "pos head d_head"]:
+        """The output of one sequence; tokens that were not recorded, such as generated ones, stay as they are."""
+        there = positions >= 0
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        if self.recorded is None:
+            scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype).reshape(-1, 1)
+            shift = torch.zeros((), device=z.device) if self.shift is None else self.shift.to(z)
+        else:
+            found = self.recorded[prompt][layer]
+            length = found.scale.shape[1]
+            if bool((positions == 0).any()) and int(there.sum()) != length:
+                raise OptionError(
+                    f"prompt {prompt!r} has {int(there.sum())} tokens, and {length} when it was recorded: another one"
+                )
+            there &= positions < length
+            at = positions.clamp(0, length - 1)
+            scale = found.scale.to(z)[:, at].T.unsqueeze(-1)
+            shift = found.shift.to(z)[:, at].transpose(0, 1)
+        scaled = z if self.parts == "shift" else scale * z
+        moved = scaled if self.parts == "scale" else scaled + shift
+        return torch.where(there[:, None, None], moved, z)
+
+    def __repr__(self) -> str:
+        return f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, digest={self._digest()})"
+
+    def _digest(self) -> str:
+        """Of the numbers that are applied."""
+        chosen = [torch.as_tensor(self.scale), *([] if self.shift is None else [self.shift])]
+        maps = [m for layers in (self.recorded or {}).values() for m in layers.values()]
+        return digest([part for m in maps for part in (m.scale, m.shift)] if maps else chosen)
+
+    on = on

@@ -1,0 +1,116 @@
+"""ARM: near-zero activations after the nonlinearity of early MLPs are moved away from zero (arXiv:2510.01032)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.errors import OptionError
+from mechattn.functional import arm as fn
+from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.interventions.intervention import Acted, on
+from mechattn.model.activations import at_nonlinearity, nonlinearity_of
+
+
+@dataclass(frozen=True)
+class ARM:
+    """``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see ``functional.arm.redistribute``.
+
+    A token's random numbers depend on the seed, its prompt's id, its original position, the layer and the channel, and
+    with ``scope="token"`` on nothing else: a run gives the same numbers whatever the batches are. That the share of
+    near-zero activations falls is so by construction, and no evidence of anything; see ``control``.
+
+    Args:
+        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share that is moved. The released code has
+            0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. With "paper"
+            and "released" it has no effect while the share of near-zeros is outside of the clip.
+        p1: The percentile that bounds positive entries: 99.5, 95, 90 and 85 there.
+        layers: One layer or several, from 0; the first in the paper.
+        form: "paper", "released" or "gemma".
+        scope: "token": statistics and selection over each token's channels; "tensor": over all that runs together,
+            padding included, as published.
+        strength: How much of the change is made; with 0 nothing is touched.
+        control: In place of the change one that is as large in each token: "random_direction", "random_channels" or
+            "shuffled_signs".
+        seed: Of the random numbers.
+    """
+
+    c: float = 0.13
+    p1: float = 99.5
+    layers: int | tuple[int, ...] = 0
+    form: fn.Form = "paper"
+    scope: fn.Scope = "token"
+    strength: float = 1.0
+    control: fn.Control | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
+            given = getattr(self, name)
+            if given not in get_args(known) and not (name == "control" and given is None):
+                raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
+        most = 1.0 if self.form == "gemma" else float("inf")
+        if not (_is_number(self.c) and 0 <= self.c <= most):
+            range_ = "a share, 0 to 1" if self.form == "gemma" else "a factor, 0 or more"
+            raise OptionError(f"c={self.c!r}: give {range_}")
+        if not (_is_number(self.p1) and 0 <= self.p1 <= 100):
+            raise OptionError(f"p1={self.p1!r}: give a percentile, 0 to 100, such as 99.5")
+        if not _is_number(self.strength):
+            raise OptionError(f"strength={self.strength!r}: give a number, 1 for all of the change")
+        if not self.which or not all(isinstance(n, int) and n >= 0 for n in self.which):
+            raise OptionError(f"layers={self.layers!r}: give a layer, from 0, or several")
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        """The layers."""
+        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """Every layer has an MLP whose nonlinearity is known."""
+        for layer in self.which:
+            nonlinearity_of(model, layer)
+
+    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+        """Move the activations of these tokens."""
+
+        def see(layer: int, pre: Tensor, post: Tensor) -> Tensor | None:
+            if self.strength == 0:
+                return None
+            now = acted()
+            length = now.positions.shape[1]
+            every = post.reshape(-1, length, post.shape[-1]).clone()
+            if self.scope == "tensor":
+                every[now.rows] = self._moved(every[now.rows], layer, now.prompts, now.positions.to(post.device))
+            else:
+                for i, row in enumerate(now.rows.tolist()):  # a row at a time: random numbers take 8 bytes each
+                    positions = now.positions[i : i + 1].to(post.device)
+                    every[row] = self._moved(every[row : row + 1], layer, now.prompts[i : i + 1], positions)[0]
+            return every.reshape(post.shape)
+
+        return at_nonlinearity(model, dict.fromkeys(self.which, see))
+
+    def _moved(
+        self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Tensor
+    ) -> Float[Tensor, "row pos d_mlp"]:
+        def drawn(purpose: str) -> Tensor:
+            return keyed_uniform(token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
+
+        made = fn.redistribute(x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength)
+        if self.control is None:
+            return made
+        wide = torch.promote_types(x.dtype, torch.float32)
+        change = fn.as_control(made.to(wide) - x.to(wide), drawn(self.control), self.control)
+        return (x.to(wide) + change).to(x.dtype)
+
+    on = on
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

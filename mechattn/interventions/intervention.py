@@ -1,0 +1,108 @@
+"""What an intervention is: it acts on some rows of a batch while a model runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from mechattn.errors import OptionError
+from mechattn.model.attributes import attribute_set
+
+
+@dataclass(frozen=True)
+class Acted:
+    """The tokens of a forward pass that an intervention acts on.
+
+    Args:
+        rows: The rows of the batch.
+        prompts: The id of each row's prompt.
+        positions: The index of each token in the baseline sequence; −1 and less for inserted tokens and padding.
+    """
+
+    rows: Int[Tensor, " row"]
+    prompts: tuple[str, ...]
+    positions: Int[Tensor, "row pos"]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A short hash of some tensors, for the words that an intervention is recorded by."""
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(repr(tuple(tensor.shape)).encode() + tensor.detach().cpu().double().numpy().tobytes())
+    return made.hexdigest()[:12]
+
+
+@runtime_checkable
+class Intervention(Protocol):
+    """Acts on a model for the length of a ``with``, and leaves it as it was."""
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """Refuse a model, or prompts, that it cannot act on; asked before the first forward pass."""
+        ...
+
+    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+        """Act on the tokens that ``acted()`` names at each forward pass."""
+        ...
+
+
+@contextmanager
+def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> Iterator[None]:
+    """Act on all that a model reads in a ``with``, also while it generates with a cache.
+
+    Args:
+        intervention: What acts.
+        model: A hooked model or a model of transformers.
+        prompts: The id of the prompt in each row of the batch, on which random draws depend; one for all by default.
+
+    Raises:
+        ModelError: The model is one that it cannot act on.
+    """
+    intervention.check(model, tuple(prompts))
+    positions: list[Tensor] = []
+    inner = getattr(model, "original_model", None) or model
+    forward = inner.forward
+
+    def noting(*given: Any, **named: Any) -> Any:  # in place of forward, which some callers call without the module
+        positions[:] = [_positions(inner, given, named)]
+        return forward(*given, **named)
+
+    def acted() -> Acted:
+        now = positions[0]
+        if prompts and len(prompts) != len(now):
+            raise OptionError(
+                f"{len(prompts)} prompts are named, and the model reads {len(now)} rows: name one for each"
+            )
+        return Acted(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
+
+    with attribute_set(inner, "forward", noting), intervention.acting(model, acted):
+        yield
+
+
+def _positions(model: Any, given: tuple, named: dict[str, Any]) -> Int[Tensor, "row pos"]:
+    """The positions of the tokens of a forward pass, after those in its cache; padding on the left doesn't count."""
+    tokens = next(
+        (named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None), None
+    )
+    tokens = given[0] if tokens is None else tokens
+    if not isinstance(tokens, Tensor):  # a HookedTransformer reads text
+        tokens = model.to_tokens(tokens)
+    if named.get("position_ids") is not None:
+        return named["position_ids"].expand(len(tokens), -1)
+    mask = named.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.long().cumsum(-1)[:, -tokens.shape[1] :] - 1
+    cache = next((named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None), None)
+    if cache is None:
+        past = 0
+    elif hasattr(cache, "get_seq_length"):
+        past = int(cache.get_seq_length())
+    else:
+        past = int(cache[0].past_keys.shape[1])
+    return (past + torch.arange(tokens.shape[1], device=tokens.device)).expand(len(tokens), -1)

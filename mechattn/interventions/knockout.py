@@ -1,0 +1,60 @@
+"""Edges of attention that are cut: some tokens don't see others, in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mechattn.axes import SEGMENTS
+from mechattn.errors import OptionError
+from mechattn.prompts.sequences import Knocked, Sequence
+
+_ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
+
+
+@dataclass(frozen=True)
+class Knockout:
+    """Queries of some segments don't see the keys of others; attention goes to what is left (arXiv:2304.14767).
+
+    A token always sees itself. ``Knockout(keys="inserted")`` is what ``.masked()`` does.
+
+    Args:
+        queries: The segment, or segments, that are made blind; all but the inserted tokens by default.
+        keys: The segment, or segments, that they don't see.
+        layers: In which layers, from 0; in all by default.
+    """
+
+    queries: str | tuple[str, ...] = _ORIGINAL
+    keys: str | tuple[str, ...] = "inserted"
+    layers: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("queries", "keys"):
+            given = _several(getattr(self, name))
+            unknown = [segment for segment in given if segment not in SEGMENTS]
+            if unknown or not given:
+                raise OptionError(f"{name}={getattr(self, name)!r}: choose among {', '.join(map(repr, SEGMENTS))}")
+
+    def marked(self, sequence: Sequence) -> Sequence:
+        """The sequence with these edges cut.
+
+        Raises:
+            OptionError: Other edges of it are cut already, or it has none of these.
+        """
+        if sequence.knocked is not None:
+            raise OptionError("edges of this sequence are cut already (masked, or another Knockout): give one Knockout")
+
+        def members(segments: str | tuple[str, ...]) -> torch.Tensor:
+            return torch.stack([sequence.of_segment(name) for name in _several(segments)]).any(0)
+
+        queries, keys = members(self.queries), members(self.keys)
+        if not (queries & (keys.cumsum(0) - keys.long() > 0)).any():
+            raise OptionError(f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here")
+        later = "answer" in _several(self.queries)
+        layers = (self.layers,) if isinstance(self.layers, int) else self.layers
+        return replace(sequence, knocked=Knocked(queries, keys, layers, later))
+
+
+def _several(segments: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (segments,) if isinstance(segments, str) else tuple(segments)

@@ -1,0 +1,128 @@
+"""Accuracy of conditions as points with intervals: by condition, over a swept option, and as a map of two options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+_COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)
+
+
+def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Accuracy by condition with 95 % intervals, a colour a model; a dotted line at each model's baseline.
+
+    Args:
+        tables: For each model, in words, what ``Evaluation.accuracy()`` gives.
+    """
+    import plotly.graph_objects as go
+
+    names = _conditions(tables)
+    figure = go.Figure()
+    for i, ((model, table), colour) in enumerate(zip(tables.items(), cycle(_COLOURS), strict=False)):
+        rows = table.set_index("condition").reindex(names)
+        place = np.arange(len(names)) + 0.14 * (i - (len(tables) - 1) / 2)
+        _points(figure, place, rows, model, colour)
+        figure.add_hline(100 * rows.accuracy[BASELINE], line=dict(width=1, dash="dot", color=colour))
+    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
+    _finish(figure, tables, "accuracy by condition")
+    return figure
+
+
+def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
+    """Accuracy over the values of a swept option with 95 % intervals, a line a model.
+
+    Args:
+        tables: For each model, in words, what ``Evaluation.accuracy()`` gives, of conditions that ``ma.sweep`` made.
+        option: The option.
+
+    Raises:
+        OptionError: No condition is named after the option.
+    """
+    import plotly.graph_objects as go
+
+    names = [name for name in _conditions(tables) if f"{option}=" in name]
+    if not names:
+        raise OptionError(f"no condition is named {option}=…; evaluate with conditions=ma.sweep(…)")
+    values = [name.split(f"{option}=")[1].split(",")[0] for name in names]
+    numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
+    start = [BASELINE] if option == "count" else []
+    figure = go.Figure()
+    for (model, table), colour in zip(tables.items(), cycle(_COLOURS), strict=False):
+        rows = table.set_index("condition").reindex([*start, *names])
+        x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
+        _points(figure, x, rows, model, colour, mode="lines+markers")
+    figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
+    _finish(figure, tables, f"accuracy by {option}")
+    return figure
+
+
+def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
+    """Accuracy over two swept options as a map; the chosen cell is not to be reported on the same problems.
+
+    See ``Evaluation.best``, which chooses on one half of the problems and reports the other.
+
+    Args:
+        table: What ``Evaluation.accuracy()`` gives, of conditions with both options in their names.
+        across: The option on the horizontal axis.
+        down: The option on the vertical axis.
+        model: The model, in words.
+
+    Raises:
+        OptionError: No condition is named after both options.
+    """
+    import plotly.graph_objects as go
+
+    cells = {}
+    for name, value in zip(table.condition, table.accuracy, strict=True):
+        options = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
+        if across in options and down in options:
+            cells[options[down], options[across]] = 100 * value
+    if not cells:
+        raise OptionError(f"no condition is named {across}=…, {down}=…; sweep over both")
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
+    heat = go.Heatmap(
+        z=z, x=columns, y=rows, colorscale="Viridis", colorbar=dict(title="%"), texttemplate="%{z:.1f}"
+    )  # fmt: skip
+    figure = go.Figure(heat)
+    figure.update_xaxes(title_text=across, type="category")
+    figure.update_yaxes(title_text=down, type="category")
+    figure.update_layout(
+        **LAYOUT, title_text=f"{model}: accuracy<br><sup>n = {table.n.iloc[0]} problems</sup>", height=420
+    )
+    return figure
+
+
+def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    if not tables:
+        raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
+    return list(dict.fromkeys(name for table in tables.values() for name in table.condition))
+
+
+def _points(
+    figure: go.Figure, x: list | np.ndarray, rows: pd.DataFrame, name: str, colour: str, mode: str = "markers"
+) -> None:
+    estimate, low, high = (100 * rows[column].to_numpy() for column in ("accuracy", "low", "high"))
+    bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
+    figure.add_scatter(
+        x=x, y=estimate, error_y=bars, name=name, mode=mode, marker=dict(color=colour, size=8),
+        customdata=list(rows.index), hovertemplate="%{customdata}: %{y:.1f} %<extra></extra>",
+    )  # fmt: skip
+
+
+def _finish(figure: go.Figure, tables: Mapping[str, pd.DataFrame], title: str) -> None:
+    counts = sorted({int(table.n.iloc[0]) for table in tables.values()})
+    note = f"n = {', '.join(map(str, counts))} problems; bars: 95 % intervals"
+    figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
+    figure.update_layout(**LAYOUT, title_text=f"{title}<br><sup>{note}</sup>", height=460)

@@ -1,0 +1,226 @@
+"""MLP activations: their histogram, four measures of their spread, near-zero shares by token class, agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.results.compare import overall_change
+from mechattn.results.result import Result
+from mechattn.stats.intervals import t_interval
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+NAME = "mlp_activations"
+_COLOURS = (WITH, THIRD, *OTHERS)
+_METRICS = {"near_zero": "near-zero share", "l1": "L1 norm", "l2": "L2 norm", "gini": "Gini coefficient"}
+
+
+def activation_histogram(
+    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
+) -> go.Figure:
+    """The histogram of the question's activations after the nonlinearity, a line for each condition, a panel a model.
+
+    Shares of all activations by bin, on a logarithmic axis, their means over prompts with pointwise 95 % bands; dotted
+    lines at plus and minus the threshold of near-zero. What lies outside the bins is left out.
+
+    Args:
+        results: One result a model, with ``MlpActivations``.
+        conditions: Beside the baseline; all by default.
+        layer: The layer, from 0.
+    """
+    from plotly.subplots import make_subplots
+
+    results, names = _checked(results, conditions, layer)
+    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
+    figure = make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06)
+    for column, result in enumerate(results, 1):
+        at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
+        for name, colour in zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False):
+            made = t_interval(at.sel(condition=name).transpose("prompt", "bin").values)
+            words = condition_words(result, name)
+            _band(figure, at.bin.values, made.low, made.high, colour, column)
+            figure.add_scatter(
+                x=at.bin.values, y=_positive(made.estimate), row=1, col=column, name=words, showlegend=column == 1,
+                legendgroup=words, line=dict(color=colour, width=1.6, shape="hv"),
+            )  # fmt: skip
+        threshold = _threshold(result, layer)
+        for x in (-threshold, threshold):
+            figure.add_vline(x, row=1, col=column, line=dict(width=1, dash="dot", color="#888"))
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    figure.update_yaxes(title_text="share of activations", col=1)
+    figure.update_xaxes(title_text="activation after the nonlinearity")
+    note = (
+        f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
+    )
+    figure.update_layout(**_layout("activations of the MLP", note, 460, top=170, legend=1.24))
+    return figure
+
+
+def activation_metrics(
+    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0, segment: str = "question"
+) -> go.Figure:
+    """How near-zero share, L1, L2 and Gini coefficient change from the baseline, with 95 % intervals over prompts.
+
+    Args:
+        results: One result a model, with ``MlpActivations``.
+        conditions: All but the baseline by default.
+        layer: The layer, from 0.
+        segment: Whose tokens.
+    """
+    from plotly.subplots import make_subplots
+
+    results, names = _checked(results, conditions, layer)
+    figure = make_subplots(1, 4, subplot_titles=list(_METRICS.values()), horizontal_spacing=0.05)
+    for column, metric in enumerate(_METRICS, 1):
+        for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
+            made = [100 * np.array(overall_change(result, name, metric, segment, layer)[0]) for name in names]
+            place = np.arange(len(names)) + 0.14 * (i - (len(results) - 1) / 2)
+            words = [condition_words(result, name) for name in names]
+            _points(figure, place, np.array(made), model_caption(result), colour, column, column == 1, words)
+        figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
+        labels = [condition_words(results[0], name) for name in names]
+        figure.update_xaxes(tickvals=list(range(len(names))), ticktext=labels, row=1, col=column)
+    figure.update_yaxes(title_text="change from the baseline (%)", col=1)
+    note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
+    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520, top=150))
+    return figure
+
+
+def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0) -> go.Figure:
+    """The share of near-zero activations for digits, operators, conjunctions and other tokens of the question.
+
+    Args:
+        results: One result a model, with ``MlpActivations``.
+        conditions: Beside the baseline; all by default.
+        layer: The layer, from 0.
+    """
+    from plotly.subplots import make_subplots
+
+    results, names = _checked(results, conditions, layer)
+    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
+    figure = make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06, shared_yaxes=True)
+    for column, result in enumerate(results, 1):
+        at = result[NAME].near_zero_by_token_class.sel(layer=layer)
+        there = (at.notnull().all("condition").sum("prompt") >= 3).values
+        classes = at.token_class.values[there]
+        for i, (name, colour) in enumerate(zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False)):
+            made = t_interval(at.sel(condition=name).transpose("prompt", "token_class").values[:, there])
+            place = np.arange(len(classes)) + 0.8 / (len(names) + 1) * (i - len(names) / 2)
+            words = condition_words(result, name)
+            _points(figure, place, np.array(made).T, words, colour, column, column == 1, list(classes))
+        counts = at.sel(condition=BASELINE).notnull().sum("prompt").values[there]
+        labels = [f"{label}<br>n = {count}" for label, count in zip(classes, counts, strict=True)]
+        figure.update_xaxes(tickvals=list(range(len(classes))), ticktext=labels, row=1, col=column)
+    figure.update_yaxes(title_text="near-zero share", col=1)
+    note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
+    figure.update_layout(**_layout("near-zero activations by class of token", note, 480, top=170, legend=1.24))
+    return figure
+
+
+def agreement(
+    results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
+) -> go.Figure:
+    """The cosine between the change that one condition makes in the question's activations and those of others.
+
+    Args:
+        results: One result a model, with ``MlpActivations``.
+        condition: The condition that the others are set beside, "slash" for example.
+        conditions: The others; all by default.
+        layer: The layer, from 0.
+    """
+    import plotly.graph_objects as go
+
+    results, names = _checked(results, conditions, layer)
+    others = [name for name in names if name != condition]
+    if not others:
+        raise OptionError(f"there is no condition beside {condition!r} to agree with; run some")
+    figure = go.Figure()
+    for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
+        table = result.agreement(condition, others[0], controls=others[1:])
+        table = table[table.layer == layer]
+        made = table[["cosine", "low", "high"]].to_numpy()
+        place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)
+        words = [condition_words(result, name) for name in others]
+        _points(figure, place, made, model_caption(result), colour, None, True, words)
+    figure.add_hline(0, line_width=1, line_color="#888")
+    labels = [condition_words(results[0], name) for name in others]
+    figure.update_xaxes(tickvals=list(range(len(others))), ticktext=labels)
+    figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
+    about = condition_words(results[0], condition)
+    note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
+    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460, top=120))
+    return figure
+
+
+def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int) -> tuple[list[Result], list[str]]:
+    """The results as a list, and the conditions but the baseline, which all of them have."""
+    made = [results] if isinstance(results, Result) else list(results)
+    if not made:
+        raise OptionError("there are no results to show")
+    for result in made:
+        have = result[NAME].layer.values
+        if layer not in have:
+            raise OptionError(f"layer {layer} was not measured; there are {have.tolist()}")
+        names = [name for name in (conditions or result.conditions) if name != BASELINE]
+        for name in names:
+            result.condition(name)
+    return made, [name for name in (conditions or made[0].conditions) if name != BASELINE]
+
+
+def _threshold(result: Result, layer: int) -> float:
+    thresholds = result.provenance["analyses"][NAME]["thresholds"]
+    return float(thresholds[layer] if layer in thresholds else thresholds[str(layer)])
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    """On a logarithmic axis an empty bin is a gap."""
+    return np.where(values > 0, values, np.nan)
+
+
+def _band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str, column: int) -> None:
+    least = np.nanmin(_positive(high)) / 10
+    steps = np.repeat(x, 2)[1:]
+    top, bottom = (np.repeat(edge.clip(least), 2)[:-1] for edge in (high, low))
+    outline = dict(x=np.concatenate([steps, steps[::-1]]), y=np.concatenate([top, bottom[::-1]]))
+    figure.add_scatter(
+        **outline, row=1, col=column, fill="toself", fillcolor=faint(colour, 0.15), line=dict(width=0),
+        hoverinfo="skip", showlegend=False,
+    )  # fmt: skip
+
+
+def _points(
+    figure: go.Figure, x: np.ndarray, made: np.ndarray, name: str, colour: str, column: int | None, legend: bool,
+    words: Seq[str],
+) -> None:  # fmt: skip
+    """Estimates [point, (estimate, low, high)] with their intervals."""
+    estimate, low, high = made.T
+    bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
+    where = {} if column is None else {"row": 1, "col": column}
+    figure.add_scatter(
+        x=x, y=estimate, error_y=bars, mode="markers", name=name, showlegend=legend, legendgroup=name,
+        marker=dict(color=colour, size=7), customdata=list(words), hovertemplate="%{customdata}: %{y:.3g}", **where,
+    )  # fmt: skip
+
+
+def _n(results: Seq[Result]) -> str:
+    counts = sorted({result["sequences"].sizes["prompt"] for result in results})
+    return f"n = {', '.join(map(str, counts))} prompts"
+
+
+def _layout(title: str, note: str, height: int, top: int, legend: float = 1.12) -> dict:
+    return LAYOUT | {
+        "title_text": f"{title}<br><sup>{note}</sup>",
+        "title_y": 0.97,
+        "title_yanchor": "top",
+        "height": height,
+        "margin": dict(l=70, r=20, t=top, b=60),
+        "legend": dict(orientation="h", x=1, xanchor="right", y=legend, yanchor="bottom"),
+    }

@@ -1,0 +1,92 @@
+"""Whether two conditions change activations in the same direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.stats.intervals import FEWEST, t_interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+QUANTITIES = {"activations": ("mlp_activations", "change_product", "MlpActivations()")}
+
+
+def agreement(
+    result: Result, one: str, other: str, over: str, quantity: str, controls: Seq[str] | None, level: float
+) -> pd.DataFrame:
+    """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
+    import pandas as pd
+
+    product = _product(result, quantity)
+    for name in (one, other, over, *(controls or [])):
+        if name not in result.conditions:
+            have = ", ".join(map(repr, result.conditions))
+            raise OptionError(f"there is no condition {name!r}; the result has {have}")
+    if over in (one, other):
+        raise OptionError(f"over={over!r} is one of the two conditions, and its change from itself is nothing")
+    if not 0.5 <= level < 1:
+        raise OptionError(f"level={level}: give a probability such as 0.95")
+    if product.sizes["prompt"] < FEWEST:
+        raise OptionError(f"there are {product.sizes['prompt']} prompts; give at least {FEWEST}")
+    if controls is None:
+        controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
+    ours = _cosine(product, one, other, over)
+    tables = [_rows(one, other, product, ours, ours, level)]
+    tables += [_rows(one, name, product, _cosine(product, one, name, over), ours, level) for name in controls]
+    made = pd.concat(tables, ignore_index=True)
+    made.attrs = {"over": over, "quantity": quantity, "level": level}
+    return made
+
+
+def _product(result: Result, quantity: str) -> xr.DataArray:
+    if quantity not in QUANTITIES:
+        raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
+    dataset, variable, analysis = QUANTITIES[quantity]
+    if dataset not in result.datasets:
+        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.{analysis}]")
+    return result[dataset][variable].astype(np.float64).transpose("prompt", "layer", "condition", "other_condition")
+
+
+def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:
+    """[prompt, layer]; NaN where one of them changes nothing."""
+
+    def between(a: str, b: str) -> np.ndarray:
+        return product.sel(condition=a, other_condition=b).values
+
+    def apart(a: str, b: str) -> np.ndarray:
+        return between(a, b) - between(a, over) - between(over, b) + between(over, over)
+
+    norms = np.sqrt(apart(one, one) * apart(other, other))
+    return np.divide(apart(one, other), norms, out=np.full_like(norms, np.nan), where=norms > 0).clip(-1, 1)
+
+
+def _rows(
+    one: str, other: str, product: xr.DataArray, cosine: np.ndarray, reference: np.ndarray, level: float
+) -> pd.DataFrame:
+    """A row a layer: the cosine, and how much smaller it is than that of the two conditions in question."""
+    import pandas as pd
+
+    mean, apart = t_interval(cosine, level), t_interval(reference - cosine, level)
+    return pd.DataFrame(
+        {
+            "condition": one,
+            "other": other,
+            "layer": product.layer.values,
+            "cosine": mean.estimate,
+            "low": mean.low,
+            "high": mean.high,
+            "beyond": apart.estimate,
+            "beyond_low": apart.low,
+            "beyond_high": apart.high,
+            "n": (~np.isnan(cosine)).sum(0),
+        }
+    )

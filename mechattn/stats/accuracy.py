@@ -1,0 +1,143 @@
+"""Right and wrong answers: pass@k, paired comparisons, and what a number of problems can show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, stats
+
+from mechattn.errors import OptionError
+from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+
+
+@dataclass(frozen=True)
+class PairedAccuracy:
+    """Two ways of answering the same problems.
+
+    Args:
+        difference: Accuracy of the first less that of the second.
+        low: Lower end of its interval (Newcombe's hybrid score interval for pairs).
+        high: Upper end.
+        p: Mid-p McNemar test.
+        only_first: Problems that the first alone gets right.
+        only_second: Problems that the second alone gets right.
+        n: Problems.
+        detectable: The smallest difference that is found with 80 % power at this rate of disagreement.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    only_first: int
+    only_second: int
+    n: int
+    detectable: float
+
+
+def paired_accuracy(
+    first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, level: float = 0.95
+) -> PairedAccuracy:
+    """Compare two ways of answering, problem by problem.
+
+    Raises:
+        OptionError: They are of different numbers of problems, or of none.
+    """
+    a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
+    if a.shape != b.shape or a.ndim != 1 or not len(a):
+        raise OptionError(f"{len(a)} answers against {len(b)}: give an answer of each to every problem, one at least")
+    only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
+    low, high = _newcombe(a, b, level)
+    return PairedAccuracy(
+        difference=float(a.mean() - b.mean()),
+        low=low,
+        high=high,
+        p=mcnemar_mid_p(only_first, only_second),
+        only_first=only_first,
+        only_second=only_second,
+        n=len(a),
+        detectable=detectable_difference(len(a), (only_first + only_second) / len(a)),
+    )
+
+
+def mcnemar_mid_p(only_first: int, only_second: int) -> float:
+    """The two-sided mid-p McNemar test: the exact test less half of the probability of what was observed.
+
+    The exact test is conservative. Source: Fagerland, Lydersen and Laake, BMC Medical Research Methodology 2013.
+    """
+    n, least = only_first + only_second, min(only_first, only_second)
+    if not n:
+        return 1.0
+    return float(min(1.0, 2 * stats.binom.cdf(least, n, 0.5) - stats.binom.pmf(least, n, 0.5)))
+
+
+def _newcombe(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]:
+    """Method 10 of Newcombe, Statistics in Medicine 1998: Wilson's intervals, and the correlation of the answers."""
+    n = len(a)
+    both, neither = int((a & b).sum()), int((~a & ~b).sum())
+    only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
+    margins = (both + only_first) * (neither + only_second) * (both + only_second) * (neither + only_first)
+    covariance: float = both * neither - only_first * only_second
+    if covariance > 0:
+        covariance = max(covariance - n / 2, 0)
+    phi = covariance / np.sqrt(margins) if margins else 0.0
+    p1, p2 = a.mean(), b.mean()
+    (low1, high1), (low2, high2) = (wilson_interval(int(x.sum()), n, level) for x in (a, b))
+    down, up = p1 - low1, high1 - p1
+    down2, up2 = p2 - low2, high2 - p2
+    below = np.sqrt(max(down**2 - 2 * phi * down * up2 + up2**2, 0))
+    above = np.sqrt(max(up**2 - 2 * phi * up * down2 + down2**2, 0))
+    return float(p1 - p2 - below), float(p1 - p2 + above)
+
+
+def detectable_difference(n: int, disagreement: float, power: float = 0.8, level: float = 0.95) -> float:
+    """The smallest difference of accuracy that McNemar's test finds with this power; NaN where answers never differ.
+
+    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; ψ where even
+    that is not enough. Source: Connor, Biometrics 1987.
+    """
+    if not 0 < disagreement <= 1:
+        return float("nan")
+    alpha, beta = stats.norm.ppf((1 + level) / 2), stats.norm.ppf(power)
+
+    def short(d: float) -> float:
+        return n * d**2 - (alpha * np.sqrt(disagreement) + beta * np.sqrt(max(disagreement - d**2, 0))) ** 2
+
+    most = min(np.sqrt(disagreement), disagreement)
+    return float(most) if short(most) <= 0 else float(optimize.brentq(short, 0, most))
+
+
+def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
+    """For each problem the chance that one of k answers is right: ``1 − C(n − c, k) / C(n, k)``, without bias.
+
+    Args:
+        right: c, how many of the samples are right.
+        samples: n, answers a problem.
+        k: How many are drawn.
+
+    Raises:
+        OptionError: k is not between 1 and the number of samples.
+
+    Source:
+        Chen et al., arXiv:2107.03374.
+    """
+    if not 1 <= k <= samples:
+        raise OptionError(f"k={k} with {samples} answers a problem: k is at least 1, and at most the number of answers")
+    wrong = samples - np.asarray(right)[..., None] - np.arange(k)
+    return 1 - np.prod(np.clip(wrong, 0, None) / (samples - np.arange(k)), axis=-1)
+
+
+def pass_at_k_interval(right: np.ndarray, samples: int, k: int, level: float = 0.95) -> Interval:
+    """Its mean over problems with a t interval: problems, not answers, are the unit."""
+    return t_interval(pass_at_k(right, samples, k), level)
+
+
+def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:
+    """Different n-grams over all n-grams of some answers to one problem; NaN where none is that long.
+
+    Source: "distinct-n" of Li et al., arXiv:1510.03055.
+    """
+    grams = [tuple(tokens[i : i + n]) for tokens in answers for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else float("nan")

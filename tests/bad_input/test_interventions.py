@@ -1,0 +1,131 @@
+"""Interventions and MLP activations that cannot be are refused before any forward pass."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError, OptionError
+from mechattn.figures import run_from_config
+from mechattn.interventions.ablation import HeadMeans
+from mechattn.model.architectures import tiny_model
+
+PROMPT = "Tom has 3 apples."
+
+
+@pytest.fixture
+def no_forward(toy, monkeypatch):
+    """A toy whose forward pass must not be reached."""
+
+    def reached(*args, **kwargs):
+        raise AssertionError("the model ran before the input was checked")
+
+    monkeypatch.setattr(toy, "run_with_hooks", reached)
+    return toy
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ma.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
+        (lambda: ma.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
+        (lambda: ma.ARM(c=float("nan")), "c=nan"),
+        (lambda: ma.ARM(c="much"), "c='much'"),
+        (lambda: ma.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
+        (lambda: ma.ARM(p1=-1), "p1=-1"),
+        (lambda: ma.ARM(strength=float("inf")), "strength=inf"),
+        (lambda: ma.ARM(form="published"), "form='published': choose one of 'paper', 'released', 'gemma'"),
+        (lambda: ma.ARM(scope="batch"), "scope='batch': choose one of 'token', 'tensor'"),
+        (lambda: ma.ARM(control="noise"), "control='noise'"),
+        (lambda: ma.ARM(layers=()), r"layers=\(\)"),
+        (lambda: ma.ARM(layers=-1), "layers=-1"),
+        (lambda: ma.Knockout("questions"), "queries='questions': choose among 'bos'"),
+        (lambda: ma.Knockout(keys=()), r"keys=\(\): choose among"),
+        (lambda: ma.AffineAttention(parts="all"), "parts='all'"),
+        (lambda: ma.MlpActivations("percentile"), "rule='percentile': choose one of 'quantile', 'mad', 'absolute'"),
+        (lambda: ma.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
+        (lambda: ma.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
+        (lambda: ma.MlpActivations(calibration=()), "give at least one prompt"),
+        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give two numbers"),
+    ],
+)
+def test_options(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("intervention", "message"),
+    [
+        (ma.ARM(layers=9), "layer 9 is out of range"),
+        (ma.Knockout("question", "question", layers=9), "layer 9 is out of range"),
+        (ma.AffineAttention(scale=0.5, layers=9), "layer 9 is out of range"),
+        (ma.AffineAttention(scale=torch.ones(3)), "give a number, or 8 numbers"),
+        (ma.AffineAttention(shift=torch.ones(3, 16)), r"give \[head d_head\]"),
+        (ma.AffineAttention(recorded={"other": {}}), "prompt '0' was not recorded"),
+        (ma.HeadAblation(()), "ablates nothing"),
+        (ma.HeadAblation(((0, 8),)), "head 8 is out of range"),
+        (ma.HeadAblation(((7, 0),)), "layer 7 is out of range"),
+        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not of layer 1"),
+        ("arm", "intervention='arm': give one such as ARM"),
+        (ma.ARM, "intervention=ARM: give one such as ARM\\(\\), with its brackets"),
+    ],
+)
+def test_before_the_model_runs(no_forward, intervention, message):
+    with pytest.raises((OptionError, ModelError), match=message):
+        ma.run(no_forward, PROMPT, {"x": ma.Baseline(intervention=intervention)}, progress=False)
+
+
+def test_the_baseline_stays_the_baseline(no_forward):
+    with pytest.raises(OptionError, match='"baseline" intervenes'):
+        ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.ARM())}, progress=False)
+
+
+def test_models_without_an_mlp_that_is_known(tokenizer):
+    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="mixture of experts"):
+        ma.run(mixture, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
+    with pytest.raises(ModelError, match="mixture of experts"):
+        ma.run(mixture, PROMPT, analyses=ma.MlpActivations(), progress=False)
+
+
+def test_folded_weights_compute_the_nonlinearity_elsewhere():
+    bridge = ma.load_model("toy:llama")
+    bridge.enable_compatibility_mode()
+    model = ma.load_model(bridge, verify=False)
+    with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
+        ma.run(model, PROMPT, analyses=ma.MlpActivations("absolute", 0.01), progress=False)
+    with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
+
+
+def test_nothing_to_record(toy):
+    with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
+        ma.record_affine(toy, PROMPT, ma.Baseline())
+    with pytest.raises(OptionError, match="layer 4 is out of range"):
+        ma.record_affine(toy, PROMPT, ma.MeaninglessTokens("/", 20), layers=4)
+
+
+def test_no_agreement_without_the_analysis(slash_result):
+    with pytest.raises(OptionError, match=r"run it with analyses=.*MlpActivations"):
+        slash_result.agreement("slash", "slash")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ('kind = "Baseline"', 'a "Baseline" is always run; give this one an intervention'),
+        ('kind = "Baseline"\nintervention = { kind = "ARMM" }', r"did you mean 'ARM'"),
+        (
+            'kind = "Baseline"\nintervention = { kind = "ARM", p = 3 }',
+            r"conditions\.x\.intervention\.p: there is no such",
+        ),
+        ('kind = "Baseline"\nintervention = { kind = "ARM", p1 = 300 }', "p1=300"),
+    ],
+)
+def test_config(tmp_path, section, message):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[output]\nresult = "r.zarr"\n[conditions.x]\n{section}\n'
+    )
+    with pytest.raises(OptionError, match=message):
+        run_from_config(path)

@@ -1,0 +1,125 @@
+"""Final answers that people and models write, read by hand."""
+
+from fractions import Fraction
+
+import pytest
+
+from mechattn.errors import OptionError
+from mechattn.evaluation.answers import check_grader, final_number, grade, grader_for
+
+F = Fraction
+NUMBERS = [
+    ("3 + 4 = 7. Answer: 7", 7),
+    ("Answer: 7.", 7),
+    ("answer: 7", 7),
+    ("ANSWER 7", 7),
+    ("The answer is 7", 7),
+    ("The final answer is: 7", 7),
+    ("So the answer is $7.", 7),
+    ("Answer: 12 apples", 12),
+    ("Answer: 1,000", 1000),
+    ("Answer: 1,234,567 km", 1234567),
+    ("Answer: 3.50", F(7, 2)),
+    ("Answer: .5", F(1, 2)),
+    ("Answer: $18", 18),
+    ("Answer: €18", 18),
+    ("Answer: -4", -4),
+    ("Answer: −4", -4),
+    ("Answer: +4", 4),
+    ("Answer: 1/2", F(1, 2)),
+    ("Answer: 3 / 4 of the cake", F(3, 4)),
+    ("Answer: -3/4", F(-3, 4)),
+    ("Answer: 50%", 50),
+    ("Answer: 0", 0),
+    ("Answer: 007", 7),
+    ("#### 72", 72),
+    ("48 / 2 = 24\n#### 72", 72),
+    ("#### 1,080", 1080),
+    (r"\boxed{42}", 42),
+    (r"Thus $\boxed{42}$.", 42),
+    (r"$\boxed{\frac{1}{2}}$", F(1, 2)),
+    (r"\boxed{\dfrac{3}{4}}", F(3, 4)),
+    (r"\boxed{-\frac{3}{4}}", F(-3, 4)),
+    (r"\boxed{\frac{-3}{4}}", F(-3, 4)),
+    (r"\boxed{10\text{ cm}}", 10),
+    (r"\boxed{2{,}000}", 2),  # a LaTeX thousands comma is not read: shown as 2, and wrong
+    ("Answer: 5. No, wait. Answer: 6", 6),
+    ("The answer is below. Answer: 7", 7),
+    ("Answer: 7. The answer is in apples.", 7),
+    ("Answer: about 7", 7),
+    ("Answer: **7**", 7),
+    ("Answer:\n7", 7),
+    ("Answer: 7\n\nQuestion: Tom has 9 apples", 7),
+    ("Answer: 2^3", 2),
+    ("Answer: 8:30", 8),
+    ("", None),
+    ("7", None),
+    ("I don't know.", None),
+    ("I cannot answer that.", None),
+    ("As an AI model I can't help with this.", None),
+    ("Answer:", None),
+    ("Answer: none", None),
+    ("Answer: seven", None),
+    ("3 + 4 = 7", None),
+    ("Answer: 1/0", None),
+    ("/ / / / / / / /", None),
+    ("#### ", None),
+    (r"\boxed{}", None),
+    (r"\boxed{x}", None),
+]
+REFERENCES = [("7", "number"), ("#### 72", "number"), ("3.5", "number"), ("1/2", "number"), ("-4", "number")]
+REFERENCES += [("x + 1", "math"), (r"\left(3, \frac{\pi}{2}\right)", "math"), ("(0, 3)", "math"), ("p - q", "math")]
+REFERENCES += [("Evelyn", "math"), (r"2\sqrt{3}", "math"), (r"\frac{1}{2}", "number"), ("$18", "number")]
+
+
+def test_there_are_enough_cases():
+    assert len(NUMBERS) + len(REFERENCES) >= 60
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS)
+def test_final_number(text, number):
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(("solution", "kind"), REFERENCES)
+def test_kind_of_reference(solution, kind):
+    assert grader_for(solution) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "solution", "right"),
+    [
+        ("Answer: 7", "7", True),
+        ("Answer: 8", "7", False),
+        ("Answer: 7.0", "7", True),
+        ("Answer: 0.5", "1/2", True),
+        ("Answer: 0.33", "1/3", False),
+        ("Answer: 1,080", "#### 1080", True),
+        ("Answer: 72", "48 / 2 = 24\n#### 72", True),
+        ("I don't know", "7", False),
+    ],
+)
+def test_grades(text, solution, right):
+    assert grade(text, solution).right == right
+
+
+@pytest.mark.parametrize(
+    ("text", "solution", "right"),
+    [
+        (r"The answer is $\boxed{\left(3, \frac{\pi}{2}\right)}$", r"\left( 3, \frac{\pi}{2} \right)", True),
+        (r"$\boxed{\left(3, \frac{\pi}{3}\right)}$", r"\left( 3, \frac{\pi}{2} \right)", False),
+        (r"$\boxed{1 + x}$", "x + 1", True),
+        (r"$\boxed{\frac{14}{3}}$", r"$\boxed{\frac{28}{6}}$", True),
+        (r"$\boxed{2\sqrt{3}}$", r"\sqrt{12}", True),
+        ("I don't know", "x + 1", False),
+    ],
+)
+def test_expressions(text, solution, right):
+    assert grade(text, solution, "math").right == right
+
+
+def test_bad_input():
+    with pytest.raises(OptionError, match="grader='exact': choose one of"):
+        check_grader("exact")
+    with pytest.raises(OptionError, match="ends in no number"):
+        grade("Answer: 7", "x + 1", "number")

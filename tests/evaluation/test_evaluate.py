@@ -1,0 +1,258 @@
+"""Answers against plain transformers, one prompt at a time; stored, continued, compared."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError, OptionError, OutputError, PromptError, PromptTooLong
+from mechattn.evaluation import evaluate as module
+from mechattn.evaluation.generate import Asked, answers
+from mechattn.model.toys import toy_names
+
+SLASH = ma.MeaninglessTokens("/", 20)
+
+
+@pytest.fixture(scope="module")
+def some():
+    return ma.load_prompts("word-problems", limit=8)
+
+
+@pytest.fixture(scope="module")
+def evaluation(toy, some):
+    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released"))}
+    return ma.evaluate(toy, some, conditions, new_tokens=60, progress=False)
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_answers_are_those_of_plain_generation(name, some):
+    """Left-padded batches with a cache against transformers' own generate, one prompt at a time, without padding."""
+    model = ma.load_model(name)
+    native, end = model._mechattn.native, model.tokenizer.eos_token_id
+    sequences = [SLASH.apply(some[0], model), *(ma.Baseline().apply(p, model) for p in some[1:4])]
+    got = answers(native, [Asked(str(i), s, 0) for i, s in enumerate(sequences)], 40, frozenset([end]))
+    for answer, sequence in zip(got, sequences, strict=True):
+        with torch.no_grad():
+            out = native.generate(
+                sequence.tokens[None], attention_mask=torch.ones(1, len(sequence), dtype=torch.long),
+                max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0,
+            )  # fmt: skip
+        plain = out[0, len(sequence) :].tolist()
+        finished = end in plain
+        assert list(answer.tokens) == (plain[: plain.index(end)] if finished else plain), name
+        assert answer.finished == finished
+
+
+@pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3", "toy:qwen2"])
+@pytest.mark.parametrize("variant", ["masked", "unshifted", "cut"])
+def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some):
+    """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
+    from mechattn.engine.forward import forward_through_hooks
+    from mechattn.prompts.sequences import pad_right
+
+    model = ma.load_model(name)
+    if name == "toy:gemma3" and variant != "unshifted":
+        with pytest.raises(OptionError, match="has layers with windows"):
+            ma.evaluate(model, some[:1], {"x": SLASH.masked()}, new_tokens=5)
+        return
+    condition = {
+        "masked": SLASH.masked(),
+        "unshifted": SLASH.unshifted(),
+        "cut": SLASH.under(ma.Knockout(("question", "answer"), "inserted")),
+    }[variant]
+    sequence = condition.apply(some[0], model)
+    other = ma.Baseline().apply(some[1], model)
+    (got, _) = answers(model._mechattn.native, [Asked("0", sequence, 0), Asked("1", other, 0)], 12, frozenset([1]))
+    logits = []
+    handle = model.original_model.register_forward_hook(lambda m, given, out: logits.append(out.logits[0, -1]))
+    from dataclasses import replace
+
+    longer, last = sequence, model.cfg.n_layers - 1
+    for token in got.tokens:
+        batch = pad_right([longer], [(0, "x")], 0)
+        forward_through_hooks(model, batch, {last: ma_window(model, last)}, lambda layer, rows: None, last)
+        assert int(logits[-1].argmax()) == token
+        add = torch.tensor([token])
+        knocked = longer.knocked and replace(
+            longer.knocked,
+            queries=torch.cat([longer.knocked.queries, torch.tensor([longer.knocked.later])]),
+            keys=torch.cat([longer.knocked.keys, torch.tensor([False])]),
+        )
+        longer = replace(
+            longer,
+            tokens=torch.cat([longer.tokens, add]),
+            origin=torch.cat([longer.origin, longer.origin.max()[None] + 1]),
+            segment=torch.cat([longer.segment, torch.tensor([5])]),
+            knocked=knocked,
+        )
+    handle.remove()
+    assert len(got.tokens) == 12 or got.finished
+
+
+def ma_window(model, layer):
+    from mechattn.model.hooks import attention_window
+
+    return attention_window(model, layer)
+
+
+def test_hooked_and_plain_logits_agree(toy, some):
+    tokens = ma.Baseline().apply(some[0], toy).tokens[None]
+    with torch.no_grad():
+        hooked, plain = toy(tokens), toy._mechattn.native(tokens).logits
+    torch.testing.assert_close(hooked, plain, atol=2e-4, rtol=1e-4)
+
+
+def test_grades_and_accuracy(evaluation, some):
+    table = evaluation.accuracy().set_index("condition")
+    for name in ("baseline", "slash", "arm"):
+        rows = [a for a in evaluation.answers if a.condition == name]
+        right = [a.text.split("Answer:")[-1].strip() == a.solution for a in rows]
+        assert [a.right for a in rows] == right
+        assert table.accuracy[name] == np.mean(right)
+        assert table.unread[name] == sum("Answer:" not in a.text for a in rows)
+    assert table.accuracy["baseline"] >= 7 / 8
+    assert [a.prompt for a in evaluation.answers if a.condition == "arm"] == [p.id for p in some]
+    assert {"difference", "p", "detectable"} <= set(evaluation.compare("slash"))
+
+
+def test_batches_decide_nothing(toy, some, evaluation):
+    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released"))}
+    one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3, progress=False)
+    same = [a.tokens == b.tokens for a, b in zip(one.answers, evaluation.answers, strict=True)]
+    assert np.mean(same) > 0.9  # rounding may turn a tie
+    sampled = [
+        ma.evaluate(toy, some[:4], samples=3, temperature=3.0, new_tokens=30, batch=batch, progress=False)
+        for batch in (5, 12)
+    ]
+    same = [a.tokens == b.tokens for a, b in zip(sampled[0].answers, sampled[1].answers, strict=True)]
+    assert np.mean(same) > 0.9
+    assert len({a.tokens for a in sampled[0].answers}) > 4
+
+
+def test_sampling_follows_the_distribution(toy, some):
+    """The first token of many samples against the softmax of the logits."""
+    sequence = ma.Baseline().apply(some[0], toy)
+    with torch.no_grad():
+        expected = (toy._mechattn.native(sequence.tokens[None]).logits[0, -1].double() / 3).softmax(-1)
+    got = answers(toy._mechattn.native, [Asked("0", sequence, s) for s in range(400)], 1, frozenset([10**6]), 3.0)
+    counts = torch.bincount(torch.tensor([a.tokens[0] for a in got]), minlength=len(expected)) / 400
+    likely = expected > 0.05
+    assert likely.any()
+    assert (counts[likely] - expected[likely]).abs().max() < 4 * float((expected.max() / 400).sqrt())
+
+
+def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
+    """Killed in the second batch, and in the middle of a line: the same file in the end, nothing asked twice."""
+    whole = tmp_path / "whole.jsonl"
+    conditions = {"slash": SLASH}
+    expected = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=whole, progress=False)
+    path, calls = tmp_path / "part.jsonl", []
+    real = module.answers
+
+    def failing(native, asked, *args):
+        calls.append(len(asked))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(native, asked, *args)
+
+    monkeypatch.setattr(module, "answers", failing)
+    with pytest.raises(KeyboardInterrupt):
+        ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path, progress=False)
+    with open(path, "a") as lines:
+        lines.write('{"prompt": "7", "condi')
+    calls[:] = [0, 0]
+    again = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path, progress=False)
+    assert sum(calls) == 12, "what was there was not asked again"
+    assert [a.text for a in again.answers] == [a.text for a in expected.answers]
+    stored = ma.load_evaluation(path)
+    assert {a.text for a in stored.answers} == {a.text for a in expected.answers}
+    assert len(stored.answers) == 16
+    with pytest.raises(OptionError, match=r"answers of another run .seed differs"):
+        ma.evaluate(toy, some, conditions, new_tokens=30, out=path, seed=3, progress=False)
+
+
+def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
+    right = [p for p in some if evaluation.answers[int(p.id)].text.strip()]
+    result = ma.run(toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer"), progress=False)
+    mass = result["received_attention"].mass_by_segment.sel(segment=["question", "answer"])
+    assert mass.notnull().all()
+    assert (mass.sum("segment") < 1).all()
+
+
+def test_saved_and_loaded(evaluation, tmp_path):
+    evaluation.save(tmp_path / "e.jsonl")
+    again = ma.load_evaluation(tmp_path / "e.jsonl")
+    assert again.answers == evaluation.answers
+    assert json.loads((tmp_path / "e.jsonl").read_text().splitlines()[0])["provenance"]["model"]
+    (tmp_path / "x.jsonl").write_text("hello")
+    with pytest.raises(OutputError, match="is no evaluation"):
+        ma.load_evaluation(tmp_path / "x.jsonl")
+
+
+def test_pass_at_k_and_diversity(toy, some):
+    made = ma.evaluate(toy, some[:4], samples=4, new_tokens=60, progress=False)
+    one, four = made.pass_at_k(1), made.pass_at_k(4)
+    right = made.right("baseline")
+    assert one["estimate"][0] == pytest.approx(right.mean())
+    assert four["estimate"][0] == pytest.approx(right.any(1).mean())
+    assert 0 < made.diversity(2).distinct[0] <= 1
+    with pytest.raises(OptionError, match="k=5 with 4 answers"):
+        made.pass_at_k(5)
+
+
+def test_mediation_of_known_shares():
+    from mechattn.evaluation.evaluation import Answered, Evaluation
+
+    def rows(name, right):
+        return [Answered(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
+
+    base, total, half = np.ones(200), np.arange(200) % 2 == 0, np.arange(200) % 4 != 1
+    made = Evaluation((*rows("baseline", base), *rows("slash", total), *rows("scale", half)), {})
+    table = made.mediation("slash", {"scale": "scale", "all": "slash", "none": "baseline"}).set_index("path")
+    assert table.share["scale"] == pytest.approx(0.5)
+    assert table.low["scale"] < 0.5 < table.high["scale"]
+    assert table.share["all"] == 1 == table.low["all"] == table.high["all"]
+    assert table.share["none"] == 0
+    assert table.change["scale"] == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"new_tokens": 0}, OptionError, "new_tokens=0"),
+        ({"samples": 2, "temperature": 0.0}, OptionError, "the same answer 2 times"),
+        ({"temperature": -1}, OptionError, "temperature=-1"),
+        ({"grader": "exact"}, OptionError, "grader='exact'"),
+        ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
+        ({"conditions": {"x": SLASH.under(ma.Knockout(layers=1))}}, OptionError, "in some layers only"),
+        ({"conditions": {"x": ma.Baseline(intervention=ma.ARM(layers=9))}}, ModelError, "layer 9 is out of range"),
+        ({"conditions": {"baseline": SLASH}}, OptionError, "changes the prompt"),
+    ],
+)
+def test_bad_input(toy, some, options, error, message, monkeypatch):
+    def reached(*args):
+        raise AssertionError("the model ran before the input was checked")
+
+    monkeypatch.setattr(module, "answers", reached)
+    with pytest.raises(error, match=message):
+        ma.evaluate(toy, some, progress=False, **options)
+
+
+def test_prompts_that_cannot_be_graded(toy):
+    with pytest.raises(PromptError, match="has no solution"):
+        ma.evaluate(toy, "Tom has 3 apples.")
+    with pytest.raises(PromptError, match="holds an answer already"):
+        ma.evaluate(toy, ma.Prompt("Tom has 3 apples.", answer="3", solution="3"))
+    falcon = ma.load_model("toy:falcon")
+    with pytest.raises(OptionError, match="takes no mask of edges"):
+        ma.evaluate(falcon, ma.Prompt("Tom has 3 apples.", solution="3"), {"masked": SLASH.masked()}, new_tokens=5)
+
+
+def test_different_problems_are_not_compared(toy, some, evaluation):
+    other = ma.evaluate(toy, some[:3], new_tokens=5, progress=False)
+    with pytest.raises(OptionError, match="different problems"):
+        evaluation.compare("slash", other=other)
+    with pytest.raises(OptionError, match="no condition 'dash'"):
+        evaluation.compare("dash")

@@ -1,0 +1,154 @@
+"""ARM on a running model: what it moves, and that nothing but a token's own key decides how."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.functional.arm import redistribute
+from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.model.activations import at_nonlinearity
+from mechattn.model.toys import toy_names
+
+ARM = ma.ARM(form="released", p1=95.0, layers=(0, 1))
+
+
+def seen_with(model, tokens, *interventions, prompts=()):
+    """Activations of layers 0 and 1 as the model goes on with them, and logits."""
+    got = {}
+
+    def see(layer, pre, post):
+        got[layer] = post.clone()
+
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for intervention in interventions:
+            stack.enter_context(intervention.on(model, prompts))
+        stack.enter_context(at_nonlinearity(model, {0: see, 1: see}))
+        with torch.no_grad():
+            logits = model(tokens)
+    return got, getattr(logits, "logits", logits)
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_on_a_model_it_is_the_function(name):
+    model = ma.load_model(name)
+    tokens = torch.arange(10, 50).view(2, 20)
+    plain, before = seen_with(model, tokens)
+    moved, after = seen_with(model, tokens, ma.ARM(form="released", p1=95.0), prompts=["a", "b"])
+    keys = token_keys(0, ["a", "b"], torch.arange(20).expand(2, -1), 0, "arm")
+    expected = redistribute(plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released")
+    torch.testing.assert_close(moved[0], expected, rtol=0, atol=0)
+    assert 0.1 < (moved[0] != plain[0]).float().mean() < 0.3
+    assert (after - before).abs().max() > 1e-3
+    _, same = seen_with(model, tokens)
+    assert torch.equal(same, before), "the model was not put back"
+
+
+def test_zero_strength_gives_the_same_bits(toy, prompts):
+    def measured(condition):
+        analyses = [ma.MlpActivations(), ma.ReceivedAttention()]
+        return ma.run(toy, prompts[:4], {"x": condition}, analyses, progress=False)
+
+    every = (0, 1, 2, 3)
+    one, nothing, something = (
+        measured(ma.Baseline(intervention=i)) for i in ((), ma.ARM(strength=0.0, layers=every), ma.ARM(layers=every))
+    )
+    for name in ("mlp_activations", "received_attention"):
+        for quantity, values in one[name].data_vars.items():
+            np.testing.assert_array_equal(nothing[name][quantity], values, err_msg=quantity)
+    late = [r["received_attention"].received_by_segment.sel(layer=3, condition="x") for r in (one, something)]
+    assert float(abs(late[0] - late[1]).max()) > 0
+
+
+def test_batches_and_order_decide_nothing(toy, prompts):
+    """One prompt a batch, or all of them, or in another order: the same numbers but for rounding."""
+
+    def measured(some, memory):
+        conditions = {"slash": ma.MeaninglessTokens("/", 20).under(ARM), "arm": ma.Baseline(intervention=ARM)}
+        result = ma.run(toy, some, conditions, ma.MlpActivations(), memory=memory, progress=False)
+        return result["mlp_activations"].sel(prompt=[p.id for p in prompts[:5]])
+
+    one = measured(prompts[:5], "2GiB")
+    for other in (measured(prompts[:5], "1KiB"), measured([*reversed(prompts[:5])], "2GiB")):
+        for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
+            np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
+    seeds = ma.Baseline(intervention=ma.ARM(form="released", p1=95.0, layers=(0, 1), seed=1))
+    other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.MlpActivations(), progress=False)["mlp_activations"]
+    assert float(abs(other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")).max()) > 0.01
+
+
+def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
+    slash = ma.MeaninglessTokens("/", 20)
+    alone = ma.run(toy, prompts[:3], {"slash": slash}, ma.MlpActivations(), progress=False)["mlp_activations"]
+    beside = ma.run(toy, prompts[:3], {"slash": slash, "arm": slash.under(ARM)}, ma.MlpActivations(), progress=False)[
+        "mlp_activations"
+    ]
+    for condition in ("baseline", "slash"):
+        one, other = (d.l1_by_segment.sel(condition=condition) for d in (alone, beside))
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert float(abs(beside.l1_by_segment.sel(condition="arm") / other - 1).max()) > 0.01
+
+
+def test_the_whole_tensor_depends_on_the_batch_and_a_token_does_not(toy):
+    tokens = torch.arange(10, 50).view(2, 20)
+    for scope, differs in (("tensor", True), ("token", False)):
+        arm = ma.ARM(scope=scope, form="released")
+        both, _ = seen_with(toy, tokens, arm)
+        alone, _ = seen_with(toy, tokens[1:], arm)
+        apart = float((both[0][1] - alone[0][0]).abs().max())
+        assert (apart > 1e-2) == differs, (scope, apart)
+
+
+def test_generation_with_a_cache_is_generation_without(toy):
+    """Each new token gets the numbers of its own position."""
+    tokens = torch.arange(10, 40)[None]
+    native = toy._mechattn.native
+    with ARM.on(native, ["a"]):
+        cached = native.generate(tokens, max_new_tokens=12, do_sample=False)
+        plain = native.generate(tokens, max_new_tokens=12, do_sample=False, use_cache=False)
+    without = native.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert torch.equal(cached, plain)
+    after = torch.cat([tokens, cached[:, 30:33]], 1)
+    with ARM.on(native, ["a"]), torch.no_grad():
+        whole = native(after).logits[:, 30:]
+        cache = native(tokens, use_cache=True).past_key_values
+        steps = []
+        for i in range(30, 33):
+            out = native(after[:, i : i + 1], past_key_values=cache, use_cache=True)
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+    hard = ma.ARM(form="released", strength=3.0, layers=(0, 1, 2, 3))
+    with hard.on(native, ["a"]):
+        other = native.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert not torch.equal(other, without)
+    with ARM.on(toy, ["a"]):
+        bridged = toy.generate(tokens, max_new_tokens=12, do_sample=False, verbose=False)
+    assert torch.equal(bridged, cached)
+
+
+def test_left_padding_changes_no_draw(toy):
+    """Positions come from position_ids, so a padded prompt draws what it draws alone."""
+    native = toy._mechattn.native
+    tokens = torch.arange(10, 30)[None]
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), tokens], 1)
+    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(tokens)], 1)
+    with ARM.on(native, ["a"]), torch.no_grad():
+        alone = native(tokens).logits
+        ids = (mask.cumsum(-1) - 1).clamp(min=0)
+        left = native(padded, attention_mask=mask, position_ids=ids).logits[:, 5:]
+        wrong = native(padded, attention_mask=mask, position_ids=ids + 1).logits[:, 5:]
+    torch.testing.assert_close(left, alone, atol=1e-4, rtol=1e-4)
+    assert (wrong - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("control", ["random_direction", "random_channels", "shuffled_signs"])
+def test_controls_change_as_much(toy, control):
+    tokens = torch.arange(10, 50).view(2, 20)
+    plain, _ = seen_with(toy, tokens)
+    moved, _ = seen_with(toy, tokens, ma.ARM())
+    controlled, _ = seen_with(toy, tokens, ma.ARM(control=control))
+    change, other = moved[0] - plain[0], controlled[0] - plain[0]
+    torch.testing.assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
+    assert torch.cosine_similarity(change.flatten(), other.flatten(), dim=0).abs() < 0.2

@@ -1,0 +1,108 @@
+"""Cut edges, in both engines, against masked tokens and against patterns of the hooks."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import OptionError
+
+SLASH = ma.MeaninglessTokens("/", 20)
+
+
+def measured(model, prompts, conditions, engine, layers=None):
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+    return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers, progress=False)
+
+
+@pytest.mark.parametrize("engine", ["streaming", "hooks"])
+def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engine):
+    conditions = {"masked": SLASH.masked(), "cut": SLASH.under(ma.Knockout()), "slash": SLASH}
+    result = measured(toy, prompts, conditions, engine)
+    for name in ("received_attention", "affine_shift", "segment_flow"):
+        for quantity, values in result[name].data_vars.items():
+            if "condition" in values.dims and "prompt" in values.dims:
+                one, other = (values.sel(condition=c).values for c in ("masked", "cut"))
+                np.testing.assert_allclose(one, other, atol=1e-6, err_msg=f"{name} {quantity}")
+    received = result["received_attention"].received_by_segment
+    assert float(abs(received.sel(condition="cut") - received.sel(condition="slash")).max()) > 1e-3
+
+
+def test_engines_agree_on_any_edges(toy, prompts):
+    """The question doesn't see the system prompt, in two layers; inserted tokens don't see each other."""
+    conditions = {
+        "system": ma.Baseline(intervention=ma.Knockout("question", "system", layers=(1, 2))),
+        "inserted": SLASH.under(ma.Knockout("inserted", ("inserted", "system"))),
+    }
+    one, other = (measured(toy, prompts, conditions, engine) for engine in ("streaming", "hooks"))
+    for name in ("received_attention", "affine_shift", "segment_flow"):
+        for quantity, values in one[name].data_vars.items():
+            if "prompt" in values.dims:
+                np.testing.assert_allclose(values, other[name][quantity], atol=1e-4, err_msg=f"{name} {quantity}")
+    mass = one["received_attention"].mass_by_segment.sel(condition="system", segment="system").mean("prompt")
+    flow = one["segment_flow"]
+    to_system = next(v for k, v in flow.data_vars.items() if "to_segment" in v.dims and "uniform" not in k)
+    cut = to_system.sel(condition="system", segment="question", to_segment="system")
+    assert float(abs(cut.sel(layer=[1, 2])).max()) == 0
+    assert float(cut.sel(layer=[0, 3]).min()) > 0
+    assert (mass > 0).all()
+
+
+def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
+    conditions = {"cut": ma.Baseline(intervention=ma.Knockout("question", "system", layers=2))}
+    data = measured(toy, prompts, conditions, "streaming")["received_attention"]
+    null = data.received_by_segment_uniform.sel(segment="question")
+    apart = abs(null.sel(condition="cut") / null.sel(condition="baseline") - 1)
+    assert apart.sel(layer=[0, 1, 3]).max() < 1e-6
+    assert apart.sel(layer=2).min() > 1e-2
+    assert (null.sel(condition="cut", layer=2) > null.sel(condition="baseline", layer=2)).all()
+
+
+@pytest.mark.parametrize("engine", ["streaming", "hooks"])
+def test_a_token_always_sees_itself(toy, engine):
+    """A question whose tokens see nothing else gives all of its attention to itself."""
+    prompt = ma.Prompt("Tom has 3 apples.", id="a")
+    condition = ma.Baseline(intervention=ma.Knockout("question", ("bos", "template", "system", "question")))
+    result = ma.run(
+        toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine, progress=False
+    )
+    mass = result["received_attention"].mass_by_segment.sel(condition="alone", segment="question")
+    np.testing.assert_allclose(mass, 1, atol=1e-6)
+    assert float(result["received_attention"].mass_by_segment.sel(condition="baseline", segment="question").max()) < 1
+    null = result["received_attention"].mass_by_segment_uniform.sel(condition="alone", segment="question")
+    np.testing.assert_allclose(null, 1, atol=1e-6)
+
+
+def test_an_edge_that_is_not_there_cannot_be_cut(toy):
+    for condition in (ma.Baseline(intervention=ma.Knockout()), SLASH.under(ma.Knockout("system", "question"))):
+        with pytest.raises(OptionError, match="cuts no edge"):
+            condition.apply(ma.Prompt("Tom has 3 apples.", system="Solve.", id="a"), toy)
+
+
+def test_a_model_that_takes_no_notice_is_found(tokenizer):
+    """OPT's scores are read-only to hooks, so the hooks engine refuses; also where no attention is measured."""
+    from mechattn.errors import ModelError
+    from mechattn.model.architectures import tiny_model
+
+    model = ma.load_model(tiny_model("GPT-Neo", len(tokenizer)), tokenizer=tokenizer)
+    for analysis in (ma.ReceivedAttention(), ma.MlpActivations("absolute", 0.01)):
+        with pytest.raises(ModelError, match="has no effect here"):
+            ma.run(model, "Tom has 3 apples.", {"x": SLASH.masked()}, analysis, engine="hooks", progress=False)
+
+
+def test_two_cuts_at_once_are_refused():
+    with pytest.raises(OptionError, match="cut already"):
+        SLASH.masked().under(ma.Knockout("question", "system")).apply(
+            ma.Prompt("Tom has 3 apples.", id="a"), ma.load_model("toy:llama")
+        )
+
+
+def test_a_masked_layer_in_the_middle(toy, prompts):
+    """Edges cut in layer 1 leave layer 0 as it was, and change what comes after."""
+    conditions = {"cut": SLASH.under(ma.Knockout(layers=1)), "slash": SLASH}
+    received = measured(toy, prompts, conditions, "streaming")["received_attention"].received_by_segment
+    apart = abs(received.sel(condition="cut") - received.sel(condition="slash")).max(["prompt", "head", "segment"])
+    assert float(apart.sel(layer=0)) < 1e-7
+    assert float(apart.sel(layer=1)) > 5e-3
+    assert float(apart.sel(layer=3)) > 1e-4
+    assert torch.isfinite(torch.tensor(apart.values)).all()

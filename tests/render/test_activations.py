@@ -1,0 +1,77 @@
+"""The figures of MLP activations show the numbers of the result."""
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.stats.intervals import t_interval
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {
+        "slash": ma.MeaninglessTokens("/", 20),
+        "arm": ma.Baseline(intervention=ma.ARM(form="released", p1=95.0)),
+        "channels": ma.Baseline(intervention=ma.ARM(form="released", p1=95.0, control="random_channels")),
+    }
+    return ma.run(toy, prompts, conditions, [ma.MlpActivations()], progress=False)
+
+
+def traces(figure, name):
+    return [trace for trace in figure.data if trace.name == name]
+
+
+def test_histogram(result):
+    figure = ma.render.activation_histogram([result, result], layer=1)
+    (one, other) = traces(figure, "ARM")
+    data = result["mlp_activations"].histogram.sel(condition="arm", layer=1)
+    expected = data.mean("prompt").values[1:-1]
+    np.testing.assert_allclose(np.nan_to_num(one.y), expected, rtol=1e-6)
+    assert one.x[0] == -0.51
+    assert one.showlegend
+    assert not other.showlegend
+    threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
+    assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [round(-threshold, 6), round(threshold, 6)]
+    assert {"None", "Meaningless tokens", "ARM", "ARM (random channels)"} <= {t.name for t in figure.data}
+
+
+def test_metrics_are_changes_from_the_baseline(result):
+    figure = ma.render.activation_metrics(result, layer=0)
+    panels = [trace for trace in figure.data if trace.mode == "markers"]
+    assert len(panels) == 4
+    for panel, metric in zip(panels, ("near_zero", "l1", "l2", "gini"), strict=True):
+        data = result["mlp_activations"][f"{metric}_by_segment"].sel(segment="question", layer=0)
+        ratio = np.log(data.sel(condition="arm") / data.sel(condition="baseline"))
+        made = 100 * (np.exp(np.array(t_interval(ratio.values))) - 1)
+        assert panel.y[1] == pytest.approx(made[0], rel=1e-5)
+        assert panel.y[1] + panel.error_y.array[1] == pytest.approx(made[2], rel=1e-5)
+
+
+def test_near_zero_by_class(result):
+    figure = ma.render.near_zero_by_class(result, layer=0)
+    data = result["mlp_activations"].near_zero_by_token_class.sel(layer=0, condition="slash")
+    classes = [label.split("<br>")[0] for label in figure.layout.xaxis.ticktext]
+    shown = traces(figure, "Meaningless tokens")[0]
+    np.testing.assert_allclose(shown.y, data.sel(token_class=classes).mean("prompt"), rtol=1e-5)
+    assert "digit" in classes
+    assert list(shown.customdata) == classes
+
+
+def test_agreement(result):
+    figure = ma.render.agreement(result, "slash", layer=0)
+    table = result.agreement("slash", "arm")
+    table = table[table.layer == 0]
+    np.testing.assert_allclose(figure.data[0].y, table.cosine)
+    assert list(figure.layout.xaxis.ticktext) == ["ARM", "ARM (random channels)"]
+
+
+def test_what_cannot_be_shown(result):
+    with pytest.raises(OptionError, match="layer 9 was not measured"):
+        ma.render.activation_metrics(result, layer=9)
+    with pytest.raises(OptionError, match="no condition 'dash'"):
+        ma.render.near_zero_by_class(result, ["dash"])
+    with pytest.raises(OptionError, match="no condition beside"):
+        ma.render.agreement(result, "slash", ["slash"])
+    with pytest.raises(OptionError, match="no results"):
+        ma.render.activation_histogram([])

@@ -1,0 +1,100 @@
+"""Accuracy against enumeration, scipy, published examples, and simulated answers."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mechattn.errors import OptionError
+from mechattn.stats.accuracy import (
+    detectable_difference,
+    distinct_ngrams,
+    mcnemar_mid_p,
+    paired_accuracy,
+    pass_at_k,
+    pass_at_k_interval,
+)
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_by_enumeration(n):
+    for right in range(n + 1):
+        answers = [i < right for i in range(n)]
+        for k in range(1, n + 1):
+            draws = list(combinations(answers, k))
+            expected = sum(any(draw) for draw in draws) / len(draws)
+            assert float(pass_at_k(np.array([right]), n, k)[0]) == pytest.approx(expected)
+
+
+def test_pass_at_k_interval_is_over_problems():
+    right = np.array([0, 3, 5, 20, 1])
+    values = [1 - (1 - r / 20) for r in right]
+    made = pass_at_k_interval(right, 20, 1)
+    low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
+    assert (made.low, made.high) == (pytest.approx(low), pytest.approx(high))
+    for k in (0, 21):
+        with pytest.raises(OptionError, match=f"k={k} with 20 answers"):
+            pass_at_k(right, 20, k)
+
+
+@pytest.mark.parametrize(("b", "c"), [(0, 0), (1, 0), (5, 5), (2, 9), (9, 2), (0, 12), (30, 41)])
+def test_mid_p_by_enumeration(b, c):
+    n = b + c
+    probabilities = stats.binom.pmf(np.arange(n + 1), n, 0.5)
+    observed = probabilities[b]
+    as_extreme = probabilities[np.abs(np.arange(n + 1) - n / 2) >= abs(b - n / 2) - 1e-9].sum()
+    expected = 1.0 if b == c else as_extreme - observed
+    assert mcnemar_mid_p(b, c) == pytest.approx(expected, abs=1e-12)
+    if n:
+        assert mcnemar_mid_p(b, c) <= stats.binomtest(min(b, c), n).pvalue + 1e-12
+
+
+def test_newcombe_example():
+    """Newcombe 1998, table II: 36 both, 12 first alone, 2 second alone, 0 neither: 0.2 [0.0569, 0.3404]."""
+    first = [True] * 36 + [True] * 12 + [False] * 2
+    second = [True] * 36 + [False] * 12 + [True] * 2
+    made = paired_accuracy(first, second)
+    assert made.difference == pytest.approx(0.2)
+    assert (made.low, made.high) == (pytest.approx(0.0569, abs=1e-4), pytest.approx(0.3404, abs=1e-4))
+    assert (made.only_first, made.only_second, made.n) == (12, 2, 50)
+
+
+def simulated(difference, runs, n=200, disagreement=0.2, seed=0):
+    rng = np.random.default_rng(seed)
+    shares = [(disagreement + difference) / 2, (disagreement - difference) / 2, 0.5, 0.3]
+    for counts in rng.multinomial(n, shares, size=runs):
+        first = np.repeat([True, False, True, False], counts)
+        second = np.repeat([False, True, True, False], counts)
+        yield paired_accuracy(first, second)
+
+
+def test_power_and_nominal_rate():
+    """A difference as large as is called detectable is found in 80 % of runs; none in 5 %; intervals cover 95 %."""
+    d = detectable_difference(200, 0.2)
+    found = [made.p < 0.05 for made in simulated(d, 2000)]
+    assert 0.76 < np.mean(found) < 0.86
+    none = list(simulated(0.0, 3000, seed=1))
+    assert 0.03 < np.mean([made.p < 0.05 for made in none]) < 0.062
+    assert 0.935 < np.mean([made.low <= 0 <= made.high for made in none]) < 0.97
+    covered = [made.low <= d <= made.high for made in simulated(d, 2000, seed=2)]
+    assert 0.93 < np.mean(covered) < 0.97
+
+
+def test_detectable_difference():
+    assert detectable_difference(500, 0.1) < detectable_difference(100, 0.1)
+    assert np.isnan(detectable_difference(100, 0.0))
+    assert detectable_difference(5, 0.2) == pytest.approx(0.2), "more than all of the disagreement is not to be had"
+
+
+def test_bad_input():
+    with pytest.raises(OptionError, match="3 answers against 2"):
+        paired_accuracy([True] * 3, [True] * 2)
+    with pytest.raises(OptionError, match="one at least"):
+        paired_accuracy([], [])
+
+
+def test_distinct_ngrams():
+    assert distinct_ngrams([[1, 2, 3], [1, 2, 4]], 2) == pytest.approx(3 / 4)
+    assert distinct_ngrams([[1, 1, 1, 1]], 1) == pytest.approx(1 / 4)
+    assert np.isnan(distinct_ngrams([[1]], 2))
