@@ -99,9 +99,14 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     assert result.provenance["engine"] == ("hooks" if about["hooked_by"] == "HookedTransformer" else "streaming")
     for name in (analysis.name for analysis in analyses):
         for quantity, values in newest[name].data_vars.items():
-            np.testing.assert_allclose(
-                result[name][quantity].values, values.values, atol=TOLERANCE, rtol=0, err_msg=quantity
-            )
+            # Norms and products are no probabilities; a share of activations moves by steps where one lies at an edge.
+            of_mlp = name == "mlp_activations"
+            steps = of_mlp and quantity.startswith(("histogram", "near_zero", "saturated"))
+            atol, rtol = (5e-4 if steps else TOLERANCE), (1e-4 if of_mlp else 0)
+            got = result[name][quantity].values
+            if quantity == "change_product":  # a cosine's numerator: rounding is that of the norms
+                atol = 1e-4 * float(abs(values).max())
+            np.testing.assert_allclose(got, values.values, atol=atol, rtol=rtol, err_msg=quantity)
 
 
 def test_the_comparison_would_notice_another_model(newest):

@@ -1,0 +1,51 @@
+"""The figures of accuracy show the numbers of the table."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+
+
+def table(names, values):
+    values = np.array(values)
+    made = {"condition": names, "accuracy": values, "low": values - 0.1, "high": values + 0.05, "n": 40}
+    return pd.DataFrame(made)
+
+
+def test_by_condition():
+    tables = {"a (toy)": table(["baseline", "slash"], [0.9, 0.7]), "b (toy)": table(["baseline", "slash"], [0.8, 0.6])}
+    figure = ma.render.accuracy(tables)
+    one = figure.data[0]
+    np.testing.assert_allclose(one.y, [90, 70])
+    np.testing.assert_allclose(one.error_y.array, [5, 5])
+    np.testing.assert_allclose(one.error_y.arrayminus, [10, 10])
+    assert list(figure.layout.xaxis.ticktext) == ["baseline", "slash"]
+    assert sorted(shape.y0 for shape in figure.layout.shapes) == [80, 90]
+    assert "n = 40 problems" in figure.layout.title.text
+
+
+def test_a_sweep_begins_at_the_baseline():
+    figure = ma.render.accuracy_sweep({"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])})
+    assert list(figure.data[0].x) == [0, 10, 55]
+    np.testing.assert_allclose(figure.data[0].y, [90, 80, 70])
+    places = ma.render.accuracy_sweep({"a": table(["baseline", "place=start"], [0.9, 0.8])}, "place")
+    assert list(places.data[0].x) == ["start"]
+
+
+def test_a_map_of_two_options():
+    names = ["baseline", "c=0.1, p1=90.0", "c=0.1, p1=99.5", "c=1.0, p1=90.0"]
+    figure = ma.render.accuracy_map(table(names, [0.9, 0.1, 0.2, 0.3]), "p1", "c", "a")
+    heat = figure.data[0]
+    assert (list(heat.x), list(heat.y)) == (["90.0", "99.5"], ["0.1", "1.0"])
+    np.testing.assert_allclose(np.array(heat.z, dtype=float), [[10, 20], [30, np.nan]])
+
+
+def test_what_cannot_be_shown():
+    with pytest.raises(OptionError, match="no condition is named count="):
+        ma.render.accuracy_sweep({"a": table(["baseline", "slash"], [0.9, 0.7])})
+    with pytest.raises(OptionError, match="no condition is named p1="):
+        ma.render.accuracy_map(table(["baseline", "slash"], [0.9, 0.7]), "p1", "c")
+    with pytest.raises(OptionError, match="no tables"):
+        ma.render.accuracy({})
