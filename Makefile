@@ -42,6 +42,7 @@ bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target out/bench \
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384
+	$(BIN)/python experiments/benchmarks/generate.py
 
 .venv/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; say which one: make PYTHON=python3.12 …")'

@@ -69,12 +69,14 @@ def main(names: list[str]) -> None:
         best = evaluation.best()
         print(
             f"{name}: best of 9 ARMs on one half {best['condition']} ({100 * best['chosen_on']:.0f} %); on the other "
-            f"half {100 * best['difference']:+.1f} points [{100 * best['low']:+.1f}, {100 * best['high']:+.1f}], p = {best['p']:.2f}"
+            f"half {100 * best['difference']:+.1f} points [{100 * best['low']:+.1f}, {100 * best['high']:+.1f}], "
+            f"p = {best['p']:.2f}"
         )
     for name, evaluation in found["parts"].items():
         paths = {c: c for c in evaluation.conditions if c not in ("baseline", "slash")}
         table = evaluation.mediation("slash", paths)
-        print(f"{name}: the tokens change accuracy by {100 * table.attrs['total']:+.1f} points")
+        total, low, high = (100 * table.attrs[end] for end in ("total", "low", "high"))
+        print(f"{name}: the tokens change accuracy by {total:+.1f} points [{low:+.1f}, {high:+.1f}]")
         print(table.drop(columns="condition").round(3).to_string(index=False))
 
 

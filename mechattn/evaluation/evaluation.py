@@ -202,8 +202,8 @@ class Evaluation:
         """The share of a condition's change in accuracy that other conditions make without it.
 
         ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
-        bootstrap intervals over problems. Shares need not add up to 1. An interval that reaches far beyond 0 and 1 says
-        that the total change is too small to be divided.
+        bootstrap intervals over problems. Shares need not add up to 1. They are NaN where the t interval of the total
+        change holds 0: nothing can be divided by what may be nothing.
 
         Args:
             total: The condition whose change is explained, such as "slash".
@@ -217,13 +217,16 @@ class Evaluation:
         base, whole = self.right(BASELINE).mean(1), self.right(total).mean(1)
         draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
         all_of_it = (whole - base)[draws].mean(1)
+        whole_change = paired(whole - base)
+        divided = not whole_change.low <= 0 <= whole_change.high
         rows = []
         for path, name in through.items():
             part = self.right(name).mean(1) - base
-            share = float(part.mean() / (whole - base).mean()) if (whole != base).any() else float("nan")
-            with np.errstate(divide="ignore", invalid="ignore"):
-                drawn = part[draws].mean(1) / all_of_it
-            low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+            share = low = high = float("nan")
+            if divided:
+                share = float(part.mean() / whole_change.difference)
+                drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
+                low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
             change = paired(part)
             rows.append(
                 {
@@ -238,7 +241,8 @@ class Evaluation:
                 }
             )
         made = pd.DataFrame(rows)
-        made.attrs = {"total": float((whole - base).mean()), "of": total, "n": len(base)}
+        ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
+        made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base)}
         return made
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:

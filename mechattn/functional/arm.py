@@ -14,6 +14,7 @@ Control = Literal["random_direction", "random_channels", "shuffled_signs"]
 KAPPA = 1.4826  # makes the MAD of normal data their standard deviation
 _SHARES = {"paper": (0.02, 0.25), "released": (0.2, 0.25)}
 _LEAST_MAD = 1e-12
+_HIGH = 0.75  # above, the largest entries are found faster than all are sorted
 
 
 def redistribute(
@@ -54,14 +55,14 @@ def redistribute(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     flat = x.reshape(1, -1) if scope == "tensor" else x.reshape(-1, x.shape[-1])
     rows, drawn = flat.to(wide), uniform.reshape(flat.shape).to(wide)
-    ordered, sizes = rows.sort(-1).values, rows.abs().sort(-1).values
+    sizes = rows.abs().sort(-1).values
     if form == "gemma":
-        selected = rows.abs() <= _percentile(sizes, 100 * c)
-        above = _percentile(sizes, p1)
+        selected = rows.abs() <= _percentile(rows.abs(), 100 * c)
+        above = _percentile(rows.abs(), p1)
     else:
         selected = _smallest(rows.abs(), sizes, _count(sizes, c, _SHARES[form]))
-        above = _percentile(ordered, p1).clamp(min=0)
-    bound = torch.where(rows > 0, above, ordered[:, :1].clamp(max=0))
+        above = _percentile(rows, p1).clamp(min=0)
+    bound = torch.where(rows > 0, above, rows.amin(-1, keepdim=True).clamp(max=0))
     moved = rows + drawn * bound if form == "paper" else drawn * bound
     moves = selected & (rows != 0) & (bound != 0)
     return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
@@ -109,9 +110,10 @@ def _smallest(
     return below & (count > 0).unsqueeze(-1) | (equal & (equal.cumsum(-1) <= room))
 
 
-def _percentile(ordered: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
-    """Between the entries of sorted rows; ``torch.quantile`` takes 2²⁴ entries at most, and no bfloat16."""
-    position = percent / 100 * (ordered.shape[-1] - 1)
+def _percentile(x: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
+    """Of each row; ``torch.quantile`` takes 2²⁴ entries at most, and no bfloat16. A high one needs no whole sort."""
+    position = percent / 100 * (x.shape[-1] - 1)
     low = int(position)
-    high = min(low + 1, ordered.shape[-1] - 1)
-    return torch.lerp(ordered[:, low : low + 1], ordered[:, high : high + 1], position - low)
+    high = min(low + 1, x.shape[-1] - 1)
+    largest = x.topk(x.shape[-1] - low, -1).values.flip(-1) if low > _HIGH * x.shape[-1] else x.sort(-1).values[:, low:]
+    return torch.lerp(largest[:, :1], largest[:, high - low : high - low + 1], position - low)

@@ -18,6 +18,8 @@ from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Acted, on
 from mechattn.model.activations import at_nonlinearity, nonlinearity_of
 
+_ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
+
 
 @dataclass(frozen=True)
 class ARM:
@@ -89,9 +91,11 @@ class ARM:
             if self.scope == "tensor":
                 every[now.rows] = self._moved(every[now.rows], layer, now.prompts, now.positions.to(post.device))
             else:
-                for i, row in enumerate(now.rows.tolist()):  # a row at a time: random numbers take 8 bytes each
-                    positions = now.positions[i : i + 1].to(post.device)
-                    every[row] = self._moved(every[row : row + 1], layer, now.prompts[i : i + 1], positions)[0]
+                at_once = max(1, _ENTRIES // every[0].numel())
+                for first in range(0, len(now.rows), at_once):
+                    some = slice(first, first + at_once)
+                    rows, positions = now.rows[some], now.positions[some].to(post.device)
+                    every[rows] = self._moved(every[rows], layer, now.prompts[some], positions)
             return every.reshape(post.shape)
 
         return at_nonlinearity(model, dict.fromkeys(self.which, see))

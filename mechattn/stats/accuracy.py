@@ -93,20 +93,23 @@ def _newcombe(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]
 
 
 def detectable_difference(n: int, disagreement: float, power: float = 0.8, level: float = 0.95) -> float:
-    """The smallest difference of accuracy that McNemar's test finds with this power; NaN where answers never differ.
+    """The smallest difference of accuracy that McNemar's test finds with this power.
 
-    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; ψ where even
-    that is not enough. Source: Connor, Biometrics 1987.
+    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; where that is
+    smaller than d, all disagreement lies on one side and ψ = d. Source: Connor, Biometrics 1987.
+
+    Raises:
+        OptionError: The disagreement is no share.
     """
-    if not 0 < disagreement <= 1:
-        return float("nan")
+    if not 0 <= disagreement <= 1:
+        raise OptionError(f"disagreement={disagreement}: give the share of problems on which the answers differ")
     alpha, beta = stats.norm.ppf((1 + level) / 2), stats.norm.ppf(power)
 
     def short(d: float) -> float:
-        return n * d**2 - (alpha * np.sqrt(disagreement) + beta * np.sqrt(max(disagreement - d**2, 0))) ** 2
+        share = max(disagreement, d)
+        return n * d**2 - (alpha * np.sqrt(share) + beta * np.sqrt(max(share - d**2, 0))) ** 2
 
-    most = min(np.sqrt(disagreement), disagreement)
-    return float(most) if short(most) <= 0 else float(optimize.brentq(short, 0, most))
+    return 1.0 if short(1.0) <= 0 else float(optimize.brentq(short, 1e-12, 1.0))
 
 
 def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:

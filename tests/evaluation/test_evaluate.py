@@ -215,6 +215,9 @@ def test_mediation_of_known_shares():
     assert table.low["scale"] < 0.5 < table.high["scale"]
     assert table.share["all"] == 1 == table.low["all"] == table.high["all"]
     assert table.share["none"] == 0
+    nothing = made.mediation("baseline", {"scale": "scale"})
+    assert nothing.share.isna().all()
+    assert nothing.change[0] == pytest.approx(-0.25)
     assert table.change["scale"] == pytest.approx(-0.25)
 
 

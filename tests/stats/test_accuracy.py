@@ -83,8 +83,17 @@ def test_power_and_nominal_rate():
 
 def test_detectable_difference():
     assert detectable_difference(500, 0.1) < detectable_difference(100, 0.1)
-    assert np.isnan(detectable_difference(100, 0.0))
-    assert detectable_difference(5, 0.2) == pytest.approx(0.2), "more than all of the disagreement is not to be had"
+    assert detectable_difference(3, 0.1) == 1, "with three problems nothing is found"
+    with pytest.raises(OptionError, match="give the share"):
+        detectable_difference(100, 1.2)
+
+
+@pytest.mark.parametrize("disagreement", [0.0, 0.005])
+def test_detectable_where_answers_hardly_differ(disagreement):
+    """All disagreement on one side: found in about 80 % of simulated runs."""
+    d = detectable_difference(200, disagreement)
+    counts = np.random.default_rng(0).binomial(200, d, 4000)
+    assert 0.72 < np.mean([mcnemar_mid_p(int(count), 0) < 0.05 for count in counts]) < 0.95
 
 
 def test_bad_input():
