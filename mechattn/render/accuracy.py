@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+_LEAST_REACH = 10  # points of accuracy, of a map's colours
 _COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)
 
 
@@ -92,15 +93,17 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
         raise OptionError(f"no condition is named {across}=…, {down}=…; sweep over both")
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
+    base = 100 * float(table.set_index("condition").accuracy[BASELINE])
+    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # no colour for what chance does
     heat = go.Heatmap(
-        z=z, x=columns, y=rows, colorscale="Viridis", colorbar=dict(title="%"), texttemplate="%{z:.1f}"
+        z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
+        texttemplate="%{z:.1f}",
     )  # fmt: skip
     figure = go.Figure(heat)
+    about = f"n = {table.n.iloc[0]} problems; {base:.1f} % in the baseline, white; blue is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
-    figure.update_layout(
-        **LAYOUT, title_text=f"{model}: accuracy<br><sup>n = {table.n.iloc[0]} problems</sup>", height=420
-    )
+    figure.update_layout(**LAYOUT, title_text=f"{model}: accuracy<br><sup>{about}</sup>", height=420)
     return figure
 
 

@@ -40,6 +40,9 @@ def test_a_map_of_two_options():
     heat = figure.data[0]
     assert (list(heat.x), list(heat.y)) == (["90.0", "99.5"], ["0.1", "1.0"])
     np.testing.assert_allclose(np.array(heat.z, dtype=float), [[10, 20], [30, np.nan]])
+    assert (heat.zmin, heat.zmax) == (10, 170), "white is the baseline"
+    close = ma.render.accuracy_map(table(names, [0.9, 0.89, 0.9, 0.91]), "p1", "c").data[0]
+    assert (close.zmin, close.zmax) == (80, 100), "a point of accuracy has no colour"
 
 
 def test_what_cannot_be_shown():
