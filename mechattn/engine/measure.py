@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -61,10 +62,11 @@ def measure_batch(
     of_activations = [pair for pair in taken if isinstance(pair[0], ActivationAnalysis)]
     paired = of_activations or any(isinstance(analysis, PairAnalysis) for analysis in analyses)
     pairs = pairs_of(placed, BASELINE) if paired else None
-    rows = _Rows(model, batch, placed, windows, of_attention, pairs)
+    one = _Pass(model, batch, placed, windows, pairs)
+    rows = _Rows(one, of_attention)
     with ExitStack() as stack:
         if of_activations:  # made before anything acts on the nonlinearities, entered after: it sees what goes on
-            mlps = _Mlps(model, batch, placed, windows, of_activations, cast(Pairs, pairs))
+            mlps = _Mlps(one, of_activations)
         for intervention, acted in _acting(placed, prompt_ids):
             stack.enter_context(intervention.acting(model, partial(_same, acted)))
         if of_activations:
@@ -92,21 +94,22 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Acte
     return made
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass of a batch: as it was given, and on the device of the model; what is looked at."""
+
+    model: Any
+    batch: Batch
+    placed: Batch
+    windows: Mapping[int, int | None]
+    pairs: Pairs | None
+
+
 class _Rows:
     """Takes blocks of attention rows, layer by layer."""
 
-    def __init__(
-        self,
-        model: Any,
-        batch: Batch,
-        placed: Batch,
-        windows: Mapping[int, int | None],
-        taken: Seq[Taken],
-        pairs: Pairs | None,
-    ) -> None:
-        self.model, self.batch, self.placed, self.windows, self.taken, self.pairs = (
-            model, batch, placed, windows, taken, pairs
-        )  # fmt: skip
+    def __init__(self, one: _Pass, taken: Seq[Taken]) -> None:
+        self.one, self.taken = one, taken
         self.by_row = [isinstance(analysis, RowAnalysis) for analysis, _ in taken]  # a protocol takes long to ask
         self.by_pair = [isinstance(analysis, PairAnalysis) for analysis, _ in taken]
         self.sums: dict[int, list[Sums]] = {}
@@ -115,14 +118,14 @@ class _Rows:
 
     def see(self, layer: int, rows: Rows) -> None:
         """A block of a layer; after the last one its values go to the collectors."""
-        window = self.windows[layer]
+        window = self.one.windows[layer]
         if layer not in self.sums:
-            self.at[layer] = self.placed.at(layer)
-            self.sums[layer] = [analysis.start(self.placed, rows.pattern.shape[1]) for analysis, _ in self.taken]
-            if self.pairs is not None and any(self.by_pair):
-                self.paired[layer] = paired_layer(layer, rows.attention, self.pairs, window)
+            self.at[layer] = self.one.placed.at(layer)
+            self.sums[layer] = [analysis.start(self.one.placed, rows.pattern.shape[1]) for analysis, _ in self.taken]
+            if self.one.pairs is not None and any(self.by_pair):
+                self.paired[layer] = paired_layer(layer, rows.attention, self.one.pairs, window)
         v = None if rows.attention is None else rows.attention.v
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, self.placed, window, v)
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, self.one.placed, window, v)
         both = self.paired[layer].rows(rows) if layer in self.paired else None
         for (analysis, _), made, by_row, by_pair in zip(
             self.taken, self.sums[layer], self.by_row, self.by_pair, strict=True
@@ -131,35 +134,25 @@ class _Rows:
                 cast(RowAnalysis, analysis).add(made, block)
             if by_pair and both is not None:
                 cast(PairAnalysis, analysis).add_pairs(made, both)
-        if rows.queries.stop == self.batch.tokens.shape[1]:
+        if rows.queries.stop == self.one.batch.tokens.shape[1]:
             self.paired.pop(layer, None)
             at = self.at.pop(layer)
             for (analysis, collector), made in zip(self.taken, self.sums.pop(layer), strict=True):
-                _refuse_nan(self.model, layer, made)
-                collector.add(layer, self.batch, analysis.values(made, at, window))
+                _refuse_nan(self.one.model, layer, made)
+                collector.add(layer, self.one.batch, analysis.values(made, at, window))
 
 
 class _Mlps:
     """Takes the activations of MLPs, layer by layer."""
 
-    def __init__(
-        self,
-        model: Any,
-        batch: Batch,
-        placed: Batch,
-        windows: Mapping[int, int | None],
-        taken: Seq[Taken],
-        pairs: Pairs,
-    ) -> None:
-        self.model, self.batch, self.placed, self.windows, self.taken, self.pairs = (
-            model, batch, placed, windows, taken, pairs
-        )  # fmt: skip
-        self.minimum = {layer: minimum_of(plain_nonlinearity(model, layer)) for layer in windows}
+    def __init__(self, one: _Pass, taken: Seq[Taken]) -> None:
+        self.one, self.taken = one, taken
+        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in one.windows}
 
     def see(self, layer: int, pre: Tensor, post: Tensor) -> None:
         """All activations of a layer; their values go to the collectors."""
-        shape = (*self.placed.tokens.shape, pre.shape[-1])
-        if pre.numel() != pre.shape[-1] * self.placed.tokens.numel():
+        shape = (*self.one.placed.tokens.shape, pre.shape[-1])
+        if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
             raise ModelError(
                 f"the MLP of layer {layer} doesn't see every token, so its activations mean something else"
             )
@@ -168,14 +161,14 @@ class _Mlps:
             pre.detach().reshape(shape),
             post.detach().reshape(shape),
             self.minimum[layer],
-            self.placed,
-            self.pairs,
+            self.one.placed,
+            cast(Pairs, self.one.pairs),
         )
         for analysis, collector in self.taken:
-            sums = analysis.start(self.placed, int(self.model.cfg.n_heads))
+            sums = analysis.start(self.one.placed, int(self.one.model.cfg.n_heads))
             cast(ActivationAnalysis, analysis).add_activations(sums, passed)
-            _refuse_nan(self.model, layer, sums)
-            collector.add(layer, self.batch, analysis.values(sums, self.placed, self.windows[layer]))
+            _refuse_nan(self.one.model, layer, sums)
+            collector.add(layer, self.one.batch, analysis.values(sums, self.one.placed, self.one.windows[layer]))
 
 
 def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:

@@ -15,8 +15,8 @@ from mechattn.axes import BASELINE
 from mechattn.engine.run import check_interventions, check_variants, with_baseline
 from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
-from mechattn.evaluation.evaluation import Answered, Evaluation
-from mechattn.evaluation.generate import Asked, answers, native_of, refuse_what_cannot_generate
+from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
+from mechattn.evaluation.generate import Answer, Asked, answers, native_of, refuse_what_cannot_generate
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -65,12 +65,8 @@ def evaluate(
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)
     named = with_baseline(conditions)
-    _check_numbers(new_tokens, samples, temperature, batch)
-    temperature = (0.0 if samples == 1 else 1.0) if temperature is None else float(temperature)
-    if temperature == 0 and samples > 1:
-        raise OptionError(
-            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature"
-        )
+    temperature = _temperature(temperature, samples)
+    _check_numbers(new_tokens, samples, batch)
     _check_references(prompts, grader)
     native = native_of(model)
     sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
@@ -88,27 +84,15 @@ def evaluate(
     end = _end_tokens(model, native)
     for some in _progress([todo[i : i + batch] for i in range(0, len(todo), batch)], progress):
         written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
-        fresh = []
-        for (prompt, name, asked), answer in zip(some, written, strict=True):
-            text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            graded = grade(text, str(prompt.solution), grader)
-            fresh.append(
-                Answered(
-                    prompt=prompt.id,
-                    condition=name,
-                    sample=asked.sample,
-                    text=text,
-                    tokens=answer.tokens,
-                    answer=graded.answer,
-                    solution=str(prompt.solution),
-                    right=graded.right,
-                    finished=answer.finished,
-                )
-            )
+        texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
+        fresh = [
+            _answered(prompt, name, asked, answer, text, grader)
+            for (prompt, name, asked), answer, text in zip(some, written, texts, strict=True)
+        ]
         done |= {(a.prompt, a.condition, a.sample): a for a in fresh}
         if out is not None:
             with open(out, "a", encoding="utf-8") as lines:
-                lines.write("".join(json.dumps(asdict(a), ensure_ascii=False) + "\n" for a in fresh))
+                lines.write(as_lines(asdict(a) for a in fresh))
     ordered = [done[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
     return Evaluation(tuple(ordered), about)
 
@@ -123,12 +107,39 @@ def load_evaluation(path: str | Path) -> Evaluation:
     return Evaluation(tuple(found.values()), about)
 
 
-def _check_numbers(new_tokens: int, samples: int, temperature: float | None, batch: int) -> None:
+def _answered(prompt: Prompt, name: str, asked: Asked, answer: Answer, text: str, grader: Grader) -> Answered:
+    """An answer, graded."""
+    graded = grade(text, str(prompt.solution), grader)
+    return Answered(
+        prompt=prompt.id,
+        condition=name,
+        sample=asked.sample,
+        text=text,
+        tokens=answer.tokens,
+        answer=graded.answer,
+        solution=str(prompt.solution),
+        right=graded.right,
+        finished=answer.finished,
+    )
+
+
+def _temperature(temperature: float | None, samples: int) -> float:
+    """As given, or the default."""
+    if temperature is None:
+        return 0.0 if samples == 1 else 1.0
+    if not 0 <= temperature < float("inf"):
+        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above")
+    if temperature == 0 and samples > 1:
+        raise OptionError(
+            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature"
+        )
+    return float(temperature)
+
+
+def _check_numbers(new_tokens: int, samples: int, batch: int) -> None:
     for name, value in (("new_tokens", new_tokens), ("samples", samples), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
-    if temperature is not None and not 0 <= temperature < float("inf"):
-        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above")
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
@@ -206,11 +217,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
         OptionError: The file is of another run.
     """
     if not path.exists() or not path.stat().st_size:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"provenance": about}, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+        Evaluation((), about).save(path)
         return {}
     before, found = _read(path)
     for name, value in about.items():
@@ -218,10 +225,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
             raise OptionError(
                 f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
             )
-    whole = "".join(
-        json.dumps(line, ensure_ascii=False) + "\n" for line in [{"provenance": before}, *map(asdict, found.values())]
-    )
-    path.write_text(whole, encoding="utf-8")  # without a last line that was cut off
+    Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, OutputError
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.accuracy import distinct_ngrams, paired_accuracy, pass_at_k_interval
 from mechattn.stats.intervals import wilson_interval
@@ -263,12 +263,26 @@ class Evaluation:
         return pd.DataFrame([asdict(a) for a in self.answers])
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON object a line: provenance first, then the answers."""
+        """Write one JSON object a line, provenance first, then the answers: the whole file or nothing.
+
+        Raises:
+            OutputError: Nothing can be written there.
+        """
         path = Path(path)
-        lines = [{"provenance": self.provenance}, *(asdict(a) for a in self.answers)]
         part = path.with_name(f".{path.name}.part")
-        part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        part.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(
+                as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)]), encoding="utf-8"
+            )  # fmt: skip
+            part.replace(path)
+        except OSError as error:
+            raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object a line."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

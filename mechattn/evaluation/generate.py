@@ -188,14 +188,15 @@ class _Padded:
 
     @contextmanager
     def acting(self, model: Any) -> Iterator[None]:
-        """The interventions of the sequences, each on its rows."""
-        found: dict[int, tuple[Any, list[int]]] = {}
+        """The interventions of the sequences, in their order, each on its rows."""
+        found: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int]]] = {}
         for row, asked in enumerate(self.asked):
-            for intervention in asked.sequence.interventions:
-                found.setdefault(id(intervention), (intervention, []))[1].append(row)
+            several = asked.sequence.interventions
+            found.setdefault(tuple(map(id, several)), (several, []))[1].append(row)
         with ExitStack() as stack:
-            for intervention, rows in found.values():
-                stack.enter_context(intervention.acting(model, self._acted(rows)))
+            for several, rows in found.values():
+                for intervention in several:
+                    stack.enter_context(intervention.acting(model, self._acted(rows)))
             yield
 
     def _acted(self, rows: list[int]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,11 +36,8 @@ def activation_histogram(
         conditions: Beside the baseline; all by default.
         layer: The layer, from 0.
     """
-    from plotly.subplots import make_subplots
-
     results, names = _checked(results, conditions, layer)
-    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
-    figure = make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06)
+    figure = _panels(results)
     for column, result in enumerate(results, 1):
         at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
         for name, colour in zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False):
@@ -102,11 +99,8 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         conditions: Beside the baseline; all by default.
         layer: The layer, from 0.
     """
-    from plotly.subplots import make_subplots
-
     results, names = _checked(results, conditions, layer)
-    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
-    figure = make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06, shared_yaxes=True)
+    figure = _panels(results, shared_yaxes=True)
     for column, result in enumerate(results, 1):
         at = result[NAME].near_zero_by_token_class.sel(layer=layer)
         there = (at.notnull().all("condition").sum("prompt") >= 3).values
@@ -158,6 +152,14 @@ def agreement(
     note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
     figure.update_layout(**_layout(f"agreement with “{about}”", note, 460, top=120))
     return figure
+
+
+def _panels(results: Seq[Result], **options: Any) -> go.Figure:
+    """A panel a model, side by side."""
+    from plotly.subplots import make_subplots
+
+    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
+    return make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06, **options)
 
 
 def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int) -> tuple[list[Result], list[str]]:

@@ -13,17 +13,6 @@ from mechattn.model.load import dtype_named
 from mechattn.model.toys import load_tokenizer
 
 
-@pytest.fixture
-def no_forward(toy, monkeypatch):
-    """A toy whose forward pass must not be reached."""
-
-    def reached(*args, **kwargs):
-        raise AssertionError("the model ran before the input was checked")
-
-    monkeypatch.setattr(toy, "run_with_hooks", reached)
-    return toy
-
-
 def test_the_forward_guard_can_fail(no_forward):
     with pytest.raises(AssertionError, match="before the input was checked"):
         ma.run(no_forward, "Tom has 3 apples.", progress=False)

@@ -12,17 +12,6 @@ from mechattn.model.architectures import tiny_model
 PROMPT = "Tom has 3 apples."
 
 
-@pytest.fixture
-def no_forward(toy, monkeypatch):
-    """A toy whose forward pass must not be reached."""
-
-    def reached(*args, **kwargs):
-        raise AssertionError("the model ran before the input was checked")
-
-    monkeypatch.setattr(toy, "run_with_hooks", reached)
-    return toy
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -173,6 +173,28 @@ def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
         ma.evaluate(toy, some, conditions, new_tokens=30, out=path, seed=3, progress=False)
 
 
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(evaluation, tmp_path, monkeypatch):
+    """Killed while it rewrites the file: the answers that were there are there."""
+    path = tmp_path / "e.jsonl"
+    evaluation.save(path)
+    before = path.read_text()
+    monkeypatch.setattr("pathlib.Path.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OutputError, match="disk full"):
+        evaluation.save(path)
+    assert path.read_text() == before
+
+
+def test_interventions_act_in_the_order_of_their_condition(toy, some):
+    """(A, B) in one row and (B, A) in the next of the same batch: each as it is alone."""
+    one, other = ma.HeadAblation(((0, 1),)), ma.AffineAttention(shift=torch.ones(8, 16), layers=0)
+    orders = [ma.Baseline(intervention=pair).apply(some[0], toy) for pair in ((one, other), (other, one))]
+    native, end = toy._mechattn.native, frozenset([10**6])
+    together = answers(native, [Asked("0", sequence, 0) for sequence in orders], 8, end)
+    alone = [answers(native, [Asked("0", sequence, 0)], 8, end)[0] for sequence in orders]
+    assert together == alone
+    assert alone[0] != alone[1]
+
+
 def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
     right = [p for p in some if evaluation.answers[int(p.id)].text.strip()]
     result = ma.run(toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer"), progress=False)

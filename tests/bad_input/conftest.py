@@ -1,0 +1,14 @@
+"""What the tests of bad input share."""
+
+import pytest
+
+
+@pytest.fixture
+def no_forward(toy, monkeypatch):
+    """A toy whose forward pass must not be reached."""
+
+    def reached(*args, **kwargs):
+        raise AssertionError("the model ran before the input was checked")
+
+    monkeypatch.setattr(toy, "run_with_hooks", reached)
+    return toy
