@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mechattn.evaluation.evaluate import evaluate as evaluate
     from mechattn.evaluation.evaluate import load_evaluation as load_evaluation
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
+    from mechattn.evaluation.noise import baseline_noise as baseline_noise
     from mechattn.interventions.ablation import HeadAblation as HeadAblation
     from mechattn.interventions.affine import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
@@ -59,6 +60,7 @@ _HOME = {
     "SegmentFlow": "analysis.segment_flow",
     "Sequence": "prompts.sequences",
     "ShuffledSentence": "prompts.conditions",
+    "baseline_noise": "evaluation.noise",
     "evaluate": "evaluation.evaluate",
     "head_means": "engine.record",
     "load_evaluation": "evaluation.evaluate",

@@ -1,6 +1,6 @@
 """Accuracy of the toys by condition, by length, by place, by text, under ARM, with parts and with several samples.
 
-Each figure is an HTML file under out/accuracy; answers are kept beside them, so a second call only draws. About ten
+Each figure is an HTML file under out/accuracy; answers are kept beside them, so a second call only draws. About twenty
 minutes on two cores. For real models give their names.
 
 python experiments/accuracy/figures.py [model …]
@@ -44,12 +44,23 @@ def conditions(model, prompts) -> dict[str, dict]:
     }
 
 
+def several(name: str, model, prompts) -> ma.Evaluation:
+    """Eight sampled answers to each of forty problems (figure 6)."""
+    arm = ma.Baseline(intervention=ma.ARM(c=0.13, p1=95.0, form="released"))
+    out = OUT / f"{file_name(name)}-samples.jsonl"
+    some = {"slash": SLASH, "arm": arm}
+    return ma.evaluate(model, prompts[:40], some, samples=8, temperature=1.0, new_tokens=90, out=out)
+
+
 def main(names: list[str]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     prompts = ma.load_prompts("word-problems", limit=100, seed=11)
     found: dict[str, dict[str, ma.Evaluation]] = {}
+    noise = {}
     for name in names:
         model = ma.load_model(name)
+        found.setdefault("samples", {})[name] = several(name, model, prompts)
+        noise[name] = ma.baseline_noise(model, prompts, new_tokens=90)
         for figure, some in conditions(model, prompts).items():
             out = OUT / f"{file_name(name)}-{figure}.jsonl"
             made = ma.evaluate(model, prompts, some, new_tokens=90, out=out)
@@ -63,6 +74,12 @@ def main(names: list[str]) -> None:
     }
     for name, table in tables["arm"].items():
         drawn[f"arm-{file_name(name)}"] = ma.render.accuracy_map(table, "p1", "c", name)
+    for name, made in found["samples"].items():
+        measures = {"pass@k": made.pass_at_k([1, 2, 4, 8]), "best of k": made.best_of([1, 2, 4, 8])}
+        drawn[f"samples-{file_name(name)}"] = ma.render.by_samples(measures, name)
+    drawn["diversity"] = ma.render.diversity({name: made.diversity() for name, made in found["samples"].items()})
+    for name, table in noise.items():
+        print(f"{name}: the baseline again\n{table.round(3).to_string(index=False)}")
     for figure, made in drawn.items():
         made.write_html(OUT / f"{figure}.html", include_plotlyjs=True)
     for name, evaluation in found["arm"].items():

@@ -120,6 +120,7 @@ def _answered(prompt: Prompt, name: str, asked: Asked, answer: Answer, text: str
         solution=str(prompt.solution),
         right=graded.right,
         finished=answer.finished,
+        logprob=answer.logprob,
     )
 
 

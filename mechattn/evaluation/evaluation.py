@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.prompts.prompt import Prompt
-from mechattn.stats.accuracy import distinct_ngrams, paired_accuracy, pass_at_k_interval
-from mechattn.stats.intervals import wilson_interval
+from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
+from mechattn.stats.intervals import Interval, t_interval, wilson_interval
 from mechattn.stats.paired import paired
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Answered:
         solution: The reference.
         right: Whether they are equal.
         finished: Whether the model ended by itself, before the limit.
+        logprob: Mean log-probability of its tokens, in nats, at temperature 1.
     """
 
     prompt: str
@@ -46,6 +47,7 @@ class Answered:
     solution: str
     right: bool
     finished: bool
+    logprob: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Evaluation:
             if self.samples == 1:
                 low, high = wilson_interval(int(right.sum()), len(right), level)
             else:
-                made = pass_at_k_interval(right.sum(1), self.samples, 1, level)
+                made = _within(t_interval(right.mean(1), level))
                 low, high = float(made.low), float(made.high)
             rows.append(
                 {
@@ -168,22 +170,34 @@ class Evaluation:
             **other.compare(chosen),
         }
 
-    def pass_at_k(self, k: int, level: float = 0.95) -> pd.DataFrame:
-        """The chance that one of k answers is right, for each condition, with a t interval over problems.
+    def pass_at_k(self, k: int | Sequence[int], level: float = 0.95) -> pd.DataFrame:
+        """The chance that one of k answers is right, for each condition and k, with a t interval over problems.
 
         Raises:
             OptionError: k is larger than the number of samples.
         """
-        import pandas as pd
+        return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level)
 
-        rows = []
-        for name in self.conditions:
-            made = pass_at_k_interval(self.right(name).sum(1), self.samples, k, level)
-            rows.append({"condition": name, "k": k, **{n: float(v) for n, v in made._asdict().items()}})
-        return pd.DataFrame(rows)
+    def best_of(self, k: int | Sequence[int], level: float = 0.95) -> pd.DataFrame:
+        """The chance that the likeliest of k answers is right, for each condition and k, with a t interval.
 
-    def diversity(self, n: int = 2) -> pd.DataFrame:
-        """Distinct n-grams over all n-grams of the answers to one question, a mean over questions."""
+        Likeliest: the highest mean log-probability of its tokens (``Answered.logprob``), which needs no reference;
+        ``pass_at_k`` is the same with a perfect judge.
+
+        Raises:
+            OptionError: k is larger than the number of samples, or the answers hold no log-probabilities.
+        """
+
+        def values(name: str, k: int) -> np.ndarray:
+            score = np.reshape([a.logprob for a in self.answers if a.condition == name], (-1, self.samples))
+            if np.isnan(score).any():
+                raise OptionError("some answers hold no log-probabilities: they were written by an older version")
+            return best_of_k(self.right(name), score, k)
+
+        return self._by_samples(k, values, level)
+
+    def diversity(self, n: int = 2, level: float = 0.95) -> pd.DataFrame:
+        """Distinct n-grams over all n-grams of the answers to one question, with a t interval over questions."""
         import pandas as pd
 
         rows = []
@@ -193,7 +207,20 @@ class Evaluation:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
             values = [distinct_ngrams(some, n) for some in by_prompt.values()]
-            rows.append({"condition": name, "n": n, "distinct": float(np.nanmean(values))})
+            made = _within(t_interval(np.array(values), level))
+            rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
+        return pd.DataFrame(rows)
+
+    def _by_samples(
+        self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float
+    ) -> pd.DataFrame:
+        import pandas as pd
+
+        rows = []
+        for name in self.conditions:
+            for each in [k] if isinstance(k, int) else k:
+                made = _within(t_interval(values(name, each), level))._asdict()
+                rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
         return pd.DataFrame(rows)
 
     def mediation(
@@ -281,6 +308,11 @@ class Evaluation:
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
+
+
+def _within(made: Interval) -> Interval:
+    """A share's interval ends at 0 and at 1."""
+    return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))
 
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:

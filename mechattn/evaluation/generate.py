@@ -41,10 +41,12 @@ class Answer:
     Args:
         tokens: Without the end token.
         finished: Whether it ended by itself, before the limit.
+        logprob: Mean log-probability of its tokens, the end token among them, at temperature 1; in nats.
     """
 
     tokens: tuple[int, ...]
     finished: bool
+    logprob: float
 
 
 def native_of(model: Any) -> Any:
@@ -81,6 +83,7 @@ def answers(
     batch = _Padded(asked, device)
     cache = DynamicCache(config=model.config)
     written: list[Tensor] = []
+    likely: list[Tensor] = []
     open_ = torch.ones(len(asked), dtype=torch.bool, device=device)
     tokens = batch.tokens
     with torch.no_grad(), batch.acting(model):
@@ -93,14 +96,16 @@ def answers(
                 use_cache=True,
                 logits_to_keep=1,
             )
-            following = _chosen(out.logits[:, -1].float(), asked, batch.lengths + step, temperature, seed)
+            logits = out.logits[:, -1].float()
+            following = _chosen(logits, asked, batch.lengths + step, temperature, seed)
             written.append(following)
+            likely.append(logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1))
             open_ &= ~torch.isin(following, torch.tensor(sorted(end), device=device))
             if not open_.any():
                 break
             tokens = following[:, None]
-    rows = torch.stack(written, 1).tolist()
-    return [_until(row, end) for row in rows]
+    rows, logprobs = torch.stack(written, 1).tolist(), torch.stack(likely, 1).double()
+    return [_until(row, each, end) for row, each in zip(rows, logprobs, strict=True)]
 
 
 def _chosen(
@@ -121,9 +126,10 @@ def _chosen(
     return torch.searchsorted(cumulative, point.double() * cumulative[:, -1:]).clamp(max=logits.shape[-1] - 1)[:, 0]
 
 
-def _until(row: list[int], end: frozenset[int]) -> Answer:
+def _until(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
     at = next((i for i, token in enumerate(row) if token in end), None)
-    return Answer(tuple(row if at is None else row[:at]), at is not None)
+    through = len(row) if at is None else at + 1
+    return Answer(tuple(row[:at]), at is not None, float(logprobs[:through].mean()))
 
 
 class _Padded:

@@ -3,6 +3,8 @@
 from mechattn.render.accuracy import accuracy as accuracy
 from mechattn.render.accuracy import accuracy_map as accuracy_map
 from mechattn.render.accuracy import accuracy_sweep as accuracy_sweep
+from mechattn.render.accuracy import by_samples as by_samples
+from mechattn.render.accuracy import diversity as diversity
 from mechattn.render.activations import activation_histogram as activation_histogram
 from mechattn.render.activations import activation_metrics as activation_metrics
 from mechattn.render.activations import agreement as agreement

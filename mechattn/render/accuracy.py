@@ -107,6 +107,50 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     return figure
 
 
+def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
+    """pass@k, or the accuracy of the best of k, over the number of answers: a colour a condition, a dash a table.
+
+    Args:
+        tables: For each measure, in words, what ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` gives.
+        model: The model, in words.
+
+    Raises:
+        OptionError: There are no tables.
+    """
+    import plotly.graph_objects as go
+
+    colours = dict(zip(_conditions(tables), cycle(_COLOURS), strict=False))
+    figure = go.Figure()
+    for (measure, table), dash in zip(tables.items(), cycle(("solid", "dash", "dot")), strict=False):
+        for name, rows in table.groupby("condition", sort=False):
+            renamed = rows.rename(columns={"estimate": "accuracy"}).set_index("condition")
+            _points(figure, rows.k.to_list(), renamed, f"{name}, {measure}", colours[name], "lines+markers", dash)
+    figure.update_xaxes(title_text="answers to each question (k)")
+    figure.update_yaxes(title_text="chance that the answer is right (%)", rangemode="tozero")
+    note = "bars: 95 % intervals over problems"
+    figure.update_layout(**LAYOUT, title_text=f"{model}: {' and '.join(tables)}<br><sup>{note}</sup>", height=460)
+    return figure
+
+
+def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """How different the answers to one question are, by condition, a colour a model.
+
+    Args:
+        tables: For each model, in words, what ``Evaluation.diversity()`` gives.
+    """
+    import plotly.graph_objects as go
+
+    names, figure = _conditions(tables), go.Figure()
+    for (model, table), colour in zip(tables.items(), cycle(_COLOURS), strict=False):
+        rows = table.rename(columns={"estimate": "accuracy"}).set_index("condition").reindex(names)
+        _points(figure, names, rows, model, colour)
+    n = int(next(iter(tables.values())).n.iloc[0])
+    figure.update_yaxes(title_text=f"distinct {n}-grams (% of all)")
+    note = "of all answers to one question; bars: 95 % intervals over questions"
+    figure.update_layout(**LAYOUT, title_text=f"diversity of answers<br><sup>{note}</sup>", height=420)
+    return figure
+
+
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     if not tables:
         raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
@@ -114,12 +158,18 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
 
 
 def _points(
-    figure: go.Figure, x: list | np.ndarray, rows: pd.DataFrame, name: str, colour: str, mode: str = "markers"
+    figure: go.Figure,
+    x: list | np.ndarray,
+    rows: pd.DataFrame,
+    name: str,
+    colour: str,
+    mode: str = "markers",
+    dash: str = "solid",
 ) -> None:
     estimate, low, high = (100 * rows[column].to_numpy() for column in ("accuracy", "low", "high"))
     bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
     figure.add_scatter(
-        x=x, y=estimate, error_y=bars, name=name, mode=mode, marker=dict(color=colour, size=8),
+        x=x, y=estimate, error_y=bars, name=name, mode=mode, marker=dict(color=colour, size=8), line=dict(dash=dash),
         customdata=list(rows.index), hovertemplate="%{customdata}: %{y:.1f} %<extra></extra>",
     )  # fmt: skip
 

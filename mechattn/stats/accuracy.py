@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+from mechattn.stats.intervals import wilson_interval
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,33 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     Source:
         Chen et al., arXiv:2107.03374.
     """
-    if not 1 <= k <= samples:
-        raise OptionError(f"k={k} with {samples} answers a problem: k is at least 1, and at most the number of answers")
+    _check_k(k, samples)
     wrong = samples - np.asarray(right)[..., None] - np.arange(k)
     return 1 - np.prod(np.clip(wrong, 0, None) / (samples - np.arange(k)), axis=-1)
 
 
-def pass_at_k_interval(right: np.ndarray, samples: int, k: int, level: float = 0.95) -> Interval:
-    """Its mean over problems with a t interval: problems, not answers, are the unit."""
-    return t_interval(pass_at_k(right, samples, k), level)
+def best_of_k(right: np.ndarray, score: np.ndarray, k: int) -> np.ndarray:
+    """For each problem the chance that the answer with the highest score of k is right, without bias.
+
+    The answer of rank i (0 the best) of n is the best of k drawn in ``C(n − 1 − i, k − 1)`` of ``C(n, k)`` draws.
+
+    Args:
+        right: Whether each answer is right [problem, sample].
+        score: Of each answer [problem, sample]; ties go to the earlier sample.
+        k: How many are drawn.
+
+    Raises:
+        OptionError: k is not between 1 and the number of samples.
+    """
+    samples = right.shape[1]
+    _check_k(k, samples)
+    ranked = np.take_along_axis(right, np.argsort(-score, axis=1, kind="stable"), 1)
+    return ranked @ (special.comb(samples - 1 - np.arange(samples), k - 1) / special.comb(samples, k))
+
+
+def _check_k(k: int, samples: int) -> None:
+    if not 1 <= k <= samples:
+        raise OptionError(f"k={k} with {samples} answers a problem: k is at least 1, and at most the number of answers")
 
 
 def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:

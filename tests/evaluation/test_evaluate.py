@@ -191,8 +191,8 @@ def test_interventions_act_in_the_order_of_their_condition(toy, some):
     native, end = toy._mechattn.native, frozenset([10**6])
     together = answers(native, [Asked("0", sequence, 0) for sequence in orders], 8, end)
     alone = [answers(native, [Asked("0", sequence, 0)], 8, end)[0] for sequence in orders]
-    assert together == alone
-    assert alone[0] != alone[1]
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    assert alone[0].tokens != alone[1].tokens
 
 
 def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
@@ -213,15 +213,61 @@ def test_saved_and_loaded(evaluation, tmp_path):
         ma.load_evaluation(tmp_path / "x.jsonl")
 
 
-def test_pass_at_k_and_diversity(toy, some):
+def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
+    """Mean log-softmax of each token of the answer, the end token too, in one pass over prompt and answer."""
+    native, end = toy._mechattn.native, toy.tokenizer.eos_token_id
+    sequences = [ma.Baseline().apply(p, toy) for p in some[:2]]
+    asked = [Asked(str(i), s, 0) for i, s in enumerate(sequences)]
+    for limit in (60, 5):
+        for sequence, answer in zip(sequences, answers(native, asked, limit, frozenset([end]), 1.5), strict=True):
+            written = torch.tensor([*answer.tokens, *([end] if answer.finished else [])])
+            with torch.no_grad():
+                logits = native(torch.cat([sequence.tokens, written])[None]).logits[0].double()
+            each = logits[len(sequence) - 1 : -1].log_softmax(-1).gather(-1, written[:, None])
+            assert answer.logprob == pytest.approx(float(each.mean()), abs=1e-4)
+
+
+def test_pass_at_k_best_of_k_and_diversity(toy, some):
     made = ma.evaluate(toy, some[:4], samples=4, new_tokens=60, progress=False)
-    one, four = made.pass_at_k(1), made.pass_at_k(4)
     right = made.right("baseline")
-    assert one["estimate"][0] == pytest.approx(right.mean())
-    assert four["estimate"][0] == pytest.approx(right.any(1).mean())
-    assert 0 < made.diversity(2).distinct[0] <= 1
-    with pytest.raises(OptionError, match="k=5 with 4 answers"):
-        made.pass_at_k(5)
+    expected = {1: right.mean(), 4: right.any(1).mean()}
+    assert dict(made.pass_at_k([1, 4])[["k", "estimate"]].to_numpy()) == pytest.approx(expected)
+    assert made.pass_at_k(4).equals(made.pass_at_k([1, 4])[1:].reset_index(drop=True))
+    best = [max((a for a in made.answers if a.prompt == p.id), key=lambda a: a.logprob).right for p in some[:4]]
+    assert made.best_of(4).estimate[0] == pytest.approx(np.mean(best))
+    assert made.best_of(1).estimate[0] == pytest.approx(right.mean())
+    low, high = made.diversity(2)[["low", "high"]].to_numpy()[0]
+    assert 0 <= low < made.diversity(2).estimate[0] < high <= 1
+    for measure in (made.pass_at_k, made.best_of):
+        with pytest.raises(OptionError, match="k=5 with 4 answers"):
+            measure(5)
+
+
+def test_the_noise_of_the_baseline(toy, some):
+    """With an effect there is something to see: a model that rounding changes; without one, nothing."""
+    table = ma.baseline_noise(toy, some[:4], new_tokens=60, batch=4, other_batch=1, progress=False)
+    assert list(table.repetition) == ["float32, batch 4", "float32, batch 1", "bfloat16, batch 4"]
+    assert table.difference[0] == 0 == table.texts[0]
+    assert next(toy.parameters()).dtype == torch.float32, "the model is as it was"
+    coarse = ma.baseline_noise(
+        toy, some, new_tokens=30, batch=8, other_batch=2, samples=2, temperature=3.0, progress=False
+    )
+    assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
+    for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
+        with pytest.raises(OptionError, match="both times shows no noise"):
+            ma.baseline_noise(toy, some, **same)
+    with pytest.raises(OptionError, match="give the name of a dtype"):
+        ma.baseline_noise(toy, some, other_dtype="half a byte")
+
+
+def test_figures_of_several_answers(toy, some):
+    made = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=3, new_tokens=30, progress=False)
+    figure = ma.render.by_samples({"pass@k": made.pass_at_k([1, 2]), "best of k": made.best_of([1, 2])}, "a toy")
+    assert [t.name for t in figure.data] == [f"{c}, {m}" for m in ("pass@k", "best of k") for c in made.conditions]
+    np.testing.assert_allclose(figure.data[1].y, 100 * made.pass_at_k([1, 2]).estimate[2:])
+    assert [t.line.dash for t in figure.data] == ["solid", "solid", "dash", "dash"]
+    drawn = ma.render.diversity({"a toy": made.diversity(1)})
+    np.testing.assert_allclose(drawn.data[0].y, 100 * made.diversity(1).estimate)
 
 
 def test_mediation_of_known_shares():

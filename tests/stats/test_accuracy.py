@@ -8,12 +8,12 @@ from scipy import stats
 
 from mechattn.errors import OptionError
 from mechattn.stats.accuracy import (
+    best_of_k,
     detectable_difference,
     distinct_ngrams,
     mcnemar_mid_p,
     paired_accuracy,
     pass_at_k,
-    pass_at_k_interval,
 )
 
 
@@ -27,15 +27,23 @@ def test_pass_at_k_by_enumeration(n):
             assert float(pass_at_k(np.array([right]), n, k)[0]) == pytest.approx(expected)
 
 
-def test_pass_at_k_interval_is_over_problems():
-    right = np.array([0, 3, 5, 20, 1])
-    values = [1 - (1 - r / 20) for r in right]
-    made = pass_at_k_interval(right, 20, 1)
-    low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
-    assert (made.low, made.high) == (pytest.approx(low), pytest.approx(high))
+def test_k_out_of_range():
     for k in (0, 21):
         with pytest.raises(OptionError, match=f"k={k} with 20 answers"):
-            pass_at_k(right, 20, k)
+            pass_at_k(np.array([0, 3, 20]), 20, k)
+        with pytest.raises(OptionError, match=f"k={k} with 20 answers"):
+            best_of_k(np.ones((3, 20)), np.ones((3, 20)), k)
+
+
+def test_best_of_k_by_enumeration():
+    """Every draw of k answers, the highest score of which is looked up; ties go to the earlier one."""
+    rng = np.random.default_rng(0)
+    right, score = rng.random((5, 6)) < 0.5, rng.integers(0, 4, (5, 6)).astype(float)
+    for k in range(1, 7):
+        draws = list(combinations(range(6), k))
+        expected = [np.mean([r[max(draw, key=lambda i: (s[i], -i))] for draw in draws]) for r, s in zip(right, score)]
+        np.testing.assert_allclose(best_of_k(right, score, k), expected, atol=1e-12)
+    assert not np.allclose(best_of_k(right, -score, 3), best_of_k(right, score, 3)), "the order of scores matters"
 
 
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (1, 0), (5, 5), (2, 9), (9, 2), (0, 12), (30, 41)])

@@ -1,0 +1,53 @@
+"""A process that is killed at any moment, and the same call again."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import mechattn as ma
+
+RUN = """
+import sys
+import mechattn as ma
+
+made = ma.evaluate(
+    "toy:llama", ma.load_prompts("word-problems", limit=12), {"slash": ma.MeaninglessTokens("/", 20)},
+    new_tokens=40, batch=2, samples=2, out=sys.argv[1], progress=False,
+)
+"""
+
+
+def start(path):
+    return subprocess.Popen([sys.executable, "-c", RUN, str(path)])
+
+
+def by_question(path):
+    return {(a.prompt, a.condition, a.sample): a for a in ma.load_evaluation(path).answers}
+
+
+def test_killed_three_times_and_continued(tmp_path):
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert start(whole).wait(120) == 0
+    had = 1
+    for more in (3, 11, 20):
+        run = start(part)
+        until = time.monotonic() + 120
+        while run.poll() is None and time.monotonic() < until:
+            if part.exists() and part.read_bytes().count(b"\n") >= had + more:
+                run.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        assert run.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
+        found = part.read_bytes().count(b"\n")
+        assert found > had, "nothing was lost, something was added"
+        had = found
+    assert start(part).wait(120) == 0
+    expected, got = by_question(whole), by_question(part)
+    assert got.keys() == expected.keys()
+    for key, answer in got.items():
+        assert answer.tokens == expected[key].tokens
+        assert answer.logprob == pytest.approx(expected[key].logprob, abs=1e-5)
+    assert part.read_text().splitlines()[0] == whole.read_text().splitlines()[0]
