@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mechattn import render as render
     from mechattn.analysis.affine_shift import AffineShift as AffineShift
+    from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
+    from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
+    from mechattn.analysis.block_updates import BlockUpdates as BlockUpdates
+    from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
+    from mechattn.analysis.head_updates import HeadUpdates as HeadUpdates
+    from mechattn.analysis.head_updates import TopTargetUpdates as TopTargetUpdates
     from mechattn.analysis.mlp_activations import MlpActivations as MlpActivations
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
+    from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
@@ -41,6 +48,13 @@ __version__ = "0.1.0"
 
 # Loaded when first used, so that `import mechattn` imports neither torch nor TransformerLens.
 _HOME = {
+    "TopTargetUpdates": "analysis.head_updates",
+    "ScoreDecomposition": "analysis.score_decomposition",
+    "HeadUpdates": "analysis.head_updates",
+    "DirectLogits": "analysis.direct_logits",
+    "BlockUpdates": "analysis.block_updates",
+    "AttentionSinks": "analysis.attention_sinks",
+    "AttentionFocus": "analysis.attention_focus",
     "ARM": "interventions.arm",
     "AffineAttention": "interventions.affine",
     "AffineShift": "analysis.affine_shift",

@@ -14,11 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from mechattn import render
-from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.mlp_activations import MlpActivations
-from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.analysis.segment_flow import SegmentFlow
+from mechattn.analysis.registry import ANALYSES as KINDS
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.arm import ARM
@@ -41,7 +38,7 @@ CONDITIONS = {
         kinds.ShuffledSentence,
     )
 }
-ANALYSES = {kind.__name__: kind for kind in (ReceivedAttention, AffineShift, SegmentFlow, MlpActivations)}
+ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
 FIGURES: dict[str, Callable] = {
     figure.__name__: figure
@@ -233,7 +230,7 @@ def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where
     cls = known.get(kind)
     if cls is None:
         raise OptionError(f"{where}.kind = {kind!r}: there is {', '.join(known)}{_near(kind, known)}")
-    have = [field.name for field in fields(cls)]
+    have = [field.name for field in fields(cls) if field.repr]  # the others are filled in before a run
     for name in options:
         if name not in have:
             raise OptionError(f"{where}.{name}: there is no such key here{_near(name, have)}")

@@ -102,6 +102,23 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class Captures:
+    """What passed the hooks of one block that an analysis asked for: the model's own tensors, to be reduced at once.
+
+    Args:
+        layer: The layer.
+        tensors: By the name of the hook within the block, such as "hook_resid_pre" and "attn.hook_z".
+        batch: The sequences, on the device of the model.
+        window: How many keys a query of this layer sees at most; None for full attention.
+    """
+
+    layer: int
+    tensors: Mapping[str, Tensor]
+    batch: Batch
+    window: int | None
+
+
+@dataclass(frozen=True)
 class Quantity:
     """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition.
 
@@ -118,9 +135,10 @@ class Quantity:
 class Analysis(Protocol):
     """Reduces attention to values per prompt: ``start`` once a layer, then each block, ``values`` at the end.
 
-    An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`) or ``add_activations``
-    (:class:`ActivationAnalysis`). It may have ``coords``: labels of dimensions of its own, and ``calibrated`` (see
-    :class:`Calibrates`).
+    An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`), ``add_activations``
+    (:class:`ActivationAnalysis`), ``add_captures`` (:class:`CaptureAnalysis`) or ``add_final``
+    (:class:`FinalAnalysis`), or several of them. It may have ``coords``: labels of dimensions of its own, and
+    ``calibrated`` (see :class:`Calibrates`).
 
     ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
     quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
@@ -176,8 +194,31 @@ class ActivationAnalysis(Analysis, Protocol):
 
 
 @runtime_checkable
+class CaptureAnalysis(Analysis, Protocol):
+    """Sees what passes some hooks of each block."""
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The names of the hooks within a block; every layer that is measured must fire them."""
+        ...
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Reduce what passed them to sums, in place; called once a layer, when the last of them has fired."""
+        ...
+
+
+@runtime_checkable
+class FinalAnalysis(Analysis, Protocol):
+    """Needs the end of the residual stream too; the model then runs to its last layer."""
+
+    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+        """Take the residual stream after the last layer; called for the sums of every layer."""
+        ...
+
+
+@runtime_checkable
 class Calibrates(Protocol):
-    """Has to look at a model before the run."""
+    """Has to look at a model before the run: to learn a threshold, to prepare weights, or to refuse it."""
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """The analysis with what it has found; it is told what will be measured."""

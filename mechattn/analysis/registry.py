@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.attention_sinks import AttentionSinks
+from mechattn.analysis.block_updates import BlockUpdates
+from mechattn.analysis.direct_logits import DirectLogits
+from mechattn.analysis.head_updates import HeadUpdates, TopTargetUpdates
 from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.analysis.segment_flow import SegmentFlow
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
@@ -16,5 +22,12 @@ ANALYSES: tuple[Callable[[], Analysis], ...] = (
     AffineShift,
     SegmentFlow,
     MlpActivations,
+    AttentionFocus,
+    HeadUpdates,
+    TopTargetUpdates,
+    BlockUpdates,
+    DirectLogits,
+    AttentionSinks,
+    ScoreDecomposition,
     AttentionMap,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,9 @@ from mechattn.analysis.analysis import (
     Activations,
     Analysis,
     AttentionRows,
+    CaptureAnalysis,
+    Captures,
+    FinalAnalysis,
     PairAnalysis,
     RowAnalysis,
     Sums,
@@ -57,21 +60,21 @@ def measure_batch(
         prompt_ids: The id of every prompt of the run, for interventions.
     """
     placed = batch.to(next(model.parameters()).device)
-    taken = list(zip(analyses, collectors, strict=True))
-    of_attention = [pair for pair in taken if not isinstance(pair[0], ActivationAnalysis)]
-    of_activations = [pair for pair in taken if isinstance(pair[0], ActivationAnalysis)]
-    paired = of_activations or any(isinstance(analysis, PairAnalysis) for analysis in analyses)
-    pairs = pairs_of(placed, BASELINE) if paired else None
-    one = _Pass(model, batch, placed, windows, pairs)
-    rows = _Rows(one, of_attention)
+    one = _Pass(model, batch, placed, windows, pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None)
+    sums = _Sums(one, list(zip(analyses, collectors, strict=True)))
+    rows = _Rows(one, sums)
     with ExitStack() as stack:
-        if of_activations:  # made before anything acts on the nonlinearities, entered after: it sees what goes on
-            mlps = _Mlps(one, of_activations)
+        mlps = _Mlps(one, sums)  # made before anything acts on the nonlinearities, entered after: it sees what goes on
         for intervention, acted in _acting(placed, prompt_ids):
             stack.enter_context(intervention.acting(model, partial(_same, acted)))
-        if of_activations:
-            stack.enter_context(at_nonlinearity(model, dict.fromkeys(windows, mlps.see)))
-        forward(model, placed, windows if of_attention else {}, rows.see, max(windows))
+        stack.enter_context(mlps.looking())
+        stack.enter_context(_captured(one, sums))
+        forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
+    sums.check()
+
+
+def _needs_pairs(analyses: Seq[Analysis]) -> bool:
+    return any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
 
 
 def _same(acted: Acted) -> Acted:
@@ -105,52 +108,166 @@ class _Pass:
     pairs: Pairs | None
 
 
-class _Rows:
-    """Takes blocks of attention rows, layer by layer."""
+class _Sums:
+    """The sums of each analysis for each layer; they become values when all that the analysis looks at has come."""
 
     def __init__(self, one: _Pass, taken: Seq[Taken]) -> None:
         self.one, self.taken = one, taken
-        self.by_row = [isinstance(analysis, RowAnalysis) for analysis, _ in taken]  # a protocol takes long to ask
-        self.by_pair = [isinstance(analysis, PairAnalysis) for analysis, _ in taken]
-        self.sums: dict[int, list[Sums]] = {}
+        protocols = {
+            "rows": RowAnalysis,
+            "pairs": PairAnalysis,
+            "mlps": ActivationAnalysis,
+            "hooks": CaptureAnalysis,
+            "final": FinalAnalysis,
+        }
+        self.parts = [  # asked once: a protocol takes long to ask
+            {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis, _ in taken
+        ]
+        self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
+        self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
+        self.closed: set[tuple[int, int]] = set()
+
+    @property
+    def last_layer(self) -> int:
+        """The last layer that has to be computed."""
+        return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
+
+    def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
+        """The analyses that look at a part, with their numbers."""
+        return [(i, analysis) for i, (analysis, _) in enumerate(self.taken) if part in self.parts[i]]
+
+    def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
+        """The sums of an analysis."""
+        if (number, layer) not in self.open:
+            made = self.taken[number][0].start(self.one.placed, heads or int(self.one.model.cfg.n_heads))
+            self.open[number, layer] = made, set(self.parts[number])
+        return self.open[number, layer][0]
+
+    def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
+        """Call this when all rows have come: at once mostly, but some bridges show the pattern after hook_z."""
+        self.of(number, layer)
+        if "rows" in self.open[number, layer][1]:
+            self.waiting[number, layer] = reduce
+        else:
+            reduce()
+
+    def seen(self, number: int, layer: int, part: str) -> None:
+        """All of a part has come; after the last part the values go to the collector."""
+        made, missing = self.open[number, layer]
+        missing.discard(part)
+        if part == "rows" and (number, layer) in self.waiting:
+            self.waiting.pop((number, layer))()
+            return
+        if missing:
+            return
+        del self.open[number, layer]
+        self.closed.add((number, layer))
+        _refuse_nan(self.one.model, layer, made)
+        analysis, collector = self.taken[number]
+        collector.add(layer, self.one.batch, analysis.values(made, self.one.placed.at(layer), self.one.windows[layer]))
+
+    def check(self) -> None:
+        """Refuse a pass in which something never came."""
+        for number, (analysis, _) in enumerate(self.taken):
+            for layer in self.one.windows:
+                if (number, layer) not in self.closed:
+                    missing = self.open[number, layer][1] if (number, layer) in self.open else self.parts[number]
+                    raise ModelError(
+                        f"layer {layer} has run, and not all that {analysis.name} looks at has come "
+                        f"({', '.join(sorted(missing))}), so there is nothing to report"
+                    )
+
+
+class _Rows:
+    """Takes blocks of attention rows, layer by layer."""
+
+    def __init__(self, one: _Pass, sums: _Sums) -> None:
+        self.one, self.sums = one, sums
+        self.by_row, self.by_pair = sums.looking_at("rows"), sums.looking_at("pairs")
+        self.wanted = bool(self.by_row or self.by_pair)
         self.paired: dict[int, PairedLayer] = {}
-        self.at: dict[int, Batch] = {}
 
     def see(self, layer: int, rows: Rows) -> None:
-        """A block of a layer; after the last one its values go to the collectors."""
-        window = self.one.windows[layer]
-        if layer not in self.sums:
-            self.at[layer] = self.one.placed.at(layer)
-            self.sums[layer] = [analysis.start(self.one.placed, rows.pattern.shape[1]) for analysis, _ in self.taken]
-            if self.one.pairs is not None and any(self.by_pair):
-                self.paired[layer] = paired_layer(layer, rows.attention, self.one.pairs, window)
+        """A block of a layer."""
+        one, window, heads = self.one, self.one.windows[layer], rows.pattern.shape[1]
+        if self.by_pair and layer not in self.paired:
+            self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
         v = None if rows.attention is None else rows.attention.v
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, self.one.placed, window, v)
-        both = self.paired[layer].rows(rows) if layer in self.paired else None
-        for (analysis, _), made, by_row, by_pair in zip(
-            self.taken, self.sums[layer], self.by_row, self.by_pair, strict=True
-        ):
-            if by_row:
-                cast(RowAnalysis, analysis).add(made, block)
-            if by_pair and both is not None:
-                cast(PairAnalysis, analysis).add_pairs(made, both)
-        if rows.queries.stop == self.one.batch.tokens.shape[1]:
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
+        for number, analysis in self.by_row:
+            cast(RowAnalysis, analysis).add(self.sums.of(number, layer, heads), block)
+        if self.by_pair:
+            both = self.paired[layer].rows(rows)
+            for number, analysis in self.by_pair:
+                cast(PairAnalysis, analysis).add_pairs(self.sums.of(number, layer, heads), both)
+        if rows.queries.stop == one.batch.tokens.shape[1]:
             self.paired.pop(layer, None)
-            at = self.at.pop(layer)
-            for (analysis, collector), made in zip(self.taken, self.sums.pop(layer), strict=True):
-                _refuse_nan(self.one.model, layer, made)
-                collector.add(layer, self.one.batch, analysis.values(made, at, window))
+            for part, looking in (("rows", self.by_row), ("pairs", self.by_pair)):
+                for number, _ in looking:
+                    self.sums.seen(number, layer, part)
+
+
+@contextmanager
+def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
+    """Hooks that hold what passes them, of one block, until the last that an analysis asked for has fired."""
+    found = sums.looking_at("hooks")
+    named = one.model.hook_dict if found else {}
+    with ExitStack() as stack:
+        for number, analysis in found:
+            for layer in one.windows:
+                held: dict[str, Tensor] = {}
+                for name in cast(CaptureAnalysis, analysis).captures:
+                    take = partial(_take, one, sums, (number, layer), held, name)
+                    stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
+        if finals := sums.looking_at("final"):
+            take_final = partial(_take_final, one, sums, [number for number, _ in finals])
+            name = f"blocks.{sums.last_layer}.hook_resid_post"
+            stack.callback(one.model.hook_dict[name].register_forward_hook(take_final).remove)
+        yield
+
+
+def _take_final(one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Tensor) -> None:
+    for number in numbers:
+        for layer in one.windows:
+            cast(FinalAnalysis, sums.taken[number][0]).add_final(sums.of(number, layer), out.detach())
+            sums.seen(number, layer, "final")
+
+
+def _take(
+    one: _Pass, sums: _Sums, where: tuple[int, int], held: dict[str, Tensor], name: str,
+    module: Any, given: Any, out: Tensor,
+) -> None:  # fmt: skip
+    number, layer = where
+    analysis = cast(CaptureAnalysis, sums.taken[number][0])
+    shape = one.placed.tokens.shape
+    flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on all tokens in a row
+    held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
+    if len(held) < len(analysis.captures):
+        return
+    captures = Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
+    held.clear()
+
+    def reduce() -> None:
+        analysis.add_captures(sums.of(number, layer), captures)
+        sums.seen(number, layer, "hooks")
+
+    sums.after_rows(number, layer, reduce)
 
 
 class _Mlps:
     """Takes the activations of MLPs, layer by layer."""
 
-    def __init__(self, one: _Pass, taken: Seq[Taken]) -> None:
-        self.one, self.taken = one, taken
-        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in one.windows}
+    def __init__(self, one: _Pass, sums: _Sums) -> None:
+        self.one, self.sums, self.taken = one, sums, sums.looking_at("mlps")
+        layers = one.windows if self.taken else {}
+        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in layers}
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Sees every MLP for the length of a ``with``."""
+        return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
 
     def see(self, layer: int, pre: Tensor, post: Tensor) -> None:
-        """All activations of a layer; their values go to the collectors."""
+        """All activations of a layer."""
         shape = (*self.one.placed.tokens.shape, pre.shape[-1])
         if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
             raise ModelError(
@@ -164,11 +281,9 @@ class _Mlps:
             self.one.placed,
             cast(Pairs, self.one.pairs),
         )
-        for analysis, collector in self.taken:
-            sums = analysis.start(self.one.placed, int(self.one.model.cfg.n_heads))
-            cast(ActivationAnalysis, analysis).add_activations(sums, passed)
-            _refuse_nan(self.one.model, layer, sums)
-            collector.add(layer, self.one.batch, analysis.values(sums, self.one.placed, self.one.windows[layer]))
+        for number, analysis in self.taken:
+            cast(ActivationAnalysis, analysis).add_activations(self.sums.of(number, layer), passed)
+            self.sums.seen(number, layer, "mlps")
 
 
 def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:

@@ -68,6 +68,25 @@ def mean_distance(
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
+def previous_token(
+    pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
+) -> Float[Tensor, "batch head query"]:
+    """``A[q, q − 1]`` of each query; 0 for the first, which has none, and where the key is not among these keys."""
+    keys = torch.arange(pattern.shape[-2], device=pattern.device) + first_query - 1 - first_key
+    there = keys >= 0
+    return pattern.gather(-1, keys.clamp(min=0).expand(*pattern.shape[:-2], -1)[..., None])[..., 0] * there
+
+
+def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
+    """The size of the smallest set of keys that holds a share of a query's attention.
+
+    ``min n: p(1) + … + p(n) ≥ share``, with probabilities in descending order. Sums to float32's rounding: where the
+    share is met to 1e-6, it is met. Sorts every row, which costs ten times its softmax.
+    """
+    ordered = pattern.sort(-1, descending=True).values
+    return 1 + (ordered.cumsum(-1) < share - 1e-6).sum(-1).clamp(max=pattern.shape[-1] - 1)
+
+
 def shift(
     pattern: Float[Tensor, "batch head query key"],
     v: Float[Tensor, "batch kv_head key d_head"],

@@ -93,13 +93,14 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def tiny_model(family: str, vocabulary: int, seed: int = 0) -> Any:
+def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> Any:
     """A model of transformers of this family, random weights large enough that its attention is not uniform.
 
     Args:
         family: A key of ``FAMILIES``.
         vocabulary: The number of tokens.
         seed: Decides the weights.
+        settings: Of the configuration class, in place of those in ``FAMILIES``.
 
     Raises:
         ModelError: There is no such family here, or the installed transformers has none.
@@ -108,10 +109,10 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0) -> Any:
 
     if family not in FAMILIES:
         raise ModelError(f"there is no family {family!r}; there are {', '.join(FAMILIES)}")
-    name, settings = FAMILIES[family]
+    name, usual = FAMILIES[family]
     if not hasattr(transformers, name):
         raise ModelError(f"transformers {transformers.__version__} has no {name}")
-    config = getattr(transformers, name)(vocab_size=vocabulary, **settings)
+    config = getattr(transformers, name)(vocab_size=vocabulary, **{**usual, **settings})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -1,0 +1,125 @@
+"""What attention focuses on: itself, the first token, the one before; on how few keys; how far back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.functional import focus as fn
+from mechattn.functional.received import segment_mean, self_attention, visible_counts
+from mechattn.prompts.sequences import Batch, Sequence
+
+_UNITS = {
+    "self_share": ("share", "share of queries whose strongest target is the query itself"),
+    "first_share": ("share", "share of queries whose strongest target is the first token"),
+    "previous_share": ("share", "share of queries whose strongest target is the token before"),
+    "self_mass": ("probability", "attention of a query to itself"),
+    "first_mass": ("probability", "attention of a query to the first token"),
+    "previous_mass": ("probability", "attention of a query to the token before"),
+    "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
+    "concentration": ("probability", "p(1) - p(2): the largest probability less the second largest"),
+    "entropy": ("nats", "- sum over keys of A log A"),
+    "entropy_share": ("share", "entropy / log of the number of keys that the query sees: 1 if uniform"),
+    "distance": ("positions", "sum over keys of A (query - key)"),
+    "half_mass_keys": ("keys", "size of the smallest set of keys that holds half of the attention"),
+}
+_ZERO_AT_FIRST = ("inserted_mass",)
+
+
+@dataclass(frozen=True)
+class AttentionFocus:
+    """How focused attention is, and on what, head by head (R. Claus, "Attention Focus Plots", figures 4 to 6).
+
+    Two readings of "attends to itself" (or to the first token, or to the token before): the *argmax share* of the
+    queries for which that target is the strongest, and the *mass* that they give to it. All are means over the queries
+    of each segment; the very first query sees one key only and does not count. A tie is won by the earlier key.
+
+    Args:
+        half_mass: Measure the smallest set of keys that holds half of a query's attention too; every row is sorted
+            for it, at several times the cost of all else.
+        per_query: Keep each query's values too, as ``…_at``, and the index of its strongest target.
+    """
+
+    half_mass: bool = False
+    per_query: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "attention_focus"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return asdict(self)
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Means over the queries of each segment; each query's own where asked for."""
+        measured = {n: v for n, v in _UNITS.items() if self.half_mass or n != "half_mass_keys"}
+        mean = ", mean over the queries of the segment"
+        made = {
+            name: Quantity(
+                ("head", "segment"), units, about if "share of queries" in about else about + mean,
+                "difference" if name in _ZERO_AT_FIRST else "ratio",
+            )
+            for name, (units, about) in measured.items()
+        }  # fmt: skip
+        if self.per_query:
+            per_query = measured | {"target": ("position", "index of the strongest target")}
+            made |= {f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query") for n, (u, d) in per_query.items()}
+        return made
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Every sequence of two tokens can be measured."""
+        return None
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        shape = (len(batch.rows), heads, batch.tokens.shape[1])
+        names = [n for n in _UNITS if n != "entropy_share" and (self.half_mass or n != "half_mass_keys")]
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in [*names, "target"]}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Each query's values, in their places."""
+        pattern, start, first = rows.pattern, rows.queries.start, rows.keys.start
+        largest, second, at = fn.top_two(pattern)
+        target = at + first
+        queries = torch.arange(start, rows.queries.stop, device=pattern.device)
+        inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
+        made = {
+            "target": target,
+            "self_share": target == queries,
+            "first_share": target == 0,
+            "previous_share": target == queries - 1,
+            "self_mass": self_attention(pattern, start, first),
+            "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
+            "previous_mass": fn.previous_token(pattern, start, first),
+            "concentration": largest - second.clamp(min=0),
+            "entropy": fn.entropy(pattern),
+            "distance": fn.mean_distance(pattern, start, first),
+        }
+        if inserted.any():
+            made["inserted_mass"] = (pattern @ inserted[:, None, :, None])[..., 0]
+        if self.half_mass:
+            made["half_mass_keys"] = fn.half_mass_keys(pattern)
+        for name, value in made.items():
+            sums[name][..., rows.queries] = value.to(sums[name].dtype)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries of each segment that see two keys at least."""
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.cut)
+        several = (batch.real & (seen >= 2))[:, None]
+        each = {name: value for name, value in sums.items() if name != "target"}
+        each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
+        each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
+        means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        if not self.per_query:
+            return means
+        each["target"] = sums["target"].masked_fill(~several, torch.nan)
+        return means | {f"{name}_at": value for name, value in each.items()}

@@ -1,0 +1,225 @@
+"""Keys that most queries look at: whether there are any, whether the inserted tokens are, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional import sinks as fn
+from mechattn.functional.affine import effective_rank, spectrum
+from mechattn.functional.head_updates import output_factor, update_norm
+from mechattn.functional.received import column_sums, received_attention, seeing_queries, visible_counts
+from mechattn.model.weights import output_weights
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch, Sequence
+
+_HOOKS = ("attn.hook_z", "hook_resid_post")
+_PER_HEAD = {
+    "first_alpha": ("probability", "mean attention of all queries to the first token"),
+    "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
+    "sinks": ("keys", "how many keys are sinks, among those that enough queries see"),
+    "strongest_alpha": ("probability", "the largest mean attention of a key, among those that enough queries see"),
+    "strongest_position": ("position", "the position of that key"),
+    "inserted_alpha": ("probability", "the largest mean attention of an inserted token"),
+    "inserted_sink": ("share", "1 if an inserted token is a sink"),
+    "span_mass": ("probability", "attention to all inserted tokens, mean over the original queries after them"),
+    "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
+    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small where the sink has nothing to give"),
+    "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
+    "first_norm_share": ("share", "share of sum A |v W_O| that comes from the first token (norm-based attention)"),
+    "first_output_share": ("ratio", "mean A |v W_O| of the first token / mean |z W_O|: near 1 if it is broadcast"),
+    "output_rank": ("dimensions", "effective rank of z over the tokens (exp entropy of its singular values' shares)"),
+    "output_ratio": ("ratio", "mean |z W_O| / its mean over the heads of the layer"),
+    "inactive": ("share", "1 if that ratio is below the bound"),
+    "vertical_kurtosis": ("ratio", "kurtosis over keys of the vertical score; 3 if normal"),
+}  # fmt: skip
+_PER_LAYER = {
+    "massive_count": ("entries", "entries of resid_post with |h| above both bounds"),
+    "massive_ratio": ("ratio", "largest |h| of resid_post / median |h|"),
+    "massive_position": ("position", "the position of the largest |h| of resid_post"),
+    "length": ("tokens", "length of the sequence, on which the means depend"),
+}
+_PER_KEY = {
+    "alpha": ("probability", "mean attention that the key gets from the queries from it on, its own included"),
+    "vertical": ("probability", "vertical score: mean attention that the key gets from queries at least `gap` later"),
+    "value_norm": ("value norm", "|v|"),
+    "output_value_norm": ("residual norm", "|v W_O|"),
+}
+_INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inserted_value_ratio")
+
+
+@dataclass(frozen=True)
+class AttentionSinks:
+    """Which keys are attention sinks in each head, and what they give.
+
+    ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink rate is the mean of
+    ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α depends on the length, which is recorded.
+    Every query counts, inserted ones too. A sink that gives little (``value_drain`` and ``first_output_share`` small)
+    lets a head do nothing; one that gives much adds the same to every token (``first_output_share`` near 1,
+    ``output_rank`` near 1).
+
+    Args:
+        threshold: Of α.
+        least_queries: How many queries must see a key for it to be called a sink: the last keys are seen by few.
+        gap: How far a query must be from a key to count for the vertical score.
+        inactive_below: Of ``output_ratio``.
+        massive: The bounds of a massive activation: |h|, and |h| / median |h|.
+
+    Source:
+        Gu et al., arXiv:2410.10781 (α, threshold 0.3); Sun et al., arXiv:2402.17762 (massive activations); Kobayashi et
+        al., arXiv:2004.10102 (norms); Bogdan et al., arXiv:2506.19143 (vertical scores).
+    """
+
+    threshold: float = 0.3
+    least_queries: int = 16
+    gap: int = 4
+    inactive_below: float = 0.1
+    massive: tuple[float, float] = (100.0, 1000.0)
+    factors: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            raise OptionError(f"threshold={self.threshold!r}: give a probability between 0 and 1, such as 0.3")
+        for name in ("least_queries", "gap"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "attention_sinks"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        names = ("threshold", "least_queries", "gap", "inactive_below")
+        return {name: getattr(self, name) for name in names} | {"massive": list(self.massive)}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Per head, per layer and per key."""
+        plain = ("share", "keys", "position")  # may be 0, so conditions are compared by their difference
+        made = {
+            name: Quantity(("head",), u, d, "difference" if u in plain or name in _INSERTED else "ratio")
+            for name, (u, d) in _PER_HEAD.items()
+        }
+        of_uniform = "span_mass if every head attended uniformly to the keys it can see"
+        made["span_mass_uniform"] = Quantity((), "probability", of_uniform, "difference")
+        made |= {name: Quantity((), u, d, "difference") for name, (u, d) in _PER_LAYER.items()}
+        return made | {name: Quantity(("head", "key"), u, d) for name, (u, d) in _PER_KEY.items()}
+
+    @property
+    def captures(self) -> Seq[str]:
+        """Each head's output before W_O, and the residual stream after the block."""
+        return _HOOKS
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence in which no key is seen by enough queries cannot be measured."""
+        if len(sequence) >= self.least_queries:
+            return None
+        return f"has {len(sequence)} tokens, and a sink must be seen by {self.least_queries}: give least_queries=…"
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With the factors of W_O of the layers."""
+        return replace(self, factors={layer: output_factor(output_weights(model, layer)) for layer in layers})
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        shape, device = (len(batch.rows), heads, batch.tokens.shape[1]), batch.tokens.device
+        made = {name: torch.zeros(shape, device=device) for name in ("columns", "near", "normed_first")}
+        return made | {"normed": torch.zeros(shape, device=device), "span": torch.zeros(shape, device=device)}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Column sums; attention weighted with what the values are worth."""
+        pattern, keys = rows.pattern, rows.keys
+        if "value_norm" not in sums:
+            if rows.v is None:
+                raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a sink gives is not known")
+            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, (self.factors or {})[rows.layer])
+        counted = rows.batch.real[:, rows.queries]
+        sums["columns"][..., keys] += column_sums(pattern, counted)
+        sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
+        worth = sums["output_value_norm"][..., keys].to(pattern.dtype)
+        inserted = rows.batch.inserted[:, None, keys].expand(worth.shape).to(pattern.dtype)
+        both = pattern @ torch.stack([worth, inserted], -1)
+        sums["normed"][..., rows.queries], sums["span"][..., rows.queries] = both.unbind(-1)
+        if keys.start == 0:
+            sums["normed_first"][..., rows.queries] = pattern[..., 0] * worth[..., :1]
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """The norm and the rank of what each head gives; the largest activations."""
+        z, stream = (captures.tensors[name] for name in _HOOKS)
+        factor, real = (self.factors or {})[captures.layer], captures.batch.real
+        z = z.reshape(*z.shape[:2], len(factor), -1).to(factor.dtype)
+        sums["output"] = update_norm(z, factor)
+        there = (z * real[..., None, None]).transpose(1, 2).double()
+        sums["gram"] = there.transpose(-1, -2) @ there
+        sums |= fn.massive(stream.to(factor.dtype), real, *self.massive)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """α and what follows from it."""
+        real, inserted = batch.real, batch.inserted
+        seeing = seeing_queries(real, window, include_self=True, cut=batch.cut)
+        alpha = received_attention(sums["columns"], seeing * real)
+        enough = (seeing >= self.least_queries) & real
+        among = alpha.masked_fill(~enough[:, None], -1.0)
+        strongest, at = among.max(-1)
+        of_inserted = alpha.masked_fill(~(inserted & enough)[:, None], -1.0).amax(-1)
+        of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
+        after = (inserted.cumsum(-1) > 0) & (batch.origin >= 0)
+        span = _mean(sums["span"], after)
+        uniform, visible = (visible_counts(x, window, batch.cut) for x in (inserted, torch.ones_like(real)))
+        norms, output = sums["value_norm"], _mean(sums["output"], real)
+        far = real & (seeing > self.gap)
+        distant = (seeing - self.gap).clamp(min=1)[:, None]
+        vertical = ((sums["columns"] - sums["near"]) / distant).masked_fill(~far[:, None], torch.nan)
+        ratio = output / output.mean(1, keepdim=True)
+        per_head = {
+            "first_alpha": alpha[..., 0],
+            "first_sink": _above(alpha[..., 0], self.threshold),
+            "sinks": (among > self.threshold).sum(-1).float(),
+            "strongest_alpha": strongest,
+            "strongest_position": at.float(),
+            "inserted_alpha": of_inserted,
+            "inserted_sink": _above(of_inserted, self.threshold),
+            "span_mass": span,
+            "span_mass_uniform": _mean((uniform / visible)[:, None].float(), after)[:, 0],
+            "span_sink": _above(span, self.threshold),
+            "value_drain": norms[..., 0] / _mean(norms, real),
+            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, real & ~inserted),
+            "first_norm_share": _mean(sums["normed_first"], real) / _mean(sums["normed"], real),
+            "first_output_share": _mean(sums["normed_first"], real) / output,
+            "output_rank": effective_rank(spectrum(sums["gram"])).float(),
+            "output_ratio": ratio,
+            "inactive": (ratio < self.inactive_below).float(),
+            "vertical_kurtosis": fn.kurtosis_over_keys(vertical.nan_to_num(), far),
+        }
+        per_layer = {name: sums[name] for name in _PER_LAYER if name != "length"}
+        hidden = ~real[:, None]
+        per_key = {name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")}
+        return {
+            **per_head,
+            **per_layer,
+            "length": batch.lengths.float(),
+            "alpha": alpha,
+            "vertical": vertical,
+            **per_key,
+        }
+
+
+def _mean(value: Tensor, counted: Tensor) -> Tensor:
+    """Over the counted positions [batch head]; NaN if there is none."""
+    weight = counted[:, None].to(value.dtype)
+    return (value * weight).sum(-1) / weight.sum(-1)
+
+
+def _above(value: Tensor, bound: float) -> Tensor:
+    return torch.where(value.isnan(), torch.nan, (value > bound).float())

@@ -1,0 +1,140 @@
+"""What the attention block and the MLP of each layer add to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
+from mechattn.errors import ModelError
+from mechattn.functional.head_updates import orientation
+from mechattn.functional.received import segment_mean
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch, Sequence
+
+BLOCKS = ("attention", "mlp")
+_NEEDED = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+_MIDDLE = "hook_resid_mid"
+_UNITS = {
+    "block_magnitude": ("ratio", "|what the block adds| / |residual stream before it|"),
+    "block_orientation": ("cosine", "cosine of what the block adds and the residual stream before it"),
+    "block_norm": ("residual norm", "|what the block adds|"),
+    "stream_norm": ("residual norm", "|residual stream before the block|"),
+}
+
+
+@dataclass(frozen=True)
+class BlockUpdates:
+    """Magnitude and orientation of the update that the whole attention block, and the MLP, makes in each layer.
+
+    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, norms after the block included; in a layer that
+    runs both side by side, both are compared with resid_pre. Means over the tokens of each segment.
+
+    Args:
+        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+    """
+
+    per_query: bool = False
+    sequential: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "block_updates"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return {"per_query": self.per_query, "sequential": self.sequential}
+
+    @property
+    def coords(self) -> Mapping[str, Seq]:
+        """The two blocks of a layer."""
+        return {"block": list(BLOCKS)}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Of each block."""
+        mean = ", mean over the tokens of the segment"
+        made = {
+            name: Quantity(("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio")
+            for name, (u, d) in _UNITS.items()
+        }
+        if self.per_query:
+            for name in ("block_magnitude", "block_orientation"):
+                units, about = _UNITS[name]
+                made[f"{name}_at"] = Quantity(("block", "key"), units, f"{about}, of each token")
+        return made
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The residual stream around both blocks, and what each gives."""
+        return (*_NEEDED, _MIDDLE) if self.sequential else _NEEDED
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Every sequence can be measured."""
+        return None
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With whether the blocks run one after the other.
+
+        Raises:
+            ModelError: A layer doesn't show what its blocks give.
+        """
+        named = model.hook_dict
+        for layer in layers:
+            if lacking := [name for name in _NEEDED if f"blocks.{layer}.{name}" not in named]:
+                raise ModelError(
+                    f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so its blocks can't be told"
+                )
+        return replace(self, sequential=all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        return {}
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products, token by token."""
+        before, attention, mlp, after = (captures.tensors[name].float() for name in _NEEDED)
+        middle = captures.tensors[_MIDDLE].float() if self.sequential else None
+        if middle is None:
+            pairs = [(before, attention), (before, mlp)]
+        else:
+            pairs = [(before, _added(before, attention, middle)), (middle, _added(middle, mlp, after))]
+        sums["stream"] = torch.stack([stream.norm(dim=-1) for stream, _ in pairs], 1)
+        sums["norm"] = torch.stack([added.norm(dim=-1) for _, added in pairs], 1)
+        sums["product"] = torch.stack([torch.linalg.vecdot(stream, added) for stream, added in pairs], 1)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments."""
+        each = {
+            "block_magnitude": sums["norm"] / sums["stream"],
+            "block_orientation": orientation(sums["product"], sums["norm"], sums["stream"]),
+            "block_norm": sums["norm"],
+            "stream_norm": sums["stream"],
+        }
+        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        if self.per_query:
+            hidden = ~batch.real[:, None]
+            made |= {
+                f"{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("block_magnitude", "block_orientation")
+            }
+        return made
+
+
+def _added(
+    before: Float[Tensor, "batch pos d_model"],
+    out: Float[Tensor, "batch pos d_model"],
+    after: Float[Tensor, "batch pos d_model"],
+) -> Float[Tensor, "batch pos d_model"]:
+    """What was added: the block's output as its hook shows it, where that is it (a difference of large numbers loses
+    digits); otherwise (BLOOM adds the residual first, Granite scales) the difference."""
+    change = after - before
+    is_it = bool((change - out).norm() < 0.05 * change.norm())
+    return out if is_it else change

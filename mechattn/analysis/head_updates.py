@@ -1,0 +1,242 @@
+"""What each head adds to the residual stream: how large it is beside it, and along or across it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
+from mechattn.errors import ModelError
+from mechattn.functional import head_updates as fn
+from mechattn.functional.focus import top_two
+from mechattn.functional.received import segment_mean
+from mechattn.model.weights import output_weights
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch, Sequence
+
+Weights = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, W_O [head d_head d_model] and its factor
+
+_HOOKS = ("hook_resid_pre", "attn.hook_z")
+_MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
+_ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
+_UNITS = {
+    "magnitude": ("ratio", "|update| / |resid_pre|"),
+    "orientation": ("cosine", "cosine of update and resid_pre"),
+    "parallel": ("ratio", "part of the update along resid_pre, signed, / |resid_pre|"),
+    "orthogonal": ("ratio", "|part of the update across resid_pre| / |resid_pre|"),
+    "update_norm": ("residual norm", "|update|"),
+}
+_SIGNED = ("orientation", "parallel")
+
+
+@dataclass(frozen=True)
+class HeadUpdates:
+    """Magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
+
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. All updates
+    of a layer and b_O add up to the output of attention (in Gemma 2 and 3, before the norm that follows it). Means
+    over the tokens of each segment; counts of the original tokens in fixed bins, which add up over prompts.
+
+    Args:
+        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+    """
+
+    per_query: bool = False
+    weights: Any = field(default=None, repr=False, compare=False)  # Weights
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "head_updates"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return {"per_query": self.per_query}
+
+    @property
+    def coords(self) -> Mapping[str, Seq]:
+        """Labels of the bins: their lower edges."""
+        return _bins()
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Of the update that a head makes with all that it reads."""
+        return _quantities("", self.per_query)
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The residual stream before the block, and each head's output before W_O."""
+        return _HOOKS
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Every sequence can be measured."""
+        return None
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With W_O of the layers, and its factors."""
+        return replace(self, weights=_weights(model, layers))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        return {}
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products, token by token."""
+        resid, z = (captures.tensors[name] for name in _HOOKS)
+        sums |= _measured(z, resid, (self.weights or {})[captures.layer])
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments, and counts."""
+        return _values(sums, batch, "", self.per_query)
+
+
+@dataclass(frozen=True)
+class TopTargetUpdates:
+    """The part of each head's update that comes from its strongest target alone, measured as :class:`HeadUpdates`.
+
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9.
+
+    Args:
+        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+    """
+
+    per_query: bool = False
+    weights: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "top_target_updates"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return {"per_query": self.per_query}
+
+    @property
+    def coords(self) -> Mapping[str, Seq]:
+        """Labels of the bins: their lower edges."""
+        return _bins()
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Of the update that a head makes with its strongest target."""
+        return _quantities("top_target_", self.per_query)
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The residual stream before the block, and each head's output before W_O, which comes after its rows."""
+        return _HOOKS
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """Every sequence can be measured."""
+        return None
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With W_O of the layers, and its factors."""
+        return replace(self, weights=_weights(model, layers))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing read yet."""
+        return {}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """What each query reads from its strongest target."""
+        if rows.v is None:
+            raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a target gives is not known")
+        first, _, at = top_two(rows.pattern)
+        heads = rows.pattern.shape[1] // rows.v.shape[1]
+        v = rows.v[:, :, rows.keys].repeat_interleave(heads, 1).to(first.dtype)
+        read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]
+        if "read" not in sums:
+            sums["read"] = read.new_zeros((len(read), rows.batch.tokens.shape[1], *read.shape[1::2]))
+        sums["read"][:, rows.queries] = read.transpose(1, 2)
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products, token by token."""
+        sums |= _measured(sums.pop("read"), captures.tensors["hook_resid_pre"], (self.weights or {})[captures.layer])
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments, and counts."""
+        return _values(sums, batch, "top_target_", self.per_query)
+
+
+def _weights(model: Any, layers: Seq[int]) -> Weights:
+    made = {layer: output_weights(model, layer) for layer in layers}
+    return {layer: (w_o, fn.output_factor(w_o)) for layer, w_o in made.items()}
+
+
+def _bins() -> Mapping[str, Seq]:
+    below = float("-inf")
+    return {"magnitude_bin": [0.0, *_MAGNITUDES], "orientation_bin": [below, *_ORIENTATIONS]}
+
+
+def _quantities(prefix: str, per_query: bool) -> Mapping[str, Quantity]:
+    mean, counts = ", mean over the tokens of the segment", "original tokens with a"
+    made = {
+        f"{prefix}{name}": Quantity(
+            ("head", "segment"), units, about + mean, "difference" if name in _SIGNED else "ratio"
+        )
+        for name, (units, about) in _UNITS.items()
+    }
+    made |= {
+        f"{prefix}magnitude_counts": Quantity(("head", "magnitude_bin"), "tokens", f"{counts} magnitude in the bin"),
+        f"{prefix}orientation_counts": Quantity(
+            ("head", "orientation_bin"), "tokens", f"{counts}n orientation in the bin"
+        ),
+        f"{prefix}joint_counts": Quantity(
+            ("magnitude_bin", "orientation_bin"), "tokens", f"{counts} magnitude and orientation in the bins, all heads"
+        ),
+    }
+    if per_query:
+        for name in ("magnitude", "orientation"):
+            units, about = _UNITS[name]
+            made[f"{prefix}{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each token")
+    return made
+
+
+def _measured(
+    z: Float[Tensor, "batch pos head d_head"],
+    resid: Float[Tensor, "batch pos d_model"],
+    weights: tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, "head rank d_head"]],
+) -> Sums:
+    w_o, factor = weights
+    stream = resid.to(w_o.dtype)
+    z = z.reshape(*z.shape[:2], *w_o.shape[:2]).to(w_o.dtype)
+    return {
+        "norm": fn.update_norm(z, factor),
+        "product": fn.update_product(z, w_o, stream),
+        "stream": stream.norm(dim=-1)[:, None],
+    }
+
+
+def _values(sums: Sums, batch: Batch, prefix: str, per_query: bool) -> dict[str, Tensor]:
+    norm, stream = sums["norm"], sums["stream"]
+    turned = fn.orientation(sums["product"], norm, stream)
+    magnitude = norm / stream
+    each = {
+        "magnitude": magnitude,
+        "orientation": turned,
+        "parallel": sums["product"] / stream**2,
+        "orthogonal": magnitude * (1 - turned.nan_to_num() ** 2).sqrt(),
+        "update_norm": norm,
+    }
+    members, original = batch.members(), batch.origin >= 0
+    edges = tuple(torch.tensor(e, device=norm.device, dtype=norm.dtype) for e in (_MAGNITUDES, _ORIENTATIONS))
+    made = {f"{prefix}{name}": segment_mean(value, members) for name, value in each.items()}
+    made |= {
+        f"{prefix}magnitude_counts": fn.counts_in_bins(magnitude, edges[0], original),
+        f"{prefix}orientation_counts": fn.counts_in_bins(turned, edges[1], original),
+        f"{prefix}joint_counts": fn.counts_in_pairs_of_bins(magnitude, turned, (edges[0], edges[1]), original),
+    }
+    if per_query:
+        hidden = ~batch.real[:, None]
+        made |= {f"{prefix}{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("magnitude", "orientation")}
+    return made

@@ -1,0 +1,141 @@
+"""Why a key is attended to: its position (ALiBi), what it says to every query (bias), what it has for this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
+from mechattn.errors import OptionError
+from mechattn.functional.received import segment_mean, visible_keys
+from mechattn.functional.rows import BLOCK
+from mechattn.functional.scores import centred, ranked_target
+from mechattn.model.scores import K, Q, scores_of
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch, Sequence
+
+PARTS = ("content", "bias", "alibi")
+_ABOUT = {
+    "content": "(W_Q x_q)·(W_K x_k)",
+    "bias": "b_Q·(W_K x_k), the same for every query",
+    "alibi": "ALiBi, the position alone",
+}
+
+
+@dataclass(frozen=True)
+class ScoreDecomposition:
+    """The score of a query's strongest target as ALiBi + bias + content (R. Claus, figures 2 and 3).
+
+    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + what depends on the query alone``, times the model's
+    scale, exactly. Each part is centred over the keys that the query sees; ``share = |part| / Σ |parts|``. Means over
+    the queries of each segment that see more keys than the rank. Defined for ALiBi (Falcon-RW, BLOOM, MPT) and for
+    models whose scores hold no position (GPT-2, OPT, GPT-Neo: ALiBi is 0); refused elsewhere.
+
+    Args:
+        sort_idx: Which target: 0 the strongest, 1 the second strongest …
+        per_query: Keep the parts of each query too, as ``…_at``, and the index of its target.
+    """
+
+    sort_idx: int = 0
+    per_query: bool = False
+    scores: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sort_idx, bool) or not isinstance(self.sort_idx, int) or self.sort_idx < 0:
+            raise OptionError(f"sort_idx={self.sort_idx!r}: 0 is the strongest target, 1 the second strongest …")
+
+    @property
+    def name(self) -> str:
+        """The name of the dataset."""
+        return "score_decomposition"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        return {"sort_idx": self.sort_idx, "per_query": self.per_query}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """The parts of the target's score, their shares, and what every key brings along."""
+        mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
+        made = {
+            p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS
+        }  # fmt: skip
+        made |= {
+            f"{p}_share": Quantity(("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference")
+            for p in PARTS
+        }
+        made |= {
+            f"{p}_of_key": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, not centred: only its trend matters")
+            for p in PARTS[1:]
+        }
+        if self.per_query:
+            made |= {f"{p}_at": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, of each query") for p in PARTS}
+            made["target_at"] = Quantity(("head", "key"), "position", "index of the target of each query")
+        return made
+
+    @property
+    def captures(self) -> Seq[str]:
+        """Queries and keys, with their biases."""
+        return (Q, K)
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence in which no query sees as many keys cannot be measured."""
+        if len(sequence) > self.sort_idx + 1:
+            return None
+        return f"has {len(sequence)} tokens, so no query has a target of rank {self.sort_idx} and another one"
+
+    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With how the layers compute their scores.
+
+        Raises:
+            ModelError: The scores are no sum of these parts.
+        """
+        return replace(self, scores=scores_of(model, list(layers)))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing measured yet."""
+        shape = (len(batch.rows), heads, batch.tokens.shape[1])
+        names = (*PARTS, "target", *(f"{part}_of_key" for part in PARTS[1:]))
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """The parts of each query's target, a block of queries at a time."""
+        assert self.scores is not None, "calibrated() comes first"
+        scores, batch = self.scores[captures.layer], captures.batch
+        q, k = captures.tensors[Q], captures.tensors[K]
+        q, k = q.reshape(*q.shape[:2], *scores.b_q.shape), k.reshape(*k.shape[:2], *scores.b_k.shape)
+        length = q.shape[1]
+        for start in range(0, length, BLOCK):
+            queries = torch.arange(start, min(start + BLOCK, length), device=q.device)
+            visible = visible_keys(queries, length, captures.window)[None, None]
+            if batch.cut is not None:
+                unseen = batch.cut.unseen(queries.expand(len(q), -1), slice(0, length))
+                visible = visible & ~unseen[:, None]
+            content, bias, alibi, rest = scores.parts(q[:, queries], k)
+            target = ranked_target(content + bias + alibi + rest, visible, self.sort_idx)
+            rows = slice(start, start + len(queries))
+            for name, part in (("content", content), ("bias", bias), ("alibi", alibi.expand(bias.shape))):
+                sums[name][..., rows] = centred(part, visible).gather(-1, target[..., None])[..., 0]
+            sums["target"][..., rows] = target.to(sums["target"].dtype)
+        sums["bias_of_key"] += bias[:, :, 0]
+        sums["alibi_of_key"] += alibi[:, :, 0]
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries of each segment; a query must see one key more than the rank."""
+        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        hidden = ~(batch.real & (position > self.sort_idx))[:, None]
+        each = {part: sums[part].masked_fill(hidden, torch.nan) for part in PARTS}
+        total = sum(value.abs() for value in each.values())
+        shares = {f"{part}_share": value.abs() / total for part, value in each.items()}
+        made = {name: segment_mean(value, batch.members()) for name, value in (each | shares).items()}
+        made |= {f"{p}_of_key": sums[f"{p}_of_key"].masked_fill(~batch.real[:, None], torch.nan) for p in PARTS[1:]}
+        if self.per_query:
+            made |= {f"{part}_at": value for part, value in each.items()}
+            made["target_at"] = sums["target"].masked_fill(hidden, torch.nan)
+        return made

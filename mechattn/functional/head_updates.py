@@ -1,0 +1,74 @@
+"""What a head, or a block, adds to the residual stream: how large it is beside it, and in which direction."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def output_factor(w_o: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head rank d_head"]:
+    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers for d_model.
+
+    The Gram form ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small update.
+    """
+    return torch.linalg.qr(w_o.transpose(-1, -2), mode="r").R
+
+
+def update_norm(
+    z: Float[Tensor, "batch pos head d_head"], factor: Float[Tensor, "head rank d_head"]
+) -> Float[Tensor, "batch head pos"]:
+    """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
+    return (z.transpose(1, 2) @ factor.transpose(-1, -2)).norm(dim=-1)
+
+
+def update_product(
+    z: Float[Tensor, "batch pos head d_head"],
+    w_o: Float[Tensor, "head d_head d_model"],
+    direction: Float[Tensor, "batch pos d_model"],
+) -> Float[Tensor, "batch head pos"]:
+    """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is built."""
+    seen = (direction @ w_o.flatten(0, 1).T).view(z.shape)
+    return torch.linalg.vecdot(seen, z).transpose(1, 2)
+
+
+def orientation(
+    product: Float[Tensor, "*batch pos"], size: Float[Tensor, "*batch pos"], stream: Float[Tensor, "*#batch pos"]
+) -> Float[Tensor, "*batch pos"]:
+    """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0.
+
+    Args:
+        product: ⟨resid, Δ⟩.
+        size: ‖Δ‖.
+        stream: ‖resid‖.
+    """
+    return (product / (size * stream)).clamp(-1, 1)
+
+
+def counts_in_bins(
+    value: Float[Tensor, "batch part pos"], edges: Float[Tensor, " edge"], counted: Tensor
+) -> Float[Tensor, "batch part bin"]:
+    """How many counted tokens lie below the first edge, between any two, and at or above the last.
+
+    Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts, so that those of several prompts can be added.
+    """
+    at = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
+    made = value.new_zeros((*value.shape[:-1], len(edges) + 1))
+    return made.scatter_add_(-1, at, (counted[:, None] & ~value.isnan()).to(made.dtype).expand(value.shape))
+
+
+def counts_in_pairs_of_bins(
+    one: Float[Tensor, "batch part pos"],
+    other: Float[Tensor, "batch part pos"],
+    edges: tuple[Float[Tensor, " edge"], Float[Tensor, " edge2"]],
+    counted: Tensor,
+) -> Float[Tensor, "batch bin bin2"]:
+    """The same for two values at once, all parts together."""
+    at = (
+        torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True),
+        torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True),
+    )
+    flat = at[0] * (len(edges[1]) + 1) + at[1]
+    weight = (counted[:, None] & ~one.isnan() & ~other.isnan()).to(one.dtype).expand(one.shape)
+    made = one.new_zeros((len(one), (len(edges[0]) + 1) * (len(edges[1]) + 1)))
+    return made.scatter_add_(1, flat.flatten(1), weight.flatten(1)).view(len(one), len(edges[0]) + 1, -1)

@@ -1,0 +1,77 @@
+"""Attention sinks: keys that most queries look at, what they give, and the activations that make them."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def near_sums(
+    pattern: Float[Tensor, "batch head query key"],
+    counted: Bool[Tensor, "batch query"],
+    gap: int,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> Float[Tensor, "batch head key"]:
+    """What each key gets from the counted queries less than ``gap`` positions later, its own included.
+
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` less this is what comes from far.
+    """
+    weighted = pattern.new_zeros((*pattern.shape[:2], pattern.shape[3]))
+    weight = counted[:, None].to(pattern.dtype)
+    queries = torch.arange(pattern.shape[2], device=pattern.device) + first_query - first_key
+    for back in range(gap):
+        there = queries - back >= 0
+        keys = (queries - back).clamp(min=0)
+        seen = pattern.gather(-1, keys.expand(*pattern.shape[:2], -1)[..., None])[..., 0] * weight * there
+        weighted.index_add_(2, keys, seen)
+    return weighted
+
+
+def value_norms(
+    v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
+) -> tuple[Float[Tensor, "batch head key"], Float[Tensor, "batch head key"]]:
+    """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from ``output_factor(W_O)``."""
+    every = v.to(factor.dtype).repeat_interleave(len(factor) // v.shape[1], 1)
+    return every.norm(dim=-1), (every @ factor.transpose(-1, -2)).norm(dim=-1)
+
+
+def kurtosis_over_keys(
+    value: Float[Tensor, "batch head key"], counted: Bool[Tensor, "batch key"]
+) -> Float[Tensor, "batch head"]:
+    """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys stand out.
+
+    NaN where nothing varies.
+    """
+    weight = counted[:, None].double()
+    n = weight.sum(-1)
+    away = (value.double() - ((value.double() * weight).sum(-1) / n)[..., None]) * weight
+    variance = away.square().sum(-1) / n
+    return torch.where(variance > 0, away.pow(4).sum(-1) / n / variance.square(), torch.nan).float()
+
+
+def massive(
+    stream: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"], least: float, ratio: float
+) -> dict[str, Float[Tensor, " batch"]]:
+    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their sequence.
+
+    Returns:
+        "massive_count": how many; "massive_ratio": max |h| / median |h|; "massive_position": where the largest is.
+
+    Source:
+        Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
+    """
+    count, top, at = [], [], []
+    for row, there in zip(stream, real, strict=True):
+        size = row[there].abs().float()
+        median = size.flatten().sort().values[(size.numel() - 1) // 2]
+        bound = torch.maximum(ratio * median, median.new_tensor(least))
+        count.append((size > bound).sum().float())
+        top.append(size.max() / median)
+        at.append(size.amax(-1).argmax().float())
+    return {
+        "massive_count": torch.stack(count),
+        "massive_ratio": torch.stack(top),
+        "massive_position": torch.stack(at),
+    }

@@ -1,0 +1,98 @@
+"""Norms by QR against the whole update; counts in bins against numpy."""
+
+import numpy as np
+import torch
+
+from mechattn.functional import head_updates as fn
+from mechattn.functional.sinks import kurtosis_over_keys, massive, near_sums
+
+
+def ill_conditioned(heads=3, width=16, model=48):
+    """W_O with singular values from 1 to 1e-4, and z along the small ones."""
+    generator = torch.Generator().manual_seed(0)
+    u = torch.linalg.qr(torch.randn(heads, width, width, generator=generator, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(heads, model, width, generator=generator, dtype=torch.float64)).Q
+    s = torch.logspace(0, -4, width, dtype=torch.float64)
+    z = torch.einsum(
+        "bphe,hde->bphd", torch.randn(2, 5, heads, 2, generator=generator, dtype=torch.float64), u[..., -2:]
+    )
+    return (u * s) @ v.transpose(1, 2), z
+
+
+def test_the_factor_keeps_its_digits_where_a_gram_matrix_loses_them():
+    w_o, z = ill_conditioned()
+    exact = torch.einsum("bphd,hdm->bhpm", z, w_o).norm(dim=-1)
+    mine = fn.update_norm(z.float(), fn.output_factor(w_o.float()))
+    np.testing.assert_allclose(mine, exact, rtol=3e-3)
+    gram = w_o.float() @ w_o.float().transpose(1, 2)
+    by_gram = torch.einsum("bphd,hde,bphe->bhp", z.float(), gram, z.float()).clamp(min=0).sqrt()
+    assert (by_gram / exact - 1).abs().max() > 0.02, "this is why QR"
+
+
+def test_products_and_cosines():
+    w_o, z = ill_conditioned()
+    stream = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    delta = torch.einsum("bphd,hdm->bhpm", z, w_o)
+    product = fn.update_product(z, w_o, stream)
+    torch.testing.assert_close(product, torch.einsum("bpm,bhpm->bhp", stream, delta))
+    turned = fn.orientation(product, delta.norm(dim=-1), stream.norm(dim=-1)[:, None])
+    expected = torch.nn.functional.cosine_similarity(stream[:, None], delta, dim=-1)
+    torch.testing.assert_close(turned, expected)
+    assert fn.orientation(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).isnan()
+
+
+def test_counts():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.rand(2, 3, 40, generator=generator), torch.rand(2, 3, 40, generator=generator)
+    one[0, 0, 0] = torch.nan
+    counted = torch.rand(2, 40, generator=generator) < 0.7
+    edges = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.3, 0.6])
+    got = fn.counts_in_bins(one, edges[0], counted)
+    both = fn.counts_in_pairs_of_bins(one, other, edges, counted)
+    bins = [-np.inf, 0.2, 0.5, 0.9, np.inf], [-np.inf, 0.3, 0.6, np.inf]
+    for row in range(2):
+        expected = np.zeros((4, 3))
+        for part in range(3):
+            keep = counted[row].numpy() & ~np.isnan(one[row, part].numpy())
+            x, y = one[row, part].numpy()[keep], other[row, part].numpy()[keep]
+            np.testing.assert_array_equal(got[row, part], np.histogram(x, bins[0])[0])
+            expected += np.histogram2d(x, y, [np.nan_to_num(b, posinf=9, neginf=-9) for b in bins])[0]
+        np.testing.assert_array_equal(both[row], expected)
+    halves = fn.counts_in_bins(one[..., :20], edges[0], counted[:, :20]) + fn.counts_in_bins(
+        one[..., 20:], edges[0], counted[:, 20:]
+    )
+    torch.testing.assert_close(halves, got)
+
+
+def test_near_sums_in_blocks(random_pattern):
+    pattern = random_pattern(2, 30)[None]
+    counted = torch.ones(1, 30, dtype=torch.bool)
+    counted[0, 25:] = False
+    total = torch.zeros(1, 2, 30)
+    for start in (0, 10, 20):
+        rows = slice(start, start + 10)
+        total += fn_near(pattern[:, :, rows], counted[:, rows], start)
+    expected = torch.zeros(2, 30)
+    for k in range(30):
+        for q in range(k, min(k + 4, 25)):
+            expected[:, k] += pattern[0, :, q, k]
+    torch.testing.assert_close(total[0], expected)
+
+
+def fn_near(block, counted, start):
+    return near_sums(block, counted, 4, start, 0)
+
+
+def test_massive_activations_and_kurtosis():
+    stream = torch.randn(2, 10, 50, generator=torch.Generator().manual_seed(0))
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, 6:] = False
+    stream[0, 3, 7], stream[1, 8, 8] = 5000.0, 9e9  # the second is padding
+    found = massive(stream, real, 100, 1000)
+    assert found["massive_count"].tolist() == [1, 0]
+    assert found["massive_position"][0] == 3
+    assert found["massive_ratio"][1] < 20
+    value = torch.zeros(1, 1, 100)
+    value[0, 0, 4] = 1.0
+    assert kurtosis_over_keys(value, torch.ones(1, 100, dtype=torch.bool)) > 90
+    assert kurtosis_over_keys(0 * value, torch.ones(1, 100, dtype=torch.bool)).isnan()

@@ -1,0 +1,300 @@
+"""Focus, updates, sinks and scores against plain transformers in float64, token by token, with numpy loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model.toys import toy_names
+from tests.parity.plain import models, passed
+from tests.parity.test_every_toy import windows
+
+NAMES = [*toy_names(), "BLOOM", "MPT"]
+SLASH = ma.MeaninglessTokens("/", 20)
+ANALYSES = [
+    ma.AttentionFocus(half_mass=True, per_query=True), ma.HeadUpdates(per_query=True),
+    ma.TopTargetUpdates(per_query=True), ma.BlockUpdates(per_query=True), ma.AttentionSinks(),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def measured(request, prompts):
+    """Two prompts of different lengths in one batch; the shorter one, with filler, is looked at."""
+    plain, hooked = models(request.param)
+    some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
+    some = [some[0], some[-1]]
+    result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, positions="prompts", progress=False)
+    sequence = SLASH.apply(some[0], hooked)
+    with pytest.MonkeyPatch.context() as patch:
+        return request.param, result, passed(plain, sequence.tokens.tolist(), patch), sequence, plain.config
+
+
+def got(result, dataset, name, length=None):
+    array = result[dataset][name].sel(condition="slash").isel(prompt=0).values
+    return array if length is None else array[..., :length]
+
+
+def at(result, dataset, name, length):
+    return got(result, dataset, f"{name}_per_prompt", length)
+
+
+def means(values, segment):
+    """[layer, head, segment] from [layer, head, pos], NaN left out."""
+    parts = []
+    for code in range(6):
+        part = values[..., segment == code]
+        known = ~np.isnan(part)
+        with np.errstate(invalid="ignore"):
+            parts.append(np.where(known, part, 0).sum(-1) / known.sum(-1))
+    return np.stack(parts, -1)
+
+
+def test_focus(measured):
+    name, result, plain, sequence, config = measured
+    length, segment = len(sequence), sequence.segment.numpy()
+    wide = windows(config) if name in toy_names() else [10**9] * len(plain.pattern)
+    quantities = (
+        "self_share", "first_share", "previous_share", "self_mass", "first_mass", "previous_mass", "inserted_mass",
+        "concentration", "entropy", "entropy_share", "distance", "half_mass_keys",
+    )  # fmt: skip
+    shape = (len(plain.pattern), len(plain.pattern[0]), length)
+    expected = {quantity: np.full(shape, np.nan) for quantity in quantities}
+    for layer, head, q in np.ndindex(shape):
+        row = plain.pattern[layer][head, q]
+        seen = min(q + 1, wide[layer])
+        if seen < 2:
+            continue
+        ordered = np.sort(row)[::-1]
+        top = int(np.argmax(row))
+        here = {
+            "self_share": top == q, "first_share": top == 0, "previous_share": top == q - 1, "self_mass": row[q],
+            "first_mass": row[0], "previous_mass": row[q - 1], "concentration": ordered[0] - ordered[1],
+            "inserted_mass": sum(row[k] for k in range(q + 1) if sequence.inserted[k]),
+            "entropy": -sum(p * math.log(p) for p in row if p > 0), "distance": sum(row[k] * (q - k) for k in range(q)),
+            "half_mass_keys": next(n for n in range(1, length + 1) if ordered[:n].sum() >= 0.5 - 1e-6),
+        }  # fmt: skip
+        here["entropy_share"] = here["entropy"] / math.log(seen)
+        for quantity, value in here.items():
+            expected[quantity][layer, head, q] = value
+    for quantity, value in expected.items():
+        mine = at(result, "attention_focus", f"{quantity}_at", length)
+        if quantity in ("self_share", "first_share", "previous_share", "half_mass_keys"):
+            wrong = (mine != value) & ~(np.isnan(mine) & np.isnan(value))
+            assert wrong.mean() < 1e-3, quantity  # a tie may turn
+            continue
+        np.testing.assert_allclose(mine, value, atol=2e-4 if quantity == "distance" else 2e-5, err_msg=quantity)
+        by_segment = got(result, "attention_focus", quantity)
+        np.testing.assert_allclose(by_segment, means(value, segment), atol=2e-4, err_msg=quantity)
+
+
+def test_head_updates_with_the_whole_delta(measured):
+    """Every Δ is built, [pos, head, d_model], in float64."""
+    _, result, plain, sequence, _ = measured
+    length, segment = len(sequence), sequence.segment.numpy()
+    for dataset, prefix in (("head_updates", ""), ("top_target_updates", "top_target_")):
+        magnitude, turned, norm = [], [], []
+        for layer, (z, w_o, resid) in enumerate(zip(plain.z, plain.w_o, plain.resid, strict=False)):
+            if prefix:
+                top = plain.pattern[layer].argmax(-1)
+                z = np.stack(
+                    [plain.pattern[layer][h].max(-1)[:, None] * plain.v[layer][h][top[h]] for h in range(len(top))], 1
+                )
+            delta = np.einsum("phd,hdm->phm", z, w_o)
+            size = np.linalg.norm(delta, axis=-1)
+            stream = np.linalg.norm(resid, axis=-1)[:, None]
+            magnitude.append((size / stream).T)
+            turned.append((np.einsum("pm,phm->ph", resid, delta) / size / stream).T)
+            norm.append(size.T)
+        magnitude, turned, norm = np.array(magnitude), np.array(turned), np.array(norm)
+        mine = at(result, dataset, f"{prefix}magnitude_at", length)
+        off = abs(mine - magnitude) > 2e-4 * magnitude + 1e-6
+        assert off.mean() < (2e-3 if prefix else 1e-9), "a tie of the strongest target may turn, nothing else"
+        mine = at(result, dataset, f"{prefix}orientation_at", length)
+        assert (abs(mine - turned) > 2e-4).mean() < (2e-3 if prefix else 1e-9)
+        if prefix:
+            continue
+        for quantity, value in {
+            "magnitude": magnitude, "orientation": turned, "update_norm": norm, "parallel": magnitude * turned,
+            "orthogonal": magnitude * np.sqrt(1 - turned**2),
+        }.items():  # fmt: skip
+            np.testing.assert_allclose(got(result, dataset, quantity), means(value, segment), rtol=1e-3, atol=2e-5)
+        original = (sequence.origin >= 0).numpy()
+        bins = result[dataset].magnitude_bin.values
+        counts = np.stack([[np.histogram(h[original], [*bins, np.inf])[0] for h in layer] for layer in magnitude])
+        assert abs(got(result, dataset, "magnitude_counts") - counts).sum() <= 4, "a value at an edge may turn"
+        assert (got(result, dataset, "joint_counts").sum((1, 2)) == original.sum() * magnitude.shape[1]).all()
+
+
+def test_the_oracle_would_notice_another_head(measured):
+    _, result, plain, sequence, _ = measured
+    mine = at(result, "head_updates", "magnitude_at", len(sequence))[0]
+    delta = np.einsum("phd,hdm->phm", plain.z[0], plain.w_o[0][::-1])
+    other = (np.linalg.norm(delta, axis=-1) / np.linalg.norm(plain.resid[0], axis=-1)[:, None]).T
+    assert abs(mine / other - 1).max() > 0.05
+
+
+def test_block_updates(measured):
+    """Attention's update is Σ z W_O + b_O (after Gemma's norm), the MLP's what is left of the layer's."""
+    _, result, plain, sequence, _ = measured
+    length = len(sequence)
+    mine = at(result, "block_updates", "block_magnitude_at", length)
+    turned = at(result, "block_updates", "block_orientation_at", length)
+    for layer, attention in enumerate(plain.attention):
+        before, after = plain.resid[layer], plain.resid[layer + 1]
+        middle = before + attention
+        for block, (stream, delta) in enumerate(((before, attention), (middle, after - middle))):
+            size, base = np.linalg.norm(delta, axis=-1), np.linalg.norm(stream, axis=-1)
+            np.testing.assert_allclose(mine[layer, block], size / base, rtol=5e-4)
+            np.testing.assert_allclose(turned[layer, block], (stream * delta).sum(-1) / size / base, atol=5e-4)
+
+
+def test_sinks(measured):
+    name, result, plain, sequence, config = measured
+    length, inserted = len(sequence), sequence.inserted.numpy()
+    wide = windows(config) if name in toy_names() else [10**9] * len(plain.pattern)
+    for layer, pattern in enumerate(plain.pattern):
+        here = result["attention_sinks"].sel(condition="slash", layer=layer).isel(prompt=0)
+        for head, rows in enumerate(pattern):
+            of = here.isel(head=head)
+            alpha, vertical, seen = np.zeros(length), np.full(length, np.nan), np.zeros(length, int)
+            for k in range(length):
+                queries = [q for q in range(k, length) if q - k < wide[layer]]
+                seen[k] = len(queries)
+                alpha[k] = np.mean([rows[q, k] for q in queries])
+                if far := [q for q in queries if q - k >= 4]:
+                    vertical[k] = np.mean([rows[q, k] for q in far])
+            np.testing.assert_allclose(of.alpha_per_prompt.values[:length], alpha, atol=5e-6)
+            np.testing.assert_allclose(of.vertical_per_prompt.values[:length], vertical, atol=5e-6)
+            enough = seen >= 16
+            assert float(of.sinks) == (alpha[enough] > 0.3).sum()
+            assert float(of.first_sink) == (alpha[0] > 0.3)
+            np.testing.assert_allclose(float(of.strongest_alpha), alpha[enough].max(), atol=1e-5)
+            np.testing.assert_allclose(float(of.inserted_alpha), alpha[enough & inserted].max(), atol=1e-5)
+            after = [q for q in range(length) if sequence.origin[q] >= 0 and inserted[:q].any()]
+            np.testing.assert_allclose(
+                float(of.span_mass), np.mean([rows[q, inserted].sum() for q in after]), atol=1e-5
+            )
+            known = vertical[~np.isnan(vertical)]
+            kurtosis = np.mean((known - known.mean()) ** 4) / known.var() ** 2
+            np.testing.assert_allclose(float(of.vertical_kurtosis), kurtosis, rtol=2e-3)
+            v, w_o, z = plain.v[layer][head], plain.w_o[layer][head], plain.z[layer][:, head]
+            norm, worth = np.linalg.norm(v, axis=-1), np.linalg.norm(v @ w_o, axis=-1)
+            np.testing.assert_allclose(float(of.value_drain), norm[0] / norm.mean(), rtol=1e-4)
+            share = (rows[:, 0] * worth[0]).mean() / (rows @ worth).mean()
+            np.testing.assert_allclose(float(of.first_norm_share), share, rtol=1e-3)
+            output = np.linalg.norm(z @ w_o, axis=-1).mean()
+            np.testing.assert_allclose(float(of.first_output_share), (rows[:, 0] * worth[0]).mean() / output, rtol=1e-3)
+            s = np.linalg.svd(z, compute_uv=False)
+            s = s / s.sum()
+            rank = np.exp(-sum(x * np.log(x) for x in s if x > 0))
+            np.testing.assert_allclose(float(of.output_rank), rank, rtol=1e-2)
+        stream = abs(plain.resid[layer + 1])
+        if layer < len(plain.pattern) - 1:
+            np.testing.assert_allclose(float(here.massive_ratio), stream.max() / np.median(stream), rtol=2e-3)
+            assert float(here.massive_position) == stream.max(1).argmax()
+        assert float(here.length) == length
+
+
+SPLIT = ["toy:falcon", "BLOOM", "MPT", "GPT-2", "OPT"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("sort_idx", [0, 2])
+def test_the_parts_of_scores(name, sort_idx, prompts, monkeypatch):
+    """softmax(content + bias + ALiBi) = pattern, and each target's centred parts, from the weights by hand."""
+    plain, hooked = models(name)
+    analysis = ma.ScoreDecomposition(sort_idx=sort_idx, per_query=True)
+    some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
+    result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts", progress=False)
+    sequence = SLASH.apply(some[0], hooked)
+    length = len(sequence)
+    made = passed(plain, sequence.tokens.tolist(), monkeypatch)
+    data = result["score_decomposition"].sel(condition="slash").isel(prompt=0)
+    for layer, pattern in enumerate(made.pattern):
+        q, k = made.q[layer], made.k[layer]
+        heads, width = len(q), q.shape[-1]
+        b_q, b_k = biases(plain, layer, heads, width)
+        content = np.einsum("hqd,hkd->hqk", q - b_q[:, None], k - b_k[:, None]) / width**0.5
+        bias = np.einsum("hd,hkd->hk", b_q, k - b_k[:, None])[:, None] / width**0.5 + 0 * content
+        alibi = slopes(plain, heads, length)[:, None] + 0 * content
+        bracket = np.einsum("hqd,hd->hq", q, b_k)[..., None] / width**0.5
+        raw = np.einsum("hqd,hkd->hqk", q, k) / width**0.5
+        assert abs(content + bias + bracket - raw).max() < 1e-5 * max(1, abs(raw).max())
+        visible = np.tril(np.ones((length, length), bool))
+        total = np.where(visible, content + bias + alibi, -np.inf)
+        own = np.exp(total - total.max(-1, keepdims=True))
+        np.testing.assert_allclose(own / own.sum(-1, keepdims=True), pattern, atol=1e-6)
+        of = data.sel(layer=layer)
+        wrong = 0
+        for head, query in np.ndindex(heads, length):
+            if query <= sort_idx:
+                continue
+            target = np.argsort(-total[head, query], kind="stable")[sort_idx]
+            if target != int(of.target_at_per_prompt[head, query]):
+                wrong += 1
+                continue
+            for part, value in (("content", content), ("bias", bias), ("alibi", alibi)):
+                row = value[head, query, : query + 1]
+                mine = float(of[f"{part}_at_per_prompt"][head, query])
+                assert abs(mine - (row[target] - row.mean())) < 2e-4 * max(1, abs(raw).max()), part
+        assert wrong <= 0.002 * heads * length
+
+
+def biases(plain, layer, heads, width):
+    blocks = max((m for m in plain.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    found = dict(blocks[layer].named_parameters())
+    for name, value in found.items():
+        if name.endswith(("query_key_value.bias", "Wqkv.bias")):
+            return value.detach().view(heads, 3, width).permute(1, 0, 2)[:2].numpy()
+        if name.endswith("c_attn.bias"):
+            return value.detach().view(3, heads, width)[:2].numpy()
+    named = [next((v for n, v in found.items() if n.endswith(f"{part}_proj.bias")), None) for part in "qk"]
+    return [np.zeros((heads, width)) if v is None else v.detach().view(heads, width).numpy() for v in named]
+
+
+def slopes(plain, heads, length):
+    """What transformers itself adds, by its own functions [head key]."""
+    kind = plain.config.model_type
+    if kind == "falcon":
+        from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+        alibi = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), heads, torch.float64)
+        return alibi.view(heads, length).double().numpy() / (plain.config.hidden_size // heads) ** 0.5
+    if kind == "bloom":
+        from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+        return build_alibi_tensor(torch.ones(1, length), heads, torch.float64).view(heads, length).numpy()
+    if kind == "mpt":
+        from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+        return build_mpt_alibi_tensor(heads, length).view(heads, length).double().numpy()
+    return np.zeros((heads, length))
+
+
+@pytest.mark.parametrize("name", ["toy:llama", "toy:qwen2", "toy:falcon", "BLOOM", "MPT"])
+def test_direct_logits(name, prompts, monkeypatch):
+    """Each head's Δ taken through the final norm with the scale of this text, by hand."""
+    plain, hooked = models(name)
+    result = ma.run(
+        hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False
+    )
+    sequence = SLASH.apply(prompts[0], hooked)
+    ids = sequence.tokens.tolist()
+    made = passed(plain, ids, monkeypatch)
+    norm = next(m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f"))
+    w_u = plain.get_output_embeddings().weight.detach().numpy()
+    w_u = w_u - w_u.mean(0)
+    stream = made.resid[-1]
+    centres = type(norm).__name__ == "LayerNorm"
+    eps = norm.eps if centres else norm.variance_epsilon
+    scale = np.sqrt(stream.var(-1) + eps) if centres else np.sqrt((stream**2).mean(-1) + eps)
+    for layer, (z, w_o) in enumerate(zip(made.z, made.w_o, strict=True)):
+        delta = np.einsum("phd,hdm->phm", z, w_o)
+        delta = delta - delta.mean(-1, keepdims=True) if centres else delta
+        mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash", layer=layer)[0].values
+        for p in range(len(ids) - 1):
+            expected = delta[p] @ (norm.weight.detach().numpy() * w_u[ids[p + 1]]) / scale[p]
+            np.testing.assert_allclose(mine[:, p], expected, rtol=1e-3, atol=2e-4)
+        assert np.isnan(mine[:, len(ids) - 1]).all()
