@@ -47,7 +47,7 @@ class Nowhere:
     """Takes values as a collector would, and counts them."""
 
     def add(self, layer: int, batch: Batch, values: dict) -> None:
-        assert values["received"].shape[-1] == batch.tokens.shape[1]
+        assert all(len(value) == len(batch.tokens) for value in values.values())
 
 
 def size_of(shape: str) -> tuple[int, int, int]:
@@ -161,7 +161,48 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         "TransformerLens, run_with_cache": run_with_cache,
         "TransformerLens, a hook that reduces": reducing_hook,
     }
+    ways |= _updates_and_focus(bridge, windows)
     return ways if shape in toy_names() else ways | _nnsight(plain, len(windows))
+
+
+def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str, Callable]:
+    """Magnitude and orientation of every head's update, here and with hook_result; focus and sinks together."""
+
+    def measuring(*analyses: Any) -> Callable[[Batch], None]:
+        ready = [a.calibrated(bridge, list(windows), []) if hasattr(a, "calibrated") else a for a in analyses]
+
+        def run(batch: Batch) -> None:
+            measure_batch(bridge, batch, forward_in_blocks, windows, ready, [Nowhere()] * len(ready))
+
+        return run
+
+    def hook_result(batch: Batch) -> None:
+        got: list[torch.Tensor] = []
+        streams: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int) -> Callable:
+            return lambda stream, hook: streams.update({layer: stream})
+
+        def reduce(layer: int) -> Callable:
+            def see(result: torch.Tensor, hook: Any) -> None:
+                stream = streams.pop(layer)[:, :, None]
+                got.append(result.norm(dim=-1) / stream.norm(dim=-1))
+                got.append(torch.nn.functional.cosine_similarity(result, stream, dim=-1))
+
+            return see
+
+        named = [(f"blocks.{n}.hook_resid_pre", keep(n)) for n in windows]
+        named += [(f"blocks.{n}.attn.hook_result", reduce(n)) for n in windows]
+        bridge.set_use_attn_result(True)
+        bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
+        bridge.set_use_attn_result(False)
+        assert len(got) == 2 * len(windows)
+
+    return {
+        "mechattn, head updates": measuring(ma.HeadUpdates()),
+        "mechattn, focus and sinks": measuring(ma.AttentionFocus(), ma.AttentionSinks()),
+        "TransformerLens, use_attn_result": hook_result,
+    }
 
 
 def _nnsight(plain: Any, layers: int) -> dict[str, Callable]:
@@ -198,6 +239,7 @@ def needs(name: str, length: int, shape: str) -> float:
     """Bytes of [query, key] matrices that are held at once, so that a way is left out where they do not fit."""
     layers, heads = size_of(shape)[:2]
     held = {"output_attentions": layers + 3, "run_with_cache": layers + 3, "nnsight": 4, "hook": 4}
+    held["use_attn_result"] = 4
     return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
 
 

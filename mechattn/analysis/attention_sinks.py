@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
@@ -134,11 +135,10 @@ class AttentionSinks:
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""
         shape, device = (len(batch.rows), heads, batch.tokens.shape[1]), batch.tokens.device
-        made = {name: torch.zeros(shape, device=device) for name in ("columns", "near", "normed_first")}
-        return made | {"normed": torch.zeros(shape, device=device), "span": torch.zeros(shape, device=device)}
+        return {name: torch.zeros(shape, device=device) for name in ("columns", "near", "columns_after")}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Column sums; attention weighted with what the values are worth."""
+        """Column sums over all queries, over those after the insertion, and over those near the key."""
         pattern, keys = rows.pattern, rows.keys
         if "value_norm" not in sums:
             if rows.v is None:
@@ -147,12 +147,9 @@ class AttentionSinks:
         counted = rows.batch.real[:, rows.queries]
         sums["columns"][..., keys] += column_sums(pattern, counted)
         sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
-        worth = sums["output_value_norm"][..., keys].to(pattern.dtype)
-        inserted = rows.batch.inserted[:, None, keys].expand(worth.shape).to(pattern.dtype)
-        both = pattern @ torch.stack([worth, inserted], -1)
-        sums["normed"][..., rows.queries], sums["span"][..., rows.queries] = both.unbind(-1)
-        if keys.start == 0:
-            sums["normed_first"][..., rows.queries] = pattern[..., 0] * worth[..., :1]
+        after = _after(rows.batch)
+        if after.any():
+            sums["columns_after"][..., keys] += column_sums(pattern, after[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """The norm and the rank of what each head gives; the largest activations."""
@@ -174,10 +171,13 @@ class AttentionSinks:
         strongest, at = among.max(-1)
         of_inserted = alpha.masked_fill(~(inserted & enough)[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
-        after = (inserted.cumsum(-1) > 0) & (batch.origin >= 0)
-        span = _mean(sums["span"], after)
+        after = _after(batch)
+        span = (sums["columns_after"] * inserted[:, None]).sum(-1) / after.sum(-1)[:, None].float()
         uniform, visible = (visible_counts(x, window, batch.cut) for x in (inserted, torch.ones_like(real)))
         norms, output = sums["value_norm"], _mean(sums["output"], real)
+        given = (
+            sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
+        )  # mean over queries of A |v W_O|
         far = real & (seeing > self.gap)
         distant = (seeing - self.gap).clamp(min=1)[:, None]
         vertical = ((sums["columns"] - sums["near"]) / distant).masked_fill(~far[:, None], torch.nan)
@@ -195,8 +195,8 @@ class AttentionSinks:
             "span_sink": _above(span, self.threshold),
             "value_drain": norms[..., 0] / _mean(norms, real),
             "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, real & ~inserted),
-            "first_norm_share": _mean(sums["normed_first"], real) / _mean(sums["normed"], real),
-            "first_output_share": _mean(sums["normed_first"], real) / output,
+            "first_norm_share": given[..., 0] / given.sum(-1),
+            "first_output_share": given[..., 0] / output,
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),
@@ -213,6 +213,11 @@ class AttentionSinks:
             "vertical": vertical,
             **per_key,
         }
+
+
+def _after(batch: Batch) -> Bool[Tensor, "batch pos"]:
+    """The original queries after an inserted token."""
+    return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)
 
 
 def _mean(value: Tensor, counted: Tensor) -> Tensor:

@@ -72,9 +72,18 @@ def previous_token(
     pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query"]:
     """``A[q, q − 1]`` of each query; 0 for the first, which has none, and where the key is not among these keys."""
-    keys = torch.arange(pattern.shape[-2], device=pattern.device) + first_query - 1 - first_key
-    there = keys >= 0
-    return pattern.gather(-1, keys.clamp(min=0).expand(*pattern.shape[:-2], -1)[..., None])[..., 0] * there
+    return looking_back(pattern, 1, first_query, first_key)[0]
+
+
+def looking_back(
+    pattern: Float[Tensor, "batch head query key"], back: int, first_query: int = 0, first_key: int = 0
+) -> tuple[Float[Tensor, "batch head query"], slice]:
+    """``A[q, q − back]`` of each query, 0 where that key is not among these; and the keys that are, in their order."""
+    offset = first_query - first_key - back
+    found = pattern.diagonal(offset, -2, -1)
+    missing = max(0, -offset)
+    start = max(0, offset)
+    return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
 
 
 def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:

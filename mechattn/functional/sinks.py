@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechattn.functional.focus import looking_back
+
 
 def near_sums(
     pattern: Float[Tensor, "batch head query key"],
@@ -18,15 +20,13 @@ def near_sums(
 
     ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` less this is what comes from far.
     """
-    weighted = pattern.new_zeros((*pattern.shape[:2], pattern.shape[3]))
+    sums = pattern.new_zeros((*pattern.shape[:2], pattern.shape[3]))
     weight = counted[:, None].to(pattern.dtype)
-    queries = torch.arange(pattern.shape[2], device=pattern.device) + first_query - first_key
     for back in range(gap):
-        there = queries - back >= 0
-        keys = (queries - back).clamp(min=0)
-        seen = pattern.gather(-1, keys.expand(*pattern.shape[:2], -1)[..., None])[..., 0] * weight * there
-        weighted.index_add_(2, keys, seen)
-    return weighted
+        seen, keys = looking_back(pattern, back, first_query, first_key)
+        count = keys.stop - keys.start
+        sums[..., keys] += (seen * weight)[..., seen.shape[-1] - count :]
+    return sums
 
 
 def value_norms(
@@ -65,7 +65,7 @@ def massive(
     count, top, at = [], [], []
     for row, there in zip(stream, real, strict=True):
         size = row[there].abs().float()
-        median = size.flatten().sort().values[(size.numel() - 1) // 2]
+        median = size.median()
         bound = torch.maximum(ratio * median, median.new_tensor(least))
         count.append((size > bound).sum().float())
         top.append(size.max() / median)
