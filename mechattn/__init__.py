@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mechattn.interventions.affine import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
     from mechattn.interventions.knockout import Knockout as Knockout
+    from mechattn.look import explore as explore
     from mechattn.look import pattern as pattern
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
@@ -76,6 +77,7 @@ _HOME = {
     "ShuffledSentence": "prompts.conditions",
     "baseline_noise": "evaluation.noise",
     "evaluate": "evaluation.evaluate",
+    "explore": "look",
     "head_means": "engine.record",
     "load_evaluation": "evaluation.evaluate",
     "load_model": "model.load",

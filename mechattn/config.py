@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mechattn import render
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.registry import ANALYSES as KINDS
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.arm import ARM
@@ -55,6 +56,11 @@ FIGURES: dict[str, Callable] = {
         render.activation_metrics,
         render.near_zero_by_class,
         render.agreement,
+        render.heads_by_layer,
+        render.by_layer,
+        render.update_histogram,
+        render.update_map,
+        render.update_by_position,
     )
 }
 _SHOWS = {
@@ -65,6 +71,7 @@ _SHOWS = {
     "near_zero_by_class": "MlpActivations",
     "agreement": "MlpActivations",
 }
+_READINGS = {"mixed": "HeadUpdates", "top_target": "TopTargetUpdates"}
 
 
 class _Section(BaseModel):
@@ -260,7 +267,7 @@ def _check_figures(config: Config) -> None:
             if not isinstance(shown.get(name, 0) or 0, int):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
         for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
-            if name not in conditions:
+            if name not in conditions and name != BASELINE:
                 raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
         needed = _analyses_for(figure, shown, where)
         if not set(needed) & analyses:
@@ -282,6 +289,10 @@ def _check_names(figure: Figure, where: str) -> None:
 
 def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
+    if "reading" in shown:
+        if shown["reading"] not in _READINGS:
+            raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(_READINGS)}")
+        return [_READINGS[shown["reading"]]]
     if "quantity" not in shown:
         return [_SHOWS.get(figure.kind, "ReceivedAttention")]
     of = [kind for kind, cls in ANALYSES.items() if str(shown["quantity"]) in _quantities(cls())]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from typing import Any
 
 from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.engine.run import run
-from mechattn.errors import OptionError
-from mechattn.model.load import as_hooked
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.hooks import chosen_layers
+from mechattn.model.load import as_hooked, load_model
+from mechattn.model.scores import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
+from mechattn.render.explorer import Explorer, attention_explorer, check_count
 from mechattn.render.patterns import View, attention_pattern
+from mechattn.render.received_attention import check_heads
 
 
 def pattern(
@@ -47,3 +54,45 @@ def pattern(
     conditions = {} if condition is None else {name: condition}
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed, progress=False)
     return attention_pattern(result, layer, heads, name)
+
+
+def explore(
+    model: Any,
+    prompt: Prompt | str,
+    layers: Iterable[int] | int | None = None,
+    heads: Seq[int] | int | None = None,
+    condition: Condition | None = None,
+    *,
+    max_tokens: int = 256,
+    seed: int = 0,
+) -> Explorer:
+    """The attention of one prompt, to be gone through by layer, head and rank of the target; offline.
+
+    The map with the strongest targets marked and, where the scores of the model can be taken apart (ALiBi, or no
+    position in the scores), how much of them is content, bias and ALiBi. See ``render.attention_explorer``.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompt: A prompt or a text.
+        layers: The layers, from 0; all by default, and 64 heads in all at most.
+        heads: The heads of each layer, from 0; all by default.
+        condition: What is done to the prompt first; nothing by default.
+        max_tokens: Longer prompts are refused.
+        seed: For conditions that draw at random.
+
+    Raises:
+        MechattnError: The prompt is too long, a layer or head is out of range, or there are too many.
+    """
+    model = as_hooked(model)
+    chosen = chosen_layers(model, layers)
+    heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
+    check_heads(heads, model.cfg.n_heads)
+    check_count(len(chosen), len(heads))
+    name = "baseline" if condition is None else type(condition).__name__
+    conditions = {} if condition is None else {name: condition}
+    analyses: list[Any] = [AttentionMap(max_tokens)]
+    with suppress(ModelError):  # its scores are no such sum
+        scores_of(load_model(model), chosen)
+        analyses.append(ScoreDecomposition())
+    result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed, progress=False)
+    return attention_explorer(result, name, heads=heads)

@@ -87,3 +87,71 @@ def test_a_page_that_asks_the_network_would_be_noticed(opened, tmp_path):
     path.write_text("<!doctype html><script src='https://cdn.example.org/plotly.js'></script>")
     with pytest.raises(AssertionError, match="asked for"):
         opened(path)
+
+
+def test_the_explorer_of_one_prompt(opened, tmp_path):
+    """Figures 1 and 2: tokens are escaped, a slider changes the layer, hovering shows the numbers."""
+    falcon = ma.load_model("toy:falcon")
+    view = ma.explore(falcon, "Tom has <b>3</b> apples & 2 pears. How many?")
+    view.save(tmp_path / "explore.html")
+    page = opened(tmp_path / "explore.html")
+    assert page.title() == "Attention focus"
+    title = page.locator("[data-part=map] .gtitle")
+    assert title.text_content() == "Figure 1: attention map, layer 0, head 0"
+    before = page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]")
+    page.locator("[data-part=layer]").fill("2")
+    page.locator("[data-part=head]").select_option("3")
+    page.wait_for_timeout(300)
+    assert title.text_content() == "Figure 1: attention map, layer 2, head 3"
+    assert page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]") != before
+    hover(page, "[data-part=map]")
+    words = page.locator("[data-part=map] .hoverlayer").text_content()
+    assert "p = " in words
+    assert "ALiBi" in words
+    page.locator("[data-part=rank]").select_option("1")
+    page.wait_for_timeout(300)
+    assert "target of rank 2" in page.locator("[data-part=parts] .gtitle").text_content()
+    count = page.evaluate("document.querySelector('[data-part=parts]').data[0].a.length")
+    tokens = page.evaluate("document.querySelector('[data-part=course]').data[0].x.length")
+    assert count == tokens - 1
+    shares = page.evaluate(
+        "(() => { const d = document.querySelector('[data-part=parts]').data[0];"
+        " return d.a.map((x, i) => x + d.b[i] + d.c[i]); })()"
+    )
+    assert all(abs(share - 1) < 1e-6 for share in shares)
+
+
+def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
+    """Figures 4 and 9: a tooltip that names the head, a slider that shows another layer."""
+    from mechattn.page import results_page
+
+    slash = {"slash": ma.MeaninglessTokens("/", 10)}
+    result = ma.run(toy, prompts[:4], slash, [ma.AttentionFocus(), ma.HeadUpdates()], progress=False)
+    drawn = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
+    page = opened(results_page([result], tmp_path / "index.html", drawn))
+    plots = page.locator(".js-plotly-plot")
+    assert plots.count() == 2
+    point = plots.nth(0).locator(".scatterlayer .point").first
+    point.scroll_into_view_if_needed()
+    box = point.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(500)
+    assert "head" in plots.nth(0).locator(".hoverlayer").text_content()
+    step = plots.nth(1).locator(".slider-rail-touch-rect")
+    step.scroll_into_view_if_needed()
+    box = step.bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(800)
+    last = result["head_updates"].sizes["layer"] - 1
+    assert f"layer {last}" in plots.nth(1).locator(".gtitle").text_content()
+    assert page.evaluate("document.querySelectorAll('.js-plotly-plot')[1].data.map(t => t.visible)").index(True) == last
+
+
+def hover(page, selector):
+    """Move the mouse to a point in the lower left of a plot, where the map is."""
+    place = page.locator(f"{selector} .nsewdrag").first
+    place.scroll_into_view_if_needed()
+    box = place.bounding_box()
+    for part in (0.2, 0.22):
+        page.mouse.move(box["x"] + part * box["width"], box["y"] + 0.7 * box["height"])
+        page.wait_for_timeout(400)

@@ -1,0 +1,175 @@
+"""The attention of one prompt to be gone through on a page: map, parts of the scores, layer and head by controls."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.render.received_attention import check_heads
+from mechattn.render.theme import FONT, model_caption
+from mechattn.results.result import Result
+
+MOST = 64  # heads: 170 tokens then take 2.5 MB
+STEP = 0.003  # nats: a probability to 0.15 %, down to 1e-43
+_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """A piece of HTML that needs plotly's script once on its page.
+
+    In a notebook it shows itself in a frame of its own, without asking the network.
+    """
+
+    body: str
+    height: int = 1850
+
+    def page(self) -> str:
+        """A whole HTML document that opens offline."""
+        import plotly.offline
+
+        script = plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention focus</title><style>'
+            f"body {{ font-family: {FONT}; margin: 1.5em; color-scheme: light dark }}</style></head>"
+            f"<body><script>{script}</script>{self.body}</body></html>"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to a file."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(self.page(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        source = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
+
+
+def attention_explorer(
+    result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None
+) -> Explorer:
+    """Figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt; layer, head and rank by controls.
+
+    The map: hover for both tokens, probability, rank and the parts of the score; marks on the strongest targets of each
+    query that together hold half of its attention, at most eight: green itself, purple the first token, orange
+    another, the symbol by rank. Where scores can be taken apart, the ternary plot of content, bias and ALiBi of the
+    target of a rank, and the course of bias and ALiBi over positions.
+
+    Args:
+        result: A result with ``AttentionMap``, and ``ScoreDecomposition`` where the model allows it; its prompt's own
+            positions (``positions="prompts"``) are needed for the latter.
+        condition: Which condition of the prompt.
+        prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
+        heads: Which heads of each layer, from 0; all by default.
+
+    Raises:
+        OptionError: No map, no such condition, prompt or head, or more than 64 heads.
+    """
+    maps = result["attention_map"].attention
+    chosen = list(range(maps.sizes["head"]) if heads is None else heads)
+    check_heads(chosen, maps.sizes["head"])
+    maps = maps.isel(head=chosen)
+    _check(result, condition, prompt, maps)
+    here = maps.sel(condition=condition).isel(prompt=prompt)
+    length = int((result["sequences"].origin.sel(condition=condition).isel(prompt=prompt) >= -1).sum())
+    square = here.values[..., :length, :length].reshape(-1, length, length)
+    low = np.tril_indices(length)
+    with np.errstate(divide="ignore"):
+        logs = np.clip(np.log(square[:, low[0], low[1]]) / STEP, -32767, 0)
+    names = [(int(n), int(h)) for n in here.layer.values for h in here["head"].values]
+    windows = [_window(one) for one in square]
+    data = {
+        "tokens": _tokens(result, condition, prompt, length),
+        "heads": [
+            {"layer": n, "head": h, "name": f"layer {n}, head {h}", "window": w}
+            for (n, h), w in zip(names, windows, strict=True)
+        ],
+        "step": STEP,
+        "logs": _packed(np.rint(logs), "<i2"),
+        "parts": _parts(result, condition, prompt, length, chosen),
+        "font": FONT,
+    }
+    caption = f"{model_caption(result)}, condition “{condition}”, {length} tokens"
+    return Explorer(_body(data, caption))
+
+
+def _check(result: Result, condition: str, prompt: int, maps: Any) -> None:
+    if condition not in result.conditions:
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
+    if not 0 <= prompt < maps.sizes["prompt"]:
+        raise OptionError(f"prompt={prompt}: the result has prompts 0 to {maps.sizes['prompt'] - 1}")
+    check_count(maps.sizes["layer"], maps.sizes["head"])
+
+
+def check_count(layers: int, heads: int) -> None:
+    """Refuse more maps than a page takes.
+
+    Raises:
+        OptionError: More than 64.
+    """
+    if layers * heads > MOST:
+        per = max(1, MOST // heads)
+        raise OptionError(
+            f"{layers} layers × {heads} heads are {layers * heads} maps, and a page takes {MOST}: choose heads, or "
+            f"fewer layers, such as layers=range({per})"
+        )
+
+
+def _window(pattern: np.ndarray) -> int:
+    """How many keys a query sees, from the map itself: beyond a window every probability is 0."""
+    n = len(pattern)
+    seen = [back for back in range(n) if np.diagonal(pattern, -back).any()]
+    return max(seen) + 1
+
+
+def _tokens(result: Result, condition: str, prompt: int, length: int) -> list[str]:
+    sequences = result["sequences"].sel(condition=condition)
+    texts = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
+    return [str(token) for token in texts.values[:length]]
+
+
+def _parts(result: Result, condition: str, prompt: int, length: int, heads: list[int]) -> dict[str, str] | None:
+    """Bias and ALiBi of every key; what is left of the score is content."""
+    if "score_decomposition" not in result.datasets:
+        return None
+    found = {}
+    for name in ("bias", "alibi"):
+        variable = result["score_decomposition"].get(f"{name}_of_key_per_prompt")
+        if variable is None:
+            raise OptionError('the parts of single prompts were not kept: run with positions="prompts"')
+        values = variable.sel(condition=condition).isel(prompt=prompt, head=heads).values[..., :length]
+        found[name] = _packed(values, "<f4")
+    return found
+
+
+def _packed(values: np.ndarray, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values.astype(kind)).tobytes()).decode()
+
+
+def _body(data: dict[str, Any], caption: str) -> str:
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    name = "explorer-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+    ranks = "".join(f'<option value="{i}">{i + 1}</option>' for i in range(_RANKS))
+    hidden = "" if data["parts"] else ' style="display:none"'
+    script = files("mechattn.render").joinpath("explorer.js").read_text(encoding="utf-8")
+    return (
+        f'<figure class="explorer" id="{name}"><figcaption>{html.escape(caption)}</figcaption><p class="controls">'
+        '<label>layer <output data-part="layer-name"></output> <input type="range" data-part="layer" min="0" value="0">'
+        '</label> <label><select data-part="head"></select></label> '
+        f'<label{hidden}>target of rank <select data-part="rank">{ranks}</select></label></p>'
+        '<div data-part="map"></div>'
+        f'<div data-part="parts"{hidden}></div><div data-part="course"{hidden}></div></figure>'
+        f'<script>{script}\nmechattnExplorer(document.getElementById("{name}"), {text});</script>'
+    )

@@ -1,0 +1,193 @@
+"""One number a head by layer: every head as a line that crosses no other, or the mean over heads by condition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.results.result import Result
+from mechattn.stats.intervals import FEWEST, t_interval
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    import xarray as xr
+
+_WORDS = {
+    "self_share": "strongest target: the query itself",
+    "first_share": "strongest target: the first token",
+    "previous_share": "strongest target: the token before",
+    "self_mass": "attention to the query itself",
+    "first_mass": "attention to the first token",
+    "previous_mass": "attention to the token before",
+    "inserted_mass": "attention to the inserted tokens",
+    "concentration": "p(1) − p(2)",
+}
+
+
+def heads_by_layer(
+    result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
+) -> go.Figure:
+    """One number a head over the layers, a panel a condition; lines are sorted within each layer, so that none cross.
+
+    A line is a rank, not a head: heads of different layers have nothing to do with each other. Hover for the head, its
+    mean over prompts and its 95 % interval. (R. Claus, figures 4 to 6, as their captions describe them.)
+
+    Args:
+        result: A result with ``AttentionFocus``, or another analysis with a number a head.
+        quantity: Such as "self_share", "first_share", "concentration", "entropy_share", "value_drain".
+        segment: Whose queries, where the quantity has segments.
+        conditions: The panels; the baseline and all others by default.
+
+    Raises:
+        OptionError: No such quantity, segment or condition, or one without heads.
+    """
+    from plotly.subplots import make_subplots
+
+    names = list(result.conditions if conditions is None else conditions)
+    variable = _variable(result, quantity, segment, names)
+    if "head" not in variable.dims:
+        raise OptionError(f"{quantity!r} has no heads; see by_layer")
+    titles = [condition_words(result, name) for name in names]
+    figure = make_subplots(1, len(names), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    layers = variable.layer.values
+    for column, name in enumerate(names, 1):
+        values = variable.sel(condition=name).transpose("prompt", "layer", "head").values
+        mean, low, high = _interval(values)
+        order = np.argsort(mean, axis=1)[:, ::-1]
+        for rank in range(mean.shape[1]):
+            at = np.arange(len(layers)), order[:, rank]
+            shown = np.stack([variable["head"].values[order[:, rank]], low[at], high[at]], -1)
+            figure.add_scatter(
+                x=layers, y=mean[at], customdata=shown, mode="lines+markers", showlegend=False, row=1, col=column,
+                line=dict(width=1.2, color=_shade(rank, mean.shape[1])), marker=dict(size=5),
+                hovertemplate="layer %{x}, head %{customdata[0]}: %{y:.3f} [%{customdata[1]:.3f}, "
+                "%{customdata[2]:.3f}]<extra></extra>",
+            )  # fmt: skip
+        figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
+    figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
+    figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
+    note = f"{_of(variable, segment)}n = {variable.sizes['prompt']} prompts; lines sorted within each layer"
+    title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
+    figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
+    return figure
+
+
+def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
+    """The mean over heads by layer, a line a condition, with 95 % intervals over prompts; dotted: the uniform null.
+
+    Args:
+        result: A result.
+        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (a panel a block).
+        segment: Whose queries or tokens, where the quantity has segments.
+        conditions: All that have the quantity by default.
+
+    Raises:
+        OptionError: No such quantity, segment or condition.
+    """
+    from plotly.subplots import make_subplots
+
+    names = list(result.conditions if conditions is None else conditions)
+    variable = _variable(result, quantity, segment, names)
+    names = [name for name in names if variable.sel(condition=name).notnull().any()]
+    panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
+    figure = make_subplots(1, len(panels), subplot_titles=[p or "" for p in panels], horizontal_spacing=0.08)
+    null = _uniform(result, quantity, segment)
+    for column, panel in enumerate(panels, 1):
+        one = variable if panel is None else variable.sel(block=panel)
+        for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
+            _line(figure, one.sel(condition=name), condition_words(result, name), colour, column)
+            if null is not None:
+                y = null.sel(condition=name).mean("prompt").values
+                figure.add_scatter(
+                    x=one.layer.values, y=y, mode="lines", showlegend=False, row=1, col=column,
+                    line=dict(color=colour, dash="dot", width=1), hovertemplate="uniform: %{y:.3f}<extra></extra>",
+                )  # fmt: skip
+    figure.update_xaxes(title_text="layer")
+    figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
+    heads = "mean over heads; " if "head" in variable.dims else ""
+    dotted = "; dotted: uniform attention" if null is not None else ""
+    note = f"{_of(variable, segment)}{heads}n = {variable.sizes['prompt']} prompts; bands: 95 % intervals{dotted}"
+    title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
+    figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
+    return figure
+
+
+def _line(figure: go.Figure, values: xr.DataArray, words: str, colour: str, column: int) -> None:
+    """A line over layers with its band."""
+    prompts = values.mean("head") if "head" in values.dims else values
+    mean, low, high = _interval(prompts.transpose("prompt", "layer").values)
+    x = values.layer.values
+    figure.add_scatter(
+        x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", fillcolor=faint(colour), line_width=0,
+        mode="lines", hoverinfo="skip", showlegend=False, row=1, col=column, legendgroup=words,
+    )  # fmt: skip
+    figure.add_scatter(
+        x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
+        mode="lines+markers", line=dict(color=colour), row=1, col=column,
+        hovertemplate="layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra>" + words + "</extra>",
+    )  # fmt: skip
+
+
+def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean and ends over prompts; fewer than three prompts have no interval."""
+    if len(values) >= FEWEST:
+        made = t_interval(values)
+        return made.estimate, made.low, made.high
+    mean = np.nanmean(values, axis=0)
+    return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+
+
+def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> xr.DataArray:
+    """The values [prompt, condition, layer, …] of a quantity."""
+    for name in conditions:
+        if name not in result.conditions:
+            have = ", ".join(map(repr, result.conditions))
+            raise OptionError(f"there is no condition {name!r}; the result has {have}")
+    found = _found(result, quantity)
+    if found is None:
+        known = sorted(
+            str(name) for at in result.datasets for name, v in result[at].items() if {"prompt", "layer"} <= set(v.dims)
+        )
+        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(known)}")
+    if "segment" in found.dims:
+        if segment not in found.segment.values:
+            raise OptionError(
+                f"segment={segment!r}: choose one of {', '.join(map(repr, found.segment.values.tolist()))}"
+            )
+        found = found.sel(segment=segment)
+    others = set(found.dims) - {"prompt", "condition", "layer", "head", "block"}
+    if others:
+        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(sorted(others))})")
+    return found
+
+
+def _found(result: Result, quantity: str) -> Any:
+    for at in result.datasets:
+        for name in (quantity, f"{quantity}_by_segment"):
+            if name in result[at] and {"prompt", "layer"} <= set(result[at][name].dims):
+                return result[at][name]
+    return None
+
+
+def _uniform(result: Result, quantity: str, segment: str) -> xr.DataArray | None:
+    for name in (f"{quantity}_uniform", f"{quantity}_by_segment_uniform"):
+        found = _found(result, name)
+        if found is not None:
+            return found.sel(segment=segment) if "segment" in found.dims else found
+    return None
+
+
+def _of(variable: xr.DataArray, segment: str) -> str:
+    return f"{segment} tokens; " if "segment" in variable.coords else ""
+
+
+def _shade(rank: int, count: int) -> str:
+    """From dark to light blue by rank."""
+    part = rank / max(1, count - 1)
+    low, high = (11, 61, 120), (158, 197, 232)
+    return "rgb(" + ", ".join(str(round(a + part * (b - a))) for a, b in zip(low, high, strict=True)) + ")"

@@ -1,0 +1,226 @@
+"""Head updates: how large, in which direction, at which tokens; the layer by a slider."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.render.theme import LAYOUT, condition_words, model_caption
+from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    import xarray as xr
+
+Reading = Literal["mixed", "top_target"]
+_SCALE = [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]]
+
+
+def update_histogram(
+    result: Result,
+    quantity: Literal["magnitude", "orientation"] = "magnitude",
+    condition: str = BASELINE,
+    reading: Reading = "mixed",
+) -> go.Figure:
+    """How magnitude or orientation of each head's update is spread over tokens, a row a head; the layer by the slider.
+
+    The dotted line: 1 / heads for the magnitude, 0 (across the residual stream) for the orientation. (R. Claus, figures
+    7 and 8; these show the update by all that a head reads, and with reading="top_target" that by its strongest target
+    alone, as the published ones do.)
+
+    Args:
+        result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
+        quantity: "magnitude" or "orientation".
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: It was not measured.
+    """
+    import plotly.graph_objects as go
+
+    if quantity not in ("magnitude", "orientation"):
+        raise OptionError(f'quantity={quantity!r}: choose "magnitude" or "orientation"')
+    counts = _counts(result, f"{quantity}_counts", condition, reading)
+    bins = counts[f"{quantity}_bin"].values
+    shown = slice(1, -1) if quantity == "magnitude" else slice(1, None)
+    figure, heads = go.Figure(), counts.sizes["head"]
+    for number, layer in enumerate(counts.layer.values):
+        here = counts.sel(layer=layer).transpose("head", ...)
+        share = 100 * here.values / here.values.sum(-1, keepdims=True)
+        x = _middles(bins)[shown]
+        figure.add_heatmap(
+            x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=share[:, shown],
+            visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>tokens"),
+            customdata=np.broadcast_to(_ranges(bins)[shown], (heads, len(x))),
+            hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
+        )  # fmt: skip
+    reference = np.log10(1 / heads) if quantity == "magnitude" else 0
+    figure.add_vline(reference, line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
+    figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
+    _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
+    return figure
+
+
+def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
+    """Orientation against magnitude of the updates of all heads and tokens; the layer by the slider.
+
+    Below 0 an update takes away from the residual stream, above it adds along it. (R. Claus, figure 9.)
+
+    Args:
+        result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: It was not measured.
+    """
+    import plotly.graph_objects as go
+
+    counts = _counts(result, "joint_counts", condition, reading)
+    sizes, turns = counts.magnitude_bin.values, counts.orientation_bin.values
+    figure = go.Figure()
+    for number, layer in enumerate(counts.layer.values):
+        z = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values[1:, 1:-1]
+        words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
+        figure.add_heatmap(
+            x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:], z=np.where(z > 0, 100 * z / z.sum(), np.nan),
+            visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>updates"), customdata=words,
+            hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
+        )  # fmt: skip
+    figure.add_hline(0, line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.add_vline(np.log10(1 / _heads(result)), line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
+    figure.update_yaxes(title_text=_AXIS["orientation"])
+    _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
+    return figure
+
+
+def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
+    """Magnitude of every head's update at each position, means over prompts; the layer by the slider. (Figure 10.)
+
+    Args:
+        result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: It was not measured for each token.
+    """
+    import plotly.graph_objects as go
+
+    dataset = _dataset(result, reading)
+    name = f"{_prefix(reading)}magnitude_at"
+    if name not in dataset:
+        raise OptionError("the updates of single tokens were not kept: measure HeadUpdates(per_query=True)")
+    _check_condition(result, condition)
+    values, n = dataset[name].sel(condition=condition), dataset[f"{name}_n"].sel(condition=condition)
+    texts = result["sequences"].first_prompt_text.sel(condition=condition).values
+    heads, keys = values.sizes["head"], values.sizes["key"]
+    figure = go.Figure()
+    for number, layer in enumerate(values.layer.values):
+        y = values.sel(layer=layer).transpose("head", "key").values
+        seen = np.isfinite(y) & (n.sel(layer=layer).transpose("head", "key").values > 0)
+        head, key = np.nonzero(seen)
+        token = [
+            f"head {h}, position {k} “{texts[k]}”" if keys <= len(texts) else f"head {h}"
+            for h, k in zip(head, key, strict=True)
+        ]
+        figure.add_scattergl(
+            x=key, y=y[head, key].astype(np.float32), mode="markers", visible=number == 0, text=_escaped(token),
+            marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
+            hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
+        )  # fmt: skip
+    figure.add_hline(1 / heads, line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.update_xaxes(title_text="position (text: that of the first prompt)")
+    figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
+    _finish(figure, result, condition, reading, "head updates by position", values, 500)
+    return figure
+
+
+_AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
+
+
+def _prefix(reading: str) -> str:
+    return "top_target_" if reading == "top_target" else ""
+
+
+def _dataset(result: Result, reading: str) -> xr.Dataset:
+    names = {"mixed": ("head_updates", "HeadUpdates"), "top_target": ("top_target_updates", "TopTargetUpdates")}
+    if reading not in names:
+        raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
+    name, analysis = names[reading]
+    if name not in result.datasets:
+        raise OptionError(f"this result has no {name}; run it with analyses=[{analysis}(), …]")
+    return result[name]
+
+
+def _check_condition(result: Result, condition: str) -> None:
+    if condition not in result.conditions:
+        have = ", ".join(map(repr, result.conditions))
+        raise OptionError(f"there is no condition {condition!r}; the result has {have}")
+
+
+def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
+    """Counts added up over prompts."""
+    dataset = _dataset(result, reading)
+    _check_condition(result, condition)
+    return dataset[f"{_prefix(reading)}{name}"].sel(condition=condition).sum("prompt")
+
+
+def _heads(result: Result) -> int:
+    return int(result.provenance["model"]["heads"])
+
+
+def _middles(edges: np.ndarray) -> np.ndarray:
+    """The middle of each bin; the outermost are as wide as their neighbours. Magnitudes: in the logarithm."""
+    if edges[0] == 0:
+        inner = np.log10(edges[1:])
+        step = inner[1] - inner[0]
+        return 10 ** np.array([inner[0] - step / 2, *(inner + step / 2)])
+    step = edges[2] - edges[1]
+    return np.array([edges[1] - step / 2, *(edges[1:] + step / 2)])
+
+
+def _ranges(edges: np.ndarray) -> np.ndarray:
+    """Each bin in words."""
+    ends = [*edges[1:], np.inf]
+    return np.array([f"{a:.3g} to {b:.3g}" for a, b in zip(edges, ends, strict=True)])
+
+
+def _decades(edges: np.ndarray) -> dict[str, Any]:
+    ticks = range(-4, 3)
+    return {"tickvals": list(ticks), "ticktext": [f"{10.0**t:g}" for t in ticks]}
+
+
+def _escaped(texts: list[str]) -> list[str]:
+    import html
+
+    return [html.escape(text).replace("\n", "⏎") for text in texts]
+
+
+def _finish(
+    figure: go.Figure, result: Result, condition: str, reading: str, what: str, values: xr.DataArray, height: int
+) -> None:
+    """Title, and a slider with a step for each layer."""
+    layers = values.layer.values.tolist()
+    note = f"{condition_words(result, condition)}; {result['sequences'].sizes['prompt']} prompts"
+    note += "; the strongest target's part alone" if reading == "top_target" else ""
+    title = f"{model_caption(result)}: {what}"
+
+    def words(layer: int) -> str:
+        return f"{title}<br><sup>layer {layer}; {note}</sup>"
+
+    steps = [
+        dict(
+            method="update", label=str(layer),
+            args=[{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}],
+        )
+        for number, layer in enumerate(layers)
+    ]  # fmt: skip
+    slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
+    figure.update_layout(**LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]})

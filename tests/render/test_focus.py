@@ -1,0 +1,163 @@
+"""What the figures of focus, updates and sinks show is what the result holds; what is not there is said."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.analysis.attention_map import AttentionMap
+from mechattn.errors import OptionError
+from mechattn.model.architectures import tiny_model
+
+ANALYSES = [
+    ma.AttentionFocus(), ma.HeadUpdates(per_query=True), ma.TopTargetUpdates(), ma.BlockUpdates(), ma.AttentionSinks(),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 20)}, ANALYSES, progress=False)
+
+
+def test_lines_are_sorted_within_each_layer_and_name_their_head(result):
+    figure = ma.render.heads_by_layer(result, "first_mass")
+    data = result["attention_focus"].first_mass.sel(segment="question").mean("prompt")
+    heads = data.sizes["head"]
+    assert len(figure.data) == 2 * heads
+    for panel, condition in enumerate(("baseline", "slash")):
+        traces = figure.data[panel * heads : (panel + 1) * heads]
+        y = np.array([trace.y for trace in traces])
+        assert (np.diff(y, axis=0) <= 0).all(), "no line crosses another"
+        for trace in traces:
+            for layer, (value, shown) in enumerate(zip(trace.y, trace.customdata, strict=True)):
+                expected = data.sel(condition=condition, layer=layer).isel(head=int(shown[0]))
+                assert value == pytest.approx(float(expected), rel=1e-5)
+                assert shown[1] < value < shown[2]
+
+
+def test_the_mean_over_heads_and_its_null(result):
+    figure = ma.render.by_layer(result, "span_mass")
+    lines = [t for t in figure.data if t.line.dash == "dot"]
+    sinks = result["attention_sinks"]
+    np.testing.assert_allclose(lines[0].y, sinks.span_mass_uniform.sel(condition="slash").mean("prompt"), rtol=1e-6)
+    drawn = next(t for t in figure.data if t.name == "Meaningless tokens")
+    expected = sinks.span_mass.sel(condition="slash").mean(["prompt", "head"])
+    np.testing.assert_allclose(drawn.y, expected, rtol=1e-5)
+    blocks = ma.render.by_layer(result, "block_magnitude")
+    assert [a.text for a in blocks.layout.annotations] == ["attention", "mlp"]
+
+
+@pytest.mark.parametrize("reading", ["mixed", "top_target"])
+def test_histograms_hold_every_token_and_the_slider_every_layer(result, reading):
+    layers = result["head_updates"].sizes["layer"]
+    for draw in (ma.render.update_histogram, ma.render.update_map):
+        figure = draw(result, condition="slash", reading=reading)
+        assert [trace.visible for trace in figure.data] == [n == 0 for n in range(layers)]
+        steps = figure.layout.sliders[0].steps
+        assert [step.args[0]["visible"].index(True) for step in steps] == list(range(layers))
+        assert "layer 2" in steps[2].args[1]["title.text"]
+    histogram = ma.render.update_histogram(result, condition="slash", reading=reading)
+    np.testing.assert_allclose(np.nansum(histogram.data[0].z, axis=1), 100, atol=0.5)
+    whole = ma.render.update_map(result, condition="slash", reading=reading).data[1]
+    counts = result["head_updates" if reading == "mixed" else "top_target_updates"]
+    name = "joint_counts" if reading == "mixed" else "top_target_joint_counts"
+    total = counts[name].sel(condition="slash", layer=1).sum("prompt")
+    top = np.unravel_index(np.nanargmax(whole.z), whole.z.shape)
+    assert int(total.values.T[1:, 1:-1][top]) == total.max()
+
+
+def test_updates_by_position(result):
+    figure = ma.render.update_by_position(result)
+    data = result["head_updates"].magnitude_at.sel(condition="baseline", layer=0)
+    trace = figure.data[0]
+    for x, y, color in list(zip(trace.x, trace.y, trace.marker.color, strict=True))[::17]:
+        assert y == pytest.approx(float(data.isel(head=color, key=x)), rel=1e-4)
+
+
+def test_what_cannot_be_shown_is_said(result, toy, prompts):
+    for call, message in (
+        (lambda: ma.render.heads_by_layer(result, "first_mas"), "no analysis of this result has 'first_mas'"),
+        (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; see by_layer"),
+        (lambda: ma.render.heads_by_layer(result, "first_mass", conditions=["x"]), "there is no condition 'x'"),
+        (lambda: ma.render.heads_by_layer(result, "first_mass", "poem"), "segment='poem': choose one of"),
+        (lambda: ma.render.by_layer(result, "magnitude_counts"), "more than one number for each head"),
+        (lambda: ma.render.update_histogram(result, "size"), 'choose "magnitude" or "orientation"'),
+        (lambda: ma.render.update_map(result, reading="all"), 'choose "mixed" or "top_target"'),
+        (lambda: ma.render.update_map(result, "x"), "there is no condition 'x'"),
+        (lambda: ma.render.update_by_position(result, reading="top_target"), "were not kept"),
+        (lambda: ma.explore(toy, prompts[0], heads=[99]), "head 99 is out of range"),
+        (lambda: ma.explore(toy, prompts[0], max_tokens=10), "a map shows at most 10"),
+    ):
+        with pytest.raises(OptionError if "a map" not in message else ma.MechattnError, match=message):
+            call()
+    few = ma.run(toy, prompts[:1], analyses=ma.AttentionFocus(), progress=False)
+    with pytest.raises(OptionError, match=r"run it with analyses=\[HeadUpdates"):
+        ma.render.update_map(few)
+    assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][1]), "one prompt has no interval"
+
+
+def blob(explorer):
+    """The data that the script of an explorer reads."""
+    text = re.search(r'mechattnExplorer\(document.getElementById\("[^"]+"\), (\{.*\})\);</script>', explorer.body, re.S)
+    return json.loads(text.group(1))
+
+
+def test_the_explorer_holds_probabilities_and_parts(prompts):
+    falcon = ma.load_model("toy:falcon")
+    analyses = [AttentionMap(), ma.ScoreDecomposition()]
+    result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts", progress=False)
+    data = blob(ma.render.attention_explorer(result, heads=[5, 2]))
+    maps = result["attention_map"].attention.isel(prompt=0, condition=0)
+    n = len(data["tokens"])
+    logs = np.frombuffer(base64.b64decode(data["logs"]), "<i2").reshape(len(data["heads"]), -1)
+    for head, packed in zip(data["heads"], logs, strict=True):
+        expected = maps.sel(layer=head["layer"]).isel(head=head["head"]).values[:n, :n][np.tril_indices(n)]
+        seen = expected > 1e-30
+        np.testing.assert_allclose(np.exp(packed * data["step"])[seen], expected[seen], rtol=0.0016)
+    assert [(h["layer"], h["head"]) for h in data["heads"][:3]] == [(0, 5), (0, 2), (1, 5)]
+    alibi = np.frombuffer(base64.b64decode(data["parts"]["alibi"]), "<f4").reshape(len(data["heads"]), n)
+    expected = result["score_decomposition"].alibi_of_key_per_prompt.isel(prompt=0, condition=0)
+    np.testing.assert_allclose(alibi[0], expected.sel(layer=0).isel(head=5).values[:n], rtol=1e-6)
+    # The parts that the script rebuilds: content = log p less bias and ALiBi, centred.
+    row, q = maps.sel(layer=0).isel(head=5).values[n - 1, :n], n - 1
+    bias = np.frombuffer(base64.b64decode(data["parts"]["bias"]), "<f4").reshape(len(data["heads"]), n)[0]
+    parts = [np.log(row), -bias, -alibi[0]]
+    content = sum(part - part.mean() for part in parts)
+    again = ma.run(
+        falcon, prompts[:1], analyses=ma.ScoreDecomposition(per_query=True), positions="prompts", progress=False
+    )["score_decomposition"].isel(prompt=0, condition=0, layer=0, head=5)
+    target = int(again.target_at_per_prompt[q])
+    assert content[target] == pytest.approx(float(again.content_at_per_prompt[q]), abs=2e-3)
+
+
+def test_sizes_for_a_passage_of_170_tokens(tokenizer):
+    """24 layers of 32 heads: summaries below 3 MB; 64 maps below 10 MB; more maps are refused."""
+    model = ma.load_model(
+        tiny_model("BLOOM", len(tokenizer), hidden_size=256, n_head=32, n_layer=24), tokenizer=tokenizer, verify=False
+    )
+    tokens = torch.randint(5, 700, (3, 170), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = 1
+    result = ma.run(model, tokens, analyses=[ma.AttentionFocus(), ma.HeadUpdates()], progress=False)
+    drawn = [ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")]
+    drawn += [ma.render.update_histogram(result, q) for q in ("magnitude", "orientation")] + [
+        ma.render.update_map(result)
+    ]
+    assert sum(len(figure.to_json()) for figure in drawn) < 3e6
+    maps = ma.run(
+        model, tokens[:1], analyses=[AttentionMap(), ma.ScoreDecomposition()], layers=[0, 1], positions="prompts",
+        progress=False,
+    )  # fmt: skip
+    assert len(ma.render.attention_explorer(maps).body) < 10e6
+    with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, and a page takes 64"):
+        ma.explore(model, tokens[0])
+
+
+def test_a_model_without_alibi_is_explored_without_parts(toy):
+    view = ma.explore(toy, "Tom has 3 apples.", layers=0)
+    assert blob(view)["parts"] is None
+    with pytest.raises(ma.MechattnError, match="RoPE"):
+        ma.run(toy, "Tom has 3 apples.", analyses=ma.ScoreDecomposition(), progress=False)
