@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,11 @@ from mechattn.model.toys import load_tokenizer
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.prompt import Prompt
 
-_PROMPTS = (Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"), Prompt("Add 2 and 5, please.", id="b"))
+_PROMPTS = (
+    Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"),
+    Prompt("Add 2 and 5, please, then take 3 away and say it.", id="b"),
+)
+_MANY = 5  # families: a reason that so many share is said once
 _MINOR = ("hooks", "bos")
 
 
@@ -88,17 +93,29 @@ def as_markdown(rows: Iterable[Family]) -> str:
     for row in rows:
         said = ["yes" if outcome == "yes" else "no" for outcome in row.analyses.values()]
         lines.append(_line([row.name, f"`{row.model_class}`", row.layers, row.verified.split(":")[0], *said]))
+    refused = [_refused(row) for row in rows]
+    counts = Counter(reason for reasons in refused for reason in reasons)
     notes = []
-    for row in rows:
-        refused: dict[str, list[str]] = {}
-        for name, outcome in row.analyses.items():
-            if outcome != "yes":
-                refused.setdefault(outcome.removeprefix("no: "), []).append(f"`{name}`")
+    for reason in (reason for reason, count in counts.items() if count >= _MANY):
+        named = ", ".join(row.name for row, reasons in zip(rows, refused, strict=True) if reason in reasons)
+        analyses = next(reasons[reason] for reasons in refused if reason in reasons)
+        notes.append(f"- {', '.join(analyses)} refused: {reason}. So in {named}.")
+    for row, reasons in zip(rows, refused, strict=True):
         said = [row.verified] * (":" in row.verified) + list(row.limits)
-        said += [f"{', '.join(names)} refused: {why}" for why, names in refused.items()]
+        said += [f"{', '.join(names)} refused: {why}" for why, names in reasons.items() if counts[why] < _MANY]
         if said:
             notes.append(f"- **{row.name}**: {'; '.join(said)}.")
     return "\n".join([*lines, "", *notes])
+
+
+def _refused(row: Family) -> dict[str, list[str]]:
+    """The reasons of refusals, and the analyses that they are of."""
+    found: dict[str, list[str]] = {}
+    for name, outcome in row.analyses.items():
+        if outcome != "yes":
+            reason = outcome.removeprefix("no: ").replace(row.model_class, "the model")
+            found.setdefault(reason, []).append(f"`{name}`")
+    return found
 
 
 def _line(cells: Iterable[str]) -> str:

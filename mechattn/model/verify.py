@@ -252,7 +252,7 @@ def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     made = compare(
         "scores", pairs, PROBABILITY[dtype], "softmax of hook_attn_scores against the pattern", "", scale=1.0
     )
-    return limited(made, "hook_attn_scores does not hold the scores, so analyses of scores refuse this model")
+    return limited(made, "hook_attn_scores does not hold the scores; analyses read queries and keys instead")
 
 
 def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:

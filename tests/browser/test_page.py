@@ -100,17 +100,15 @@ def test_the_explorer_of_one_prompt(opened, tmp_path):
     assert title.text_content() == "Figure 1: attention map, layer 0, head 0"
     before = page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]")
     page.locator("[data-part=layer]").fill("2")
-    page.locator("[data-part=head]").select_option("3")
-    page.wait_for_timeout(300)
-    assert title.text_content() == "Figure 1: attention map, layer 2, head 3"
+    page.locator("[data-part=head]").select_option(value="3")
+    shows(page, "[data-part=map] .gtitle", "Figure 1: attention map, layer 2, head 3")
     assert page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]") != before
     hover(page, "[data-part=map]")
     words = page.locator("[data-part=map] .hoverlayer").text_content()
     assert "p = " in words
     assert "ALiBi" in words
-    page.locator("[data-part=rank]").select_option("1")
-    page.wait_for_timeout(300)
-    assert "target of rank 2" in page.locator("[data-part=parts] .gtitle").text_content()
+    page.locator("[data-part=rank]").select_option(index=1)
+    shows(page, "[data-part=parts] .gtitle", "target of rank 2")
     count = page.evaluate("document.querySelector('[data-part=parts]').data[0].a.length")
     tokens = page.evaluate("document.querySelector('[data-part=course]').data[0].x.length")
     assert count == tokens - 1
@@ -141,10 +139,16 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     step.scroll_into_view_if_needed()
     box = step.bounding_box()
     page.mouse.click(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
-    page.wait_for_timeout(800)
     last = result["head_updates"].sizes["layer"] - 1
-    assert f"layer {last}" in plots.nth(1).locator(".gtitle").text_content()
+    shows(page, ".js-plotly-plot:has(.slider-container) .gtitle", f"layer {last}")
     assert page.evaluate("document.querySelectorAll('.js-plotly-plot')[1].data.map(t => t.visible)").index(True) == last
+
+
+def shows(page, selector, words):
+    """Wait until an element holds these words; fail if it never does."""
+    page.wait_for_function(
+        "([selector, words]) => document.querySelector(selector).textContent.includes(words)", arg=[selector, words]
+    )
 
 
 def hover(page, selector):

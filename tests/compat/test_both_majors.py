@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.model.toys import load_tokenizer, toy_folder
 
 TOLERANCE = 1e-5
+TURNS = ("self_share", "first_share", "previous_share")  # a tie of the strongest target may turn
 ORIGINAL = """
 import sys, mechattn as ma
 from importlib.metadata import version
@@ -26,7 +28,8 @@ from mechattn.analysis.registry import ANALYSES
 assert version("transformer-lens").startswith("4."), version("transformer-lens")
 prompts = ma.load_prompts("word-problems", limit=4)
 slash = ma.MeaninglessTokens("/", 20)
-ma.run("toy:llama", prompts, {"slash": slash}, [make() for make in ANALYSES], progress=False).save(sys.argv[1])
+analyses = [make() for make in ANALYSES if make is not ma.ScoreDecomposition]
+ma.run("toy:llama", prompts, {"slash": slash}, analyses, progress=False).save(sys.argv[1])
 """
 
 
@@ -91,7 +94,7 @@ def test_this_is_the_older_major():
 def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     model = MODELS[made]()
     prompts = ma.load_prompts("word-problems", limit=4)
-    analyses = [make() for make in ANALYSES]
+    analyses = [make() for make in ANALYSES if make is not ScoreDecomposition]  # refused: this toy has RoPE
     result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
     about = result.provenance["model"]
     assert about["verified"]
@@ -99,10 +102,12 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     assert result.provenance["engine"] == ("hooks" if about["hooked_by"] == "HookedTransformer" else "streaming")
     for name in (analysis.name for analysis in analyses):
         for quantity, values in newest[name].data_vars.items():
-            # Norms and products are no probabilities; a share of activations moves by steps where one lies at an edge.
+            # Norms and products are no probabilities; shares and counts move by steps where something lies at an edge.
             of_mlp = name == "mlp_activations"
             steps = of_mlp and quantity.startswith(("histogram", "near_zero", "saturated"))
-            atol, rtol = (5e-4 if steps else TOLERANCE), (1e-4 if of_mlp else 0)
+            steps = 5e-4 if steps else 1.5 if quantity.endswith("_counts") else 0.05 if quantity in TURNS else 0
+            plain = name in ("received_attention", "affine_shift", "segment_flow", "attention_map")
+            atol, rtol = steps or TOLERANCE, 0 if plain else 1e-4
             got = result[name][quantity].values
             if quantity == "change_product":  # a cosine's numerator: rounding is that of the norms
                 atol = 1e-4 * float(abs(values).max())
