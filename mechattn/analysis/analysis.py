@@ -117,6 +117,11 @@ class Captures:
     batch: Batch
     window: int | None
 
+    def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
+        """What passed a hook, head by head; some bridges hand it over with all heads in a row."""
+        found = self.tensors[name]
+        return found.reshape(*found.shape[:2], heads, -1)
+
 
 @dataclass(frozen=True)
 class Quantity:

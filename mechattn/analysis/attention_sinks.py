@@ -153,13 +153,12 @@ class AttentionSinks:
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """The norm and the rank of what each head gives; the largest activations."""
-        z, stream = (captures.tensors[name] for name in _HOOKS)
         factor, real = (self.factors or {})[captures.layer], captures.batch.real
-        z = z.reshape(*z.shape[:2], len(factor), -1).to(factor.dtype)
+        z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
         there = (z * real[..., None, None]).transpose(1, 2).double()
         sums["gram"] = there.transpose(-1, -2) @ there
-        sums |= fn.massive(stream.to(factor.dtype), real, *self.massive)
+        sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *self.massive)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it."""

@@ -82,10 +82,10 @@ class DirectLogits:
         """The product of each head's update with the direction of the next token, before the final norm's scale."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
-        w_o, z = self.weights[captures.layer], captures.tensors["attn.hook_z"]
+        w_o = self.weights[captures.layer]
         following = captures.batch.tokens.roll(-1, 1)
         toward = self.reads.direction(following).to(w_o.dtype)
-        sums["product"] = update_product(z.reshape(*z.shape[:2], *w_o.shape[:2]).to(w_o.dtype), w_o, toward)
+        sums["product"] = update_product(captures.by_head("attn.hook_z", len(w_o)).to(w_o.dtype), w_o, toward)
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """The scale of the final norm."""

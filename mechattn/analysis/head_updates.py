@@ -89,8 +89,8 @@ class HeadUpdates:
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products, token by token."""
-        resid, z = (captures.tensors[name] for name in _HOOKS)
-        sums |= _measured(z, resid, (self.weights or {})[captures.layer])
+        weights = (self.weights or {})[captures.layer]
+        sums |= _measured(captures.by_head("attn.hook_z", len(weights[0])), captures.tensors["hook_resid_pre"], weights)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments, and counts."""
@@ -209,7 +209,7 @@ def _measured(
 ) -> Sums:
     w_o, factor = weights
     stream = resid.to(w_o.dtype)
-    z = z.reshape(*z.shape[:2], *w_o.shape[:2]).to(w_o.dtype)
+    z = z.to(w_o.dtype)
     return {
         "norm": fn.update_norm(z, factor),
         "product": fn.update_product(z, w_o, stream),

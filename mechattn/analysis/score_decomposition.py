@@ -108,8 +108,7 @@ class ScoreDecomposition:
         """The parts of each query's target, a block of queries at a time."""
         assert self.scores is not None, "calibrated() comes first"
         scores, batch = self.scores[captures.layer], captures.batch
-        q, k = captures.tensors[Q], captures.tensors[K]
-        q, k = q.reshape(*q.shape[:2], *scores.b_q.shape), k.reshape(*k.shape[:2], *scores.b_k.shape)
+        q, k = captures.by_head(Q, len(scores.b_q)), captures.by_head(K, len(scores.b_k))
         length = q.shape[1]
         for start in range(0, length, BLOCK):
             queries = torch.arange(start, min(start + BLOCK, length), device=q.device)

@@ -53,7 +53,7 @@ class Collector:
                 if per_key:
                     self._add_positions(name, prompt, at_condition, at_layer, array[row], batch.origin[row].numpy())
                 else:
-                    self._scalar_array(name, array[row])[prompt, at_condition, at_layer] = array[row]
+                    self._scalar_array(name, np.asarray(array[row]))[prompt, at_condition, at_layer] = array[row]
         self._merge_rows()
 
     def dataset(self) -> xr.Dataset:

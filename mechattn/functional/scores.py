@@ -57,7 +57,7 @@ def score_parts(
 
 
 def centred(
-    part: Float[Tensor, "batch head #query key"], visible: Bool[Tensor, "batch 1 query key"]
+    part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]
 ) -> Float[Tensor, "batch head query key"]:
     """A part less its mean over the keys that the query sees: what is left is what the softmax can tell apart."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
@@ -66,7 +66,7 @@ def centred(
 
 
 def ranked_target(
-    scores: Float[Tensor, "batch head query key"], visible: Bool[Tensor, "batch 1 query key"], rank: int
+    scores: Float[Tensor, "batch head query key"], visible: Bool[Tensor, "#batch 1 query key"], rank: int
 ) -> Tensor:
     """The key with the largest score (rank 0), the second largest (1) … of each query [batch head query]."""
     hidden = scores.masked_fill(~visible, -torch.inf)

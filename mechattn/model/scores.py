@@ -89,7 +89,7 @@ def _scores(model: Any, layer: int) -> Scores:
     slopes = None
     if mpt := getattr(config, "attn_config", None):
         scale = getattr(mpt, "softmax_scale", None) or scale
-        slopes = mpt_slopes(heads, mpt.alibi_bias_max) if mpt.alibi else None
+        slopes = mpt_slopes(heads, float(mpt.alibi_bias_max)) if mpt.alibi else None
     elif str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi":
         slopes = alibi_slopes(heads)
     return Scores(b_q, b_k, scale, None if slopes is None else slopes.to(b_q.device), kind == "falcon")

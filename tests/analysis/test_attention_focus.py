@@ -8,7 +8,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mechattn as ma
-from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 
 
@@ -100,12 +99,3 @@ def test_uniform_entropy_is_one_in_every_layer(three_heads):
     np.testing.assert_allclose(here.entropy_share, 1, atol=1e-5)
     np.testing.assert_allclose(here.concentration, 0, atol=1e-6)
     assert (here.half_mass_keys > 2).all()
-
-
-def test_bad_options():
-    with pytest.raises(OptionError, match="sort_idx=-1"):
-        ma.ScoreDecomposition(sort_idx=-1)
-    with pytest.raises(OptionError, match="threshold=30"):
-        ma.AttentionSinks(threshold=30)
-    with pytest.raises(OptionError, match="gap=0"):
-        ma.AttentionSinks(gap=0)

@@ -1,0 +1,104 @@
+"""Focus, updates, sinks and scores: what cannot be measured is said in words, before the model runs."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
+from mechattn.model.architectures import tiny_model
+
+PROMPT = ma.Prompt("Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5")
+EVERY = (ma.AttentionFocus, ma.HeadUpdates, ma.TopTargetUpdates, ma.BlockUpdates, ma.DirectLogits)
+
+
+@pytest.mark.parametrize("analysis", EVERY)
+def test_a_passage_of_one_token(no_forward, analysis):
+    with pytest.raises(PromptError, match="is a single token: no query comes after it"):
+        ma.run(no_forward, torch.tensor([[1]]), analyses=analysis(), progress=False)
+
+
+def test_too_short_for_sinks_and_for_a_rank(no_forward):
+    with pytest.raises(PromptError, match="has 3 tokens, and a sink must be seen by 16"):
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.AttentionSinks(), progress=False)
+    with pytest.raises(PromptError, match="no query has a target of rank 2"):
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(sort_idx=2), progress=False)
+
+
+def test_all_identical_tokens(toy):
+    """Measured: ties have an order, and nothing is NaN."""
+    tokens = torch.tensor([[1, *[7] * 39]])
+    result = ma.run(toy, tokens, analyses=[make() for make in (*EVERY, ma.AttentionSinks)], progress=False)
+    for dataset, name in (("attention_focus", "entropy"), ("head_updates", "orientation")):
+        assert result[dataset][name].sel(segment="question").notnull().all()
+    assert result["attention_sinks"].first_alpha.notnull().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: ma.explore(m, PROMPT, layers=7), "layer 7 is out of range"),
+        (lambda m: ma.explore(m, PROMPT, heads=[0, 8]), "head 8 is out of range: heads are 0 to 7"),
+        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. shows nothing"),
+        (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
+        (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
+    ],
+)
+def test_layers_heads_and_models(toy, call, message):
+    with pytest.raises((OptionError, ModelError), match=message):
+        call(toy)
+
+
+@pytest.mark.parametrize("option", [{"sort_idx": -1}, {"sort_idx": 1.5}, {"sort_idx": True}])
+def test_ranks(option):
+    with pytest.raises(OptionError, match="0 is the strongest target"):
+        ma.ScoreDecomposition(**option)
+
+
+@pytest.mark.parametrize("option", [{"threshold": 0}, {"threshold": 1.2}, {"least_queries": 0}, {"gap": 2.5}])
+def test_options_of_sinks(option):
+    with pytest.raises(OptionError, match=next(iter(option))):
+        ma.AttentionSinks(**option)
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "OLMo 2", "Cohere"])
+def test_models_in_which_a_heads_logit_is_not_defined(tokenizer, family):
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match=r"not defined without fixing|scaled or capped"):
+        ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
+
+
+def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
+    from mechattn.config import read_config
+
+    text = (
+        'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[[analyses]]\nkind = "HeadUpdates"\n'
+        '[[figures]]\nkind = "update_map"\nreading = "%s"\n[output]\nresult = "r.zarr"\npage = "p.html"\n'
+    )
+    for reading, message in (
+        ("top_target", "update_map shows TopTargetUpdates, which is not among the analyses"),
+        ("all", "reading = 'all': choose one of mixed, top_target"),
+    ):
+        (tmp_path / "config.toml").write_text(text % reading)
+        with pytest.raises(OptionError, match=message):
+            read_config(tmp_path / "config.toml")
+    (tmp_path / "config.toml").write_text(
+        text.replace('kind = "HeadUpdates"', 'kind = "HeadUpdates"\nweights = 3') % "mixed"
+    )
+    with pytest.raises(OptionError, match="weights: there is no such key"):
+        read_config(tmp_path / "config.toml")
+
+
+def test_an_evaluation_without_log_probabilities(toy, tmp_path):
+    """Written before they were kept: everything else works, and best_of says why it doesn't."""
+    import json
+
+    made = ma.evaluate(toy, [PROMPT] * 1, samples=2, new_tokens=3, out=tmp_path / "e.jsonl", progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    for row in lines[1:]:
+        del row["logprob"]
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    old = ma.load_evaluation(tmp_path / "e.jsonl")
+    assert [a.text for a in old.answers] == [a.text for a in made.answers]
+    with pytest.raises(OptionError, match="hold no log-probabilities"):
+        old.best_of(1)
+    assert issubclass(OptionError, MechattnError)
