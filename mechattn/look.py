@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from typing import Any
 
 from mechattn.analysis.attention_map import AttentionMap
@@ -85,14 +84,21 @@ def explore(
     """
     model = as_hooked(model)
     chosen = chosen_layers(model, layers)
+    if isinstance(heads, str) or not all(
+        isinstance(h, int) for h in ([] if heads is None or isinstance(heads, int) else heads)
+    ):
+        raise OptionError(f"heads={heads!r}: give numbers, or leave it out for all heads")
     heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
     check_heads(heads, model.cfg.n_heads)
     check_count(len(chosen), len(heads))
     name = "baseline" if condition is None else type(condition).__name__
     conditions = {} if condition is None else {name: condition}
     analyses: list[Any] = [AttentionMap(max_tokens)]
-    with suppress(ModelError):  # its scores are no such sum
+    note = ""
+    try:
         scores_of(load_model(model), chosen)
         analyses.append(ScoreDecomposition())
+    except ModelError as error:
+        note = f"no parts of scores: {error}"
     result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed, progress=False)
-    return attention_explorer(result, name, heads=heads)
+    return attention_explorer(result, name, heads=heads, note=note)

@@ -70,6 +70,12 @@ class AttentionFocus:
             )
             for name, (units, about) in measured.items()
         }  # fmt: skip
+        made["inserted_mass_uniform"] = Quantity(
+            ("segment",),
+            "probability",
+            "inserted_mass if every head attended uniformly to the keys it can see",
+            "difference",
+        )
         if self.per_query:
             per_query = measured | {"target": ("position", "index of the strongest target")}
             made |= {f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query") for n, (u, d) in per_query.items()}
@@ -120,6 +126,9 @@ class AttentionFocus:
         each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
         each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
         means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        uniform = visible_counts(batch.inserted, window, batch.cut) / seen.clamp(min=1)
+        uniform = uniform[:, None].float().masked_fill(~several, torch.nan)
+        means["inserted_mass_uniform"] = segment_mean(uniform, batch.members()).squeeze(1)
         if not self.per_query:
             return means
         each["target"] = sums["target"].masked_fill(~several, torch.nan)

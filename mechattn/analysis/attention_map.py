@@ -24,7 +24,7 @@ class AttentionMap:
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if not 2 <= self.max_tokens <= 1024:
+        if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
             raise OptionError(f"max_tokens={self.max_tokens}: a map can be looked at with 2 to 1,024 tokens")
 
     @property

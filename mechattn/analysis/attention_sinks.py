@@ -23,7 +23,7 @@ from mechattn.prompts.sequences import Batch, Sequence
 
 _HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {
-    "first_alpha": ("probability", "mean attention of all queries to the first token"),
+    "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
     "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
     "sinks": ("keys", "how many keys are sinks, among those that enough queries see"),
     "strongest_alpha": ("probability", "the largest mean attention of a key, among those that enough queries see"),
@@ -34,7 +34,7 @@ _PER_HEAD = {
     "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
     "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small where the sink has nothing to give"),
     "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
-    "first_norm_share": ("share", "share of sum A |v W_O| that comes from the first token (norm-based attention)"),
+    "first_norm_share": ("share", "share of sum A |v W_O| of the first token (norm-based; before interventions on z)"),
     "first_output_share": ("ratio", "mean A |v W_O| of the first token / mean |z W_O|: near 1 if it is broadcast"),
     "output_rank": ("dimensions", "effective rank of z over the tokens (exp entropy of its singular values' shares)"),
     "output_ratio": ("ratio", "mean |z W_O| / its mean over the heads of the layer"),
@@ -86,8 +86,17 @@ class AttentionSinks:
     factors: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise OptionError(f"threshold={self.threshold!r}: give a probability between 0 and 1, such as 0.3")
+        for name, most in (("threshold", 1), ("inactive_below", float("inf"))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
+                raise OptionError(
+                    f"{name}={value!r}: give a number above 0{', below 1, such as 0.3' if most == 1 else ''}"
+                )
+        bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
+        if len(bounds) != 2 or not all(isinstance(bound, (int, float)) for bound in bounds):
+            raise OptionError(
+                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as (100, 1000)"
+            )
         for name in ("least_queries", "gap"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -158,7 +167,7 @@ class AttentionSinks:
         sums["output"] = update_norm(z, factor)
         there = (z * real[..., None, None]).transpose(1, 2).double()
         sums["gram"] = there.transpose(-1, -2) @ there
-        sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *self.massive)
+        sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it."""
@@ -168,6 +177,7 @@ class AttentionSinks:
         enough = (seeing >= self.least_queries) & real
         among = alpha.masked_fill(~enough[:, None], -1.0)
         strongest, at = among.max(-1)
+        none = ~enough.any(-1)[:, None]  # such as in a window that is narrower
         of_inserted = alpha.masked_fill(~(inserted & enough)[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
         after = _after(batch)
@@ -177,16 +187,16 @@ class AttentionSinks:
         given = (
             sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
         )  # mean over queries of A |v W_O|
-        far = real & (seeing > self.gap)
-        distant = (seeing - self.gap).clamp(min=1)[:, None]
+        distant = seeing - fn.near_queries(real, self.gap, window, batch.cut)
+        far, distant = real & (distant > 0), distant.clamp(min=1)[:, None]
         vertical = ((sums["columns"] - sums["near"]) / distant).masked_fill(~far[:, None], torch.nan)
         ratio = output / output.mean(1, keepdim=True)
         per_head = {
             "first_alpha": alpha[..., 0],
             "first_sink": _above(alpha[..., 0], self.threshold),
-            "sinks": (among > self.threshold).sum(-1).float(),
-            "strongest_alpha": strongest,
-            "strongest_position": at.float(),
+            "sinks": (among > self.threshold).sum(-1).float().masked_fill(none, torch.nan),
+            "strongest_alpha": strongest.masked_fill(none, torch.nan),
+            "strongest_position": at.float().masked_fill(none, torch.nan),
             "inserted_alpha": of_inserted,
             "inserted_sink": _above(of_inserted, self.threshold),
             "span_mass": span,
@@ -195,7 +205,7 @@ class AttentionSinks:
             "value_drain": norms[..., 0] / _mean(norms, real),
             "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, real & ~inserted),
             "first_norm_share": given[..., 0] / given.sum(-1),
-            "first_output_share": given[..., 0] / output,
+            "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),

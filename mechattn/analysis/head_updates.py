@@ -101,7 +101,8 @@ class HeadUpdates:
 class TopTargetUpdates:
     """The part of each head's update that comes from its strongest target alone, measured as :class:`HeadUpdates`.
 
-    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9.
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. An intervention
+    on z (an ablated head) comes after this, and does not show in it.
 
     Args:
         per_query: Keep magnitude and orientation of each token too, as ``…_at``.

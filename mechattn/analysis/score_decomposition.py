@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
 from mechattn.errors import OptionError
-from mechattn.functional.received import segment_mean, visible_keys
+from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.scores import K, Q, scores_of
@@ -127,8 +127,8 @@ class ScoreDecomposition:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment; a query must see one key more than the rank."""
-        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        hidden = ~(batch.real & (position > self.sort_idx))[:, None]
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.cut)
+        hidden = ~(batch.real & (seen > self.sort_idx + 1))[:, None]
         each = {part: sums[part].masked_fill(hidden, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in each.values())
         shares = {f"{part}_share": value.abs() / total for part, value in each.items()}

@@ -113,7 +113,7 @@ class Collector:
             attributes = self._attributes(quantity) | over
             if suffix:
                 attributes |= {"description": f"{suffix[1:]} over prompts of {name}"}
-                attributes |= {"units": "prompts" if suffix == "_n" else "probability squared"}
+                attributes |= {"units": "prompts" if suffix == "_n" else f"{quantity.units} squared"}
             made[name + suffix] = (("condition", "layer", *dims), array.astype(np.float64), attributes)
         return made
 

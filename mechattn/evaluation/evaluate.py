@@ -232,7 +232,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         raise OutputError(f"{path} is no evaluation: {error}") from None

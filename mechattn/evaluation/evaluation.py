@@ -71,13 +71,12 @@ class Evaluation:
         """Whether each answer is right [problem, sample], in the order of the prompts.
 
         Raises:
-            OptionError: There is no such condition.
+            OptionError: There is no such condition, or answers of it are missing.
         """
         if condition not in self.conditions:
             have = ", ".join(map(repr, self.conditions))
             raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
-        rows = [a.right for a in self.answers if a.condition == condition]
-        return np.array(rows, dtype=bool).reshape(-1, self.samples)
+        return self._each(condition, lambda answer: answer.right).astype(bool)
 
     def accuracy(self, level: float = 0.95) -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
@@ -128,6 +127,8 @@ class Evaluation:
         if self._problems() != other._problems():
             raise OptionError("the two evaluations are of different problems, and a comparison is problem by problem")
         first, second = self.right(condition), other.right(to)
+        place = {prompt: i for i, prompt in enumerate(other._problems())}
+        second = second[[place[prompt] for prompt in self._problems()]]  # a file may hold them in another order
         if first.shape[1] == second.shape[1] == 1:
             return asdict(paired_accuracy(first[:, 0], second[:, 0]))
         made = paired(first.mean(1) - second.mean(1))
@@ -189,7 +190,7 @@ class Evaluation:
         """
 
         def values(name: str, k: int) -> np.ndarray:
-            score = np.reshape([a.logprob for a in self.answers if a.condition == name], (-1, self.samples))
+            score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
                 raise OptionError("some answers hold no log-probabilities: they were written by an older version")
             return best_of_k(self.right(name), score, k)
@@ -200,6 +201,8 @@ class Evaluation:
         """Distinct n-grams over all n-grams of the answers to one question, with a t interval over questions."""
         import pandas as pd
 
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise OptionError(f"n={n!r}: give the length of the n-grams, 1 at least")
         rows = []
         for name in self.conditions:
             by_prompt: dict[str, list[tuple[int, ...]]] = {}
@@ -211,6 +214,18 @@ class Evaluation:
             rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
         return pd.DataFrame(rows)
 
+    def _each(self, condition: str, value: Callable[[Answered], float]) -> np.ndarray:
+        """A number of each answer of a condition [problem, sample]."""
+        found = {(a.prompt, a.sample): value(a) for a in self.answers if a.condition == condition}
+        wanted = [[(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()]
+        missing = sum(key not in found for row in wanted for key in row)
+        if missing:
+            raise OptionError(
+                f"{missing} answers of {condition!r} are missing, as of a run that was killed: call evaluate with the "
+                "same arguments and out=… again, and it goes on"
+            )
+        return np.array([[found[key] for key in row] for row in wanted], dtype=float)
+
     def _by_samples(
         self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float
     ) -> pd.DataFrame:
@@ -218,7 +233,9 @@ class Evaluation:
 
         rows = []
         for name in self.conditions:
-            for each in [k] if isinstance(k, int) else k:
+            for each in [k] if isinstance(k, (int, float, str)) else k:
+                if isinstance(each, bool) or not isinstance(each, int):
+                    raise OptionError(f"k={each!r}: give whole numbers of answers")
                 made = _within(t_interval(values(name, each), level))._asdict()
                 rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
         return pd.DataFrame(rows)
@@ -317,4 +334,4 @@ def _within(made: Interval) -> Interval:
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """One JSON object a line."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return "".join(json.dumps(row) + "\n" for row in rows)

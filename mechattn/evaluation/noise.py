@@ -51,19 +51,22 @@ def baseline_noise(
     """
     import pandas as pd
 
+    if taken := sorted({"out", "conditions"} & set(options)):
+        raise OptionError(f"{taken[0]}=… has no place here: the baseline alone is answered, anew each time")
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
     if batch == other_batch or dtype == other_dtype:
         same = f"batch={batch}" if batch == other_batch else f"dtype {dtype}"
         raise OptionError(f"{same} both times shows no noise; choose another")
-    if not isinstance(getattr(torch, other_dtype, None), torch.dtype):
+    known = getattr(torch, other_dtype, None)
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
     first = evaluate(model, prompts, batch=batch, **options)
     rows = [{"repetition": f"{dtype}, batch {batch}", **_row(first, first)}]
     second = evaluate(model, prompts, batch=other_batch, **options)
     rows.append({"repetition": f"{dtype}, batch {other_batch}", **_row(second, first)})
-    twin = copy.deepcopy(native_of(model)).to(getattr(torch, other_dtype))
+    twin = copy.deepcopy(native_of(model)).to(known)
     third = evaluate(load_model(twin, tokenizer=model.tokenizer, verify=False), prompts, batch=batch, **options)
     rows.append({"repetition": f"{other_dtype}, batch {batch}", **_row(third, first)})
     return pd.DataFrame(rows)

@@ -81,19 +81,20 @@ def looking_back(
     """``A[q, q − back]`` of each query, 0 where that key is not among these; and the keys that are, in their order."""
     offset = first_query - first_key - back
     found = pattern.diagonal(offset, -2, -1)
-    missing = max(0, -offset)
+    missing = min(pattern.shape[-2], max(0, -offset))
     start = max(0, offset)
     return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
 
 
 def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
-    """The size of the smallest set of keys that holds a share of a query's attention.
+    """The size of the smallest set of keys that holds a share of what a query gives to keys.
 
-    ``min n: p(1) + … + p(n) ≥ share``, with probabilities in descending order. Sums to float32's rounding: where the
-    share is met to 1e-6, it is met. Sorts every row, which costs ten times its softmax.
+    ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
+    Where the share is met to 1e-6, it is met. Sorts every row, which costs ten times its softmax.
     """
     ordered = pattern.sort(-1, descending=True).values
-    return 1 + (ordered.cumsum(-1) < share - 1e-6).sum(-1).clamp(max=pattern.shape[-1] - 1)
+    enough = share * ordered.sum(-1, keepdim=True) - 1e-6
+    return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
 
 
 def shift(

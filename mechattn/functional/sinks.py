@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.functional.focus import looking_back
+from mechattn.functional.rows import Cut
 
 
 def near_sums(
@@ -22,11 +23,25 @@ def near_sums(
     """
     sums = pattern.new_zeros((*pattern.shape[:2], pattern.shape[3]))
     weight = counted[:, None].to(pattern.dtype)
-    for back in range(gap):
+    for back in range(min(gap, first_query - first_key + pattern.shape[2])):
         seen, keys = looking_back(pattern, back, first_query, first_key)
         count = keys.stop - keys.start
         sums[..., keys] += (seen * weight)[..., seen.shape[-1] - count :]
     return sums
+
+
+def near_queries(
+    real: Bool[Tensor, "batch pos"], gap: int, window: int | None = None, cut: Cut | None = None
+) -> Float[Tensor, "batch key"]:
+    """How many real queries less than ``gap`` positions later see each key, its own included."""
+    length = real.shape[1]
+    near = torch.zeros(real.shape, device=real.device)
+    for back in range(min(gap, length, window or length)):
+        sees = real[:, back:].clone()
+        if cut is not None and back:
+            sees &= ~(cut.queries[:, back:] & cut.keys[:, : length - back])
+        near[:, : length - back] += sees
+    return near
 
 
 def value_norms(

@@ -24,11 +24,11 @@ function mechattnExplorer(root, data) {
   function row(head, q) {
     const start = head * size + (q * (q + 1)) / 2;
     const log = Array.from({ length: q + 1 }, (_, k) => logs[start + k] * data.step);
-    const seen = log.map((_, k) => k).filter((k) => q - k < heads[head].window);
+    const seen = log.map((_, k) => k).filter((k) => logs[start + k] !== -32768);
     const order = [...seen].sort((a, b) => log[b] - log[a] || a - b);
     const rank = [];
     order.forEach((k, i) => (rank[k] = i));
-    const p = log.map((x, k) => (q - k < heads[head].window ? Math.exp(x) : 0));
+    const p = log.map((x, k) => (logs[start + k] !== -32768 ? Math.exp(x) : 0));
     const made = { p, order, rank, seen };
     if (parts && seen.length) {
       const centred = (values) => {

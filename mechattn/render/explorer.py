@@ -22,6 +22,7 @@ from mechattn.results.result import Result
 MOST = 64  # heads: 170 tokens then take 2.5 MB
 STEP = 0.003  # nats: a probability to 0.15 %, down to 1e-43
 _RANKS = 8
+_UNSEEN = -32768  # a key outside the window, or masked
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Explorer:
 
 
 def attention_explorer(
-    result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None
+    result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
 ) -> Explorer:
     """Figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt; layer, head and rank by controls.
 
@@ -71,6 +72,7 @@ def attention_explorer(
         condition: Which condition of the prompt.
         prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
         heads: Which heads of each layer, from 0; all by default.
+        note: A sentence for the caption.
 
     Raises:
         OptionError: No map, no such condition, prompt or head, or more than 64 heads.
@@ -86,20 +88,17 @@ def attention_explorer(
     low = np.tril_indices(length)
     with np.errstate(divide="ignore"):
         logs = np.clip(np.log(square[:, low[0], low[1]]) / STEP, -32767, 0)
+    logs[square[:, low[0], low[1]] == 0] = _UNSEEN
     names = [(int(n), int(h)) for n in here.layer.values for h in here["head"].values]
-    windows = [_window(one) for one in square]
     data = {
         "tokens": _tokens(result, condition, prompt, length),
-        "heads": [
-            {"layer": n, "head": h, "name": f"layer {n}, head {h}", "window": w}
-            for (n, h), w in zip(names, windows, strict=True)
-        ],
+        "heads": [{"layer": n, "head": h, "name": f"layer {n}, head {h}"} for n, h in names],
         "step": STEP,
         "logs": _packed(np.rint(logs), "<i2"),
         "parts": _parts(result, condition, prompt, length, chosen),
         "font": FONT,
     }
-    caption = f"{model_caption(result)}, condition “{condition}”, {length} tokens"
+    caption = f"{model_caption(result)}, condition “{condition}”, {length} tokens{'; ' * bool(note)}{note}"
     return Explorer(_body(data, caption))
 
 
@@ -125,13 +124,6 @@ def check_count(layers: int, heads: int) -> None:
             f"{layers} layers × {heads} heads are {layers * heads} maps, and a page takes {MOST}: choose heads, or "
             f"fewer layers, such as layers=range({per})"
         )
-
-
-def _window(pattern: np.ndarray) -> int:
-    """How many keys a query sees, from the map itself: beyond a window every probability is 0."""
-    n = len(pattern)
-    seen = [back for back in range(n) if np.diagonal(pattern, -back).any()]
-    return max(seen) + 1
 
 
 def _tokens(result: Result, condition: str, prompt: int, length: int) -> list[str]:

@@ -144,6 +144,8 @@ def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> xr.DataArray:
     """The values [prompt, condition, layer, …] of a quantity."""
+    if not conditions:
+        raise OptionError("conditions=[] shows nothing; name at least one, or leave it out for all")
     for name in conditions:
         if name not in result.conditions:
             have = ", ".join(map(repr, result.conditions))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Reading = Literal["mixed", "top_target"]
+FEWEST_PER_KEY = 10
 _SCALE = [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]]
 
 
@@ -50,7 +51,8 @@ def update_histogram(
     figure, heads = go.Figure(), counts.sizes["head"]
     for number, layer in enumerate(counts.layer.values):
         here = counts.sel(layer=layer).transpose("head", ...)
-        share = 100 * here.values / here.values.sum(-1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # a head that adds nothing has no bins
+            share = 100 * here.values / here.values.sum(-1, keepdims=True)
         x = _middles(bins)[shown]
         figure.add_heatmap(
             x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=share[:, shown],
@@ -69,7 +71,8 @@ def update_histogram(
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Orientation against magnitude of the updates of all heads and tokens; the layer by the slider.
 
-    Below 0 an update takes away from the residual stream, above it adds along it. (R. Claus, figure 9.)
+    Shares are of all updates; those below 0.0001 or above 100 times the residual stream lie outside. Below
+    0 an update takes away from the residual stream, above it adds along it. (R. Claus, figure 9.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -85,10 +88,12 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     sizes, turns = counts.magnitude_bin.values, counts.orientation_bin.values
     figure = go.Figure()
     for number, layer in enumerate(counts.layer.values):
-        z = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values[1:, 1:-1]
+        every = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
+        z = every[1:, 1:-1]
         words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
         figure.add_heatmap(
-            x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:], z=np.where(z > 0, 100 * z / z.sum(), np.nan),
+            x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:],
+            z=np.where(z > 0, 100 * z / max(1, every.sum()), np.nan),
             visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
@@ -102,6 +107,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
 
 def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Magnitude of every head's update at each position, means over prompts; the layer by the slider. (Figure 10.)
+
+    Positions that fewer than half of the prompts have, or fewer than 10 of 20 and more, are hidden: late ones come from
+    long prompts alone.
 
     Args:
         result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
@@ -119,24 +127,25 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         raise OptionError("the updates of single tokens were not kept: measure HeadUpdates(per_query=True)")
     _check_condition(result, condition)
     values, n = dataset[name].sel(condition=condition), dataset[f"{name}_n"].sel(condition=condition)
-    texts = result["sequences"].first_prompt_text.sel(condition=condition).values
-    heads, keys = values.sizes["head"], values.sizes["key"]
-    figure = go.Figure()
+    prompts = result["sequences"].sizes["prompt"]
+    texts = result["sequences"].first_prompt_text.sel(condition=condition).values if prompts == 1 else None
+    fewest = prompts / 2 if prompts < 2 * FEWEST_PER_KEY else max(FEWEST_PER_KEY, prompts / 2)
+    heads, figure = values.sizes["head"], go.Figure()
     for number, layer in enumerate(values.layer.values):
         y = values.sel(layer=layer).transpose("head", "key").values
-        seen = np.isfinite(y) & (n.sel(layer=layer).transpose("head", "key").values > 0)
-        head, key = np.nonzero(seen)
-        token = [
-            f"head {h}, position {k} “{texts[k]}”" if keys <= len(texts) else f"head {h}"
+        many = n.sel(layer=layer).transpose("head", "key").values
+        head, key = np.nonzero(np.isfinite(y) & (many >= fewest))
+        words = [
+            f"head {h}, position {k}" + (f", n = {int(many[h, k])}" if texts is None else f" “{texts[k]}”")
             for h, k in zip(head, key, strict=True)
         ]
         figure.add_scattergl(
-            x=key, y=y[head, key].astype(np.float32), mode="markers", visible=number == 0, text=_escaped(token),
+            x=key, y=y[head, key].astype(np.float32), mode="markers", visible=number == 0, text=_escaped(words),
             marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
     figure.add_hline(1 / heads, line=dict(dash="dot", width=1.5, color="#c8322b"))
-    figure.update_xaxes(title_text="position (text: that of the first prompt)")
+    figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     _finish(figure, result, condition, reading, "head updates by position", values, 500)
     return figure

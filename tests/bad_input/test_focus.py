@@ -39,6 +39,9 @@ def test_all_identical_tokens(toy):
         (lambda m: ma.explore(m, PROMPT, layers=7), "layer 7 is out of range"),
         (lambda m: ma.explore(m, PROMPT, heads=[0, 8]), "head 8 is out of range: heads are 0 to 7"),
         (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. shows nothing"),
+        (lambda m: ma.explore(m, PROMPT, heads="0"), "heads='0': give numbers"),
+        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or leave it out"),
+        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: a map"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
     ],
@@ -54,7 +57,13 @@ def test_ranks(option):
         ma.ScoreDecomposition(**option)
 
 
-@pytest.mark.parametrize("option", [{"threshold": 0}, {"threshold": 1.2}, {"least_queries": 0}, {"gap": 2.5}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"threshold": 0}, {"threshold": 1.2}, {"threshold": "x"}, {"least_queries": 0}, {"gap": 2.5},
+        {"inactive_below": float("nan")}, {"massive": 100}, {"massive": (1.0,)},
+    ],
+)  # fmt: skip
 def test_options_of_sinks(option):
     with pytest.raises(OptionError, match=next(iter(option))):
         ma.AttentionSinks(**option)
@@ -101,4 +110,7 @@ def test_an_evaluation_without_log_probabilities(toy, tmp_path):
     assert [a.text for a in old.answers] == [a.text for a in made.answers]
     with pytest.raises(OptionError, match="hold no log-probabilities"):
         old.best_of(1)
+    for call in (lambda: old.pass_at_k(2.0), lambda: old.best_of("2"), lambda: old.diversity(0)):
+        with pytest.raises(OptionError, match="give"):
+            call()
     assert issubclass(OptionError, MechattnError)

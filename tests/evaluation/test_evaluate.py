@@ -256,8 +256,11 @@ def test_the_noise_of_the_baseline(toy, some):
     for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
         with pytest.raises(OptionError, match="both times shows no noise"):
             ma.baseline_noise(toy, some, **same)
-    with pytest.raises(OptionError, match="give the name of a dtype"):
-        ma.baseline_noise(toy, some, other_dtype="half a byte")
+    for dtype in ("half a byte", "int8"):
+        with pytest.raises(OptionError, match="give the name of a dtype"):
+            ma.baseline_noise(toy, some, other_dtype=dtype)
+    with pytest.raises(OptionError, match="out=… has no place here"):
+        ma.baseline_noise(toy, some, out="answers.jsonl")
 
 
 def test_figures_of_several_answers(toy, some):
@@ -268,6 +271,48 @@ def test_figures_of_several_answers(toy, some):
     assert [t.line.dash for t in figure.data] == ["solid", "solid", "dash", "dash"]
     drawn = ma.render.diversity({"a toy": made.diversity(1)})
     np.testing.assert_allclose(drawn.data[0].y, 100 * made.diversity(1).estimate)
+
+
+def answered(name, problems, right, samples=1, text=""):
+    from mechattn.evaluation.evaluation import Answered
+
+    return [
+        Answered(p, name, n, text, (), None, "1", bool(r), True, 0.0)
+        for p, r in zip(problems, right, strict=True)
+        for n in range(samples)
+    ]
+
+
+def test_answers_are_paired_by_problem_whatever_the_order(tmp_path):
+    """A file that was written as answers came holds them in the order of their lengths."""
+    from mechattn.evaluation.evaluation import Evaluation
+
+    problems, right = [str(i) for i in range(12)], [i % 3 == 0 for i in range(12)]
+    made = Evaluation((*answered("baseline", problems, right), *answered("slash", problems, right)), {})
+    other = Evaluation(tuple(reversed(made.answers)), {})
+    assert (other.right("slash")[:, 0] == right[::-1]).all()
+    for one, two in ((made, other), (other, made)):
+        compared = one.compare("slash", "slash", other=two)
+        assert compared["only_first"] == compared["only_second"] == 0
+    wrong = [not r for r in right]
+    against = Evaluation((*answered("baseline", problems, right), *answered("slash", problems, wrong)), {})
+    assert made.compare("slash", other=against)["difference"] == 0
+    assert made.compare("slash", "slash", other=against)["only_first"] == 4, "the comparison notices"
+
+
+def test_missing_answers_and_odd_characters(tmp_path):
+    from mechattn.evaluation.evaluation import Evaluation
+
+    every = answered("baseline", ["a", "b"], [1, 0], samples=2, text="x\u2028y\x85 é")
+    Evaluation(tuple(every), {}).save(tmp_path / "e.jsonl")
+    assert ma.load_evaluation(tmp_path / "e.jsonl").answers[0].text == "x\u2028y\x85 é"
+    raw = (tmp_path / "e.jsonl").read_bytes() + '{"prompt": "é'.encode()[:-1]
+    (tmp_path / "cut.jsonl").write_bytes(raw)
+    assert len(ma.load_evaluation(tmp_path / "cut.jsonl").answers) == 4
+    part = Evaluation(tuple(every[:3]), {})
+    for call in (part.accuracy, lambda: part.compare("baseline"), lambda: part.pass_at_k(1)):
+        with pytest.raises(OptionError, match="1 answers of 'baseline' are missing"):
+            call()
 
 
 def test_mediation_of_known_shares():

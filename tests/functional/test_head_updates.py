@@ -88,7 +88,7 @@ def test_massive_activations_and_kurtosis():
     real = torch.ones(2, 10, dtype=torch.bool)
     real[1, 6:] = False
     stream[0, 3, 7], stream[1, 8, 8] = 5000.0, 9e9  # the second is padding
-    found = massive(stream, real, 100, 1000)
+    found = massive(stream, real, 100.0, 1000.0)
     assert found["massive_count"].tolist() == [1, 0]
     assert found["massive_position"][0] == 3
     assert found["massive_ratio"][1] < 20

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.analysis.attention_map import AttentionMap
 from mechattn.model.toys import toy_names
 from tests.parity.plain import models, passed
 from tests.parity.test_every_toy import windows
@@ -298,3 +299,100 @@ def test_direct_logits(name, prompts, monkeypatch):
             expected = delta[p] @ (norm.weight.detach().numpy() * w_u[ids[p + 1]]) / scale[p]
             np.testing.assert_allclose(mine[:, p], expected, rtol=1e-3, atol=2e-4)
         assert np.isnan(mine[:, len(ids) - 1]).all()
+
+
+def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
+    """Granite multiplies what a block gives before it is added."""
+    from mechattn.model.architectures import tiny_model
+    from mechattn.model.toys import load_tokenizer
+
+    tokenizer = load_tokenizer("toy:llama")
+    plain = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
+    same = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
+    model = ma.load_model(same, tokenizer=tokenizer, verify=False)
+    result = ma.run(model, prompts[:1], analyses=ma.HeadUpdates(per_query=True), positions="prompts", progress=False)
+    ids = ma.Baseline().apply(prompts[0], model).tokens
+    layer, seen = plain.model.layers[0], {}
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda m, given: seen.update(z=given[0][0])),
+        layer.register_forward_pre_hook(lambda m, given: seen.update(before=given[0][0])),
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda m, given: seen.update(middle=given[0][0])),
+    ]
+    with torch.no_grad():
+        plain(ids[None])
+    for handle in handles:
+        handle.remove()
+    heads = plain.config.num_attention_heads
+    w_o = layer.self_attn.o_proj.weight.detach().T.view(heads, -1, plain.config.hidden_size)
+    delta = torch.einsum("phd,hdm->phm", seen["z"].view(len(ids), heads, -1), w_o) * 0.22
+    torch.testing.assert_close(delta.sum(1), seen["middle"] - seen["before"], atol=1e-4, rtol=1e-4)
+    expected = (delta.norm(dim=-1) / seen["before"].norm(dim=-1, keepdim=True)).T
+    mine = result["head_updates"].magnitude_at_per_prompt[0, 0, 0].values
+    np.testing.assert_allclose(mine, expected, rtol=1e-3)
+
+
+def test_masked_tokens_and_knockouts(prompts):
+    """A query sees fewer keys: no hidden target, and vertical scores over the queries that do see the key."""
+    falcon = ma.load_model("toy:falcon")
+    slash = ma.MeaninglessTokens("/", 20, place="start")
+    cut = slash.under(ma.Knockout("question", "inserted"))
+    analyses = [ma.ScoreDecomposition(sort_idx=2, per_query=True), ma.AttentionSinks(), AttentionMap()]
+    result = ma.run(
+        falcon, prompts[:1], {"masked": slash.masked(), "cut": cut}, analyses, positions="prompts", progress=False
+    )
+    for name in ("masked", "cut"):
+        maps = result["attention_map"].attention.sel(condition=name)[0]
+        n = int((result["sequences"].origin.sel(condition=name)[0] >= -1).sum())
+        rows = maps.values[..., :n, :n]
+        targets = result["score_decomposition"].target_at_per_prompt.sel(condition=name)[0].values[..., :n]
+        for layer, head, q in zip(*np.nonzero(~np.isnan(targets)), strict=True):
+            assert rows[layer, head, q, int(targets[layer, head, q])] > 0
+            assert (rows[layer, head, q] > 0).sum() >= 4 or q < 60, "three keys at least, and underflow"
+        sequence = (slash.masked() if name == "masked" else cut).apply(prompts[0], falcon)
+        blind, hidden = sequence.knocked.queries.numpy(), sequence.knocked.keys.numpy()
+        mine = result["attention_sinks"].vertical_per_prompt.sel(condition=name)[0].values[..., :n]
+        for k in range(n):
+            far = [q for q in range(k + 4, n) if not (blind[q] and hidden[k])]
+            expected = rows[:, :, far, k].mean(-1) if far else np.full(rows.shape[:2], np.nan)
+            np.testing.assert_allclose(mine[..., k], expected, atol=1e-5)
+
+
+def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts):
+    gemma = ma.load_model("toy:gemma3")
+    longer = ma.Prompt(" ".join(p.question for p in prompts[:3]), "Solve it.", id="0")
+    result = ma.run(
+        gemma,
+        longer,
+        {"slash": ma.MeaninglessTokens("/", 40)},
+        ma.AttentionSinks(least_queries=70),
+        progress=False,
+    )["attention_sinks"].sel(condition="slash")
+    wide = np.array(windows(gemma._mechattn.native.config)) > 64
+    for name in ("strongest_alpha", "strongest_position", "sinks"):
+        assert (result[name].notnull().all(["prompt", "head"]).values == wide).all(), name
+    long = ma.run(gemma, longer, analyses=ma.AttentionSinks(gap=500), progress=False)["attention_sinks"]
+    assert long.vertical_kurtosis.isnull().all(), "no query is so far away"
+
+
+def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
+    ablated = ma.Baseline(intervention=ma.HeadAblation(((1, 0),)))
+    result = ma.run(toy, prompts[:3], {"off": ablated}, [ma.AttentionSinks(), ma.HeadUpdates()], progress=False)
+    off = result["attention_sinks"].sel(condition="off", layer=1, head=0)
+    assert off.first_output_share.isnull().all()
+    assert (off.inactive == 1).all()
+    assert (result["head_updates"].update_norm.sel(condition="off", layer=1, head=0, segment="question") == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_measured(dtype, prompts):
+    falcon = ma.load_model("toy:falcon", dtype=dtype)
+    analyses = [ma.ScoreDecomposition(), ma.DirectLogits(), ma.HeadUpdates(), ma.AttentionSinks(), ma.BlockUpdates()]
+    half = ma.run(falcon, prompts[:2], analyses=analyses, progress=False)
+    full = ma.run(ma.load_model("toy:falcon"), prompts[:2], analyses=analyses, progress=False)
+    for dataset, name in (
+        ("head_updates", "magnitude"),
+        ("score_decomposition", "alibi"),
+        ("direct_logits", "next_token_logit"),
+    ):
+        a, b = (r[dataset][name].sel(segment="question").values for r in (half, full))
+        assert abs(a - b).max() < 0.1 * abs(b).max(), name
