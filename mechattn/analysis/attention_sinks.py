@@ -17,7 +17,7 @@ from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
 from mechattn.functional.head_updates import output_factor, update_norm
 from mechattn.functional.received import column_sums, received_attention, seeing_queries, visible_counts
-from mechattn.model.weights import output_weights
+from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 
@@ -139,7 +139,7 @@ class AttentionSinks:
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With the factors of W_O of the layers."""
-        return replace(self, factors={layer: output_factor(output_weights(model, layer)) for layer in layers})
+        return replace(self, factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers})
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
 from mechattn.functional.head_updates import update_product
 from mechattn.functional.received import segment_mean
-from mechattn.model.weights import output_weights, unembedding
+from mechattn.model.weights import output_weights, unembedding, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 
@@ -82,7 +82,7 @@ class DirectLogits:
         """The product of each head's update with the direction of the next token, before the final norm's scale."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
-        w_o = self.weights[captures.layer]
+        w_o = wide(self.weights[captures.layer])
         following = captures.batch.tokens.roll(-1, 1)
         toward = self.reads.direction(following).to(w_o.dtype)
         sums["product"] = update_product(captures.by_head("attn.hook_z", len(w_o)).to(w_o.dtype), w_o, toward)

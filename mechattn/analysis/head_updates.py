@@ -16,7 +16,7 @@ from mechattn.errors import ModelError
 from mechattn.functional import head_updates as fn
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean
-from mechattn.model.weights import output_weights
+from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 
@@ -171,7 +171,7 @@ class TopTargetUpdates:
 
 def _weights(model: Any, layers: Seq[int]) -> Weights:
     made = {layer: output_weights(model, layer) for layer in layers}
-    return {layer: (w_o, fn.output_factor(w_o)) for layer, w_o in made.items()}
+    return {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
 
 
 def _bins() -> Mapping[str, Seq]:
@@ -208,7 +208,7 @@ def _measured(
     resid: Float[Tensor, "batch pos d_model"],
     weights: tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, "head rank d_head"]],
 ) -> Sums:
-    w_o, factor = weights
+    w_o, factor = wide(weights[0]), weights[1]
     stream = resid.to(w_o.dtype)
     z = z.to(w_o.dtype)
     return {

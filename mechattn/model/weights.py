@@ -14,7 +14,7 @@ from mechattn.model.known import known
 
 
 def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, float32 at least.
+    """W_O of each head, in the model's dtype, so that no second copy of all layers is held; see :func:`wide`.
 
     Raises:
         ModelError: The model says of no W_O which turns z into the output of attention.
@@ -33,10 +33,14 @@ def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model
             f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} isn't [head, d_head, d_model], so heads "
             "have no updates of their own"
         )
-    w_o = w_o if w_o.dtype == torch.float64 else w_o.float()
     config = getattr(getattr(model, "original_model", None), "config", None)
     scaled = float(getattr(config, "residual_multiplier", None) or 1.0)  # Granite: what reaches the residual stream
     return w_o if scaled == 1 else w_o * scaled
+
+
+def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """In float32 at least."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def score_biases(model: Any, layer: int) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
