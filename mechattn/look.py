@@ -15,9 +15,10 @@ from mechattn.model.load import as_hooked, load_model
 from mechattn.model.scores import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.explorer import Explorer, attention_explorer, check_count
-from mechattn.render.patterns import View, attention_pattern
+from mechattn.render.explorer import attention_explorer, check_count
+from mechattn.render.patterns import attention_pattern
 from mechattn.render.received_attention import check_heads
+from mechattn.render.view import View
 
 
 def pattern(
@@ -64,7 +65,7 @@ def explore(
     *,
     max_tokens: int = 256,
     seed: int = 0,
-) -> Explorer:
+) -> View:
     """The attention of one prompt, to be gone through by layer, head and rank of the target; offline.
 
     The map with the strongest targets marked and, where the scores of the model can be taken apart (ALiBi, or no

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.axes import SEGMENTS
-from mechattn.render.patterns import View, view_script
 from mechattn.render.received_attention import received_attention, verdict_words
 from mechattn.render.theme import model_caption
+from mechattn.render.view import View, view_script
 from mechattn.results.result import Result
 
 
@@ -70,15 +70,14 @@ def _note(result: Result) -> str:
 
 
 def view_section(view: View, title: str, note: str) -> Section:
-    """A circuitsvis view as a section."""
-    return Section(title, note, view=view.body)
+    """A view as a section."""
+    return Section(title, note, figure=view.body) if view.script == "plotly" else Section(title, note, view=view.body)
 
 
 def write_page(
     path: str | Path, title: str, subtitle: str, results: Seq[Result], sections: Seq[Section], command: str = ""
 ) -> Path:
     """Write one HTML file that makes no request to anywhere."""
-    import plotly.offline
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("mechattn"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -90,9 +89,7 @@ def write_page(
         sections=sections,
         provenance=[row for result in results for row in _flat(result.provenance)]
         + [("command", command)] * bool(command),
-        plotly=plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
-        if any(s.figure for s in sections)
-        else "",
+        plotly=view_script("plotly") if any(s.figure for s in sections) else "",
         view_script=view_script() if any(s.view for s in sections) else "",
     )
     path = Path(path)

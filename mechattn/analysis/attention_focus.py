@@ -28,7 +28,7 @@ _UNITS = {
     "distance": ("positions", "sum over keys of A (query - key)"),
     "half_mass_keys": ("keys", "size of the smallest set of keys that holds half of the attention"),
 }
-_ZERO_AT_FIRST = ("inserted_mass",)
+_ZERO_IN_THE_BASELINE = ("inserted_mass",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class AttentionFocus:
         made = {
             name: Quantity(
                 ("head", "segment"), units, about if "share of queries" in about else about + mean,
-                "difference" if name in _ZERO_AT_FIRST else "ratio",
+                "difference" if name in _ZERO_IN_THE_BASELINE else "ratio",
             )
             for name, (units, about) in measured.items()
         }  # fmt: skip

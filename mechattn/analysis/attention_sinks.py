@@ -171,27 +171,29 @@ class AttentionSinks:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it."""
-        real, inserted = batch.real, batch.inserted
-        seeing = seeing_queries(real, window, include_self=True, cut=batch.cut)
-        alpha = received_attention(sums["columns"], seeing * real)
-        enough = (seeing >= self.least_queries) & real
+        hidden = ~batch.real[:, None]
+        return {
+            **self._of_keys(sums, batch, window),
+            **self._of_inserted(sums, batch, window),
+            **self._of_outputs(sums, batch),
+            **self._vertical(sums, batch, window),
+            **{name: sums[name] for name in _PER_LAYER if name != "length"},
+            "length": batch.lengths.float(),
+            **{name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")},
+        }
+
+    def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """α of every key, which keys are sinks, and the strongest of the inserted ones."""
+        seeing = seeing_queries(batch.real, window, include_self=True, cut=batch.cut)
+        alpha = received_attention(sums["columns"], seeing * batch.real)
+        enough = (seeing >= self.least_queries) & batch.real
         among = alpha.masked_fill(~enough[:, None], -1.0)
         strongest, at = among.max(-1)
         none = ~enough.any(-1)[:, None]  # such as in a window that is narrower
-        of_inserted = alpha.masked_fill(~(inserted & enough)[:, None], -1.0).amax(-1)
+        of_inserted = among.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
-        after = _after(batch)
-        span = (sums["columns_after"] * inserted[:, None]).sum(-1) / after.sum(-1)[:, None].float()
-        uniform, visible = (visible_counts(x, window, batch.cut) for x in (inserted, torch.ones_like(real)))
-        norms, output = sums["value_norm"], _mean(sums["output"], real)
-        given = (
-            sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
-        )  # mean over queries of A |v W_O|
-        distant = seeing - fn.near_queries(real, self.gap, window, batch.cut)
-        far, distant = real & (distant > 0), distant.clamp(min=1)[:, None]
-        vertical = ((sums["columns"] - sums["near"]) / distant).masked_fill(~far[:, None], torch.nan)
-        ratio = output / output.mean(1, keepdim=True)
-        per_head = {
+        return {
+            "alpha": alpha,
             "first_alpha": alpha[..., 0],
             "first_sink": _above(alpha[..., 0], self.threshold),
             "sinks": (among > self.threshold).sum(-1).float().masked_fill(none, torch.nan),
@@ -199,28 +201,43 @@ class AttentionSinks:
             "strongest_position": at.float().masked_fill(none, torch.nan),
             "inserted_alpha": of_inserted,
             "inserted_sink": _above(of_inserted, self.threshold),
+        }
+
+    def _of_inserted(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """All inserted tokens together, beside uniform attention, and what they have to give."""
+        inserted, after, norms = batch.inserted, _after(batch), sums["value_norm"]
+        span = (sums["columns_after"] * inserted[:, None]).sum(-1) / after.sum(-1)[:, None].float()
+        uniform, visible = (visible_counts(x, window, batch.cut) for x in (inserted, torch.ones_like(inserted)))
+        return {
             "span_mass": span,
             "span_mass_uniform": _mean((uniform / visible)[:, None].float(), after)[:, 0],
             "span_sink": _above(span, self.threshold),
-            "value_drain": norms[..., 0] / _mean(norms, real),
-            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, real & ~inserted),
+            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
+        }
+
+    def _of_outputs(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
+        """What the first token gives, of all that is read and of the output; which heads give little."""
+        output = _mean(sums["output"], batch.real)
+        given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|
+        ratio = output / output.mean(1, keepdim=True)
+        return {
+            "value_drain": sums["value_norm"][..., 0] / _mean(sums["value_norm"], batch.real),
             "first_norm_share": given[..., 0] / given.sum(-1),
             "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),
-            "vertical_kurtosis": fn.kurtosis_over_keys(vertical.nan_to_num(), far),
         }
-        per_layer = {name: sums[name] for name in _PER_LAYER if name != "length"}
-        hidden = ~real[:, None]
-        per_key = {name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")}
+
+    def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Attention from far queries, by key, and its kurtosis over keys."""
+        seeing = seeing_queries(batch.real, window, include_self=True, cut=batch.cut)
+        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.cut)
+        far = batch.real & (distant > 0)
+        score = (sums["columns"] - sums["near"]) / distant.clamp(min=1)[:, None]
         return {
-            **per_head,
-            **per_layer,
-            "length": batch.lengths.float(),
-            "alpha": alpha,
-            "vertical": vertical,
-            **per_key,
+            "vertical": score.masked_fill(~far[:, None], torch.nan),
+            "vertical_kurtosis": fn.kurtosis_over_keys(score, far),
         }
 
 

@@ -7,9 +7,7 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import numpy as np
 from mechattn.errors import OptionError
 from mechattn.render.received_attention import check_heads
 from mechattn.render.theme import FONT, model_caption
+from mechattn.render.view import View
 from mechattn.results.result import Result
 
 MOST = 64  # heads: 170 tokens then take 2.5 MB
@@ -25,40 +24,9 @@ _RANKS = 8
 _UNSEEN = -32768  # a key outside the window, or masked
 
 
-@dataclass(frozen=True)
-class Explorer:
-    """A piece of HTML that needs plotly's script once on its page.
-
-    In a notebook it shows itself in a frame of its own, without asking the network.
-    """
-
-    body: str
-    height: int = 1850
-
-    def page(self) -> str:
-        """A whole HTML document that opens offline."""
-        import plotly.offline
-
-        script = plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention focus</title><style>'
-            f"body {{ font-family: {FONT}; margin: 1.5em; color-scheme: light dark }}</style></head>"
-            f"<body><script>{script}</script>{self.body}</body></html>"
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write the document to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.page(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        source = html.escape(self.page(), quote=True)
-        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
-
-
 def attention_explorer(
     result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
-) -> Explorer:
+) -> View:
     """Figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt; layer, head and rank by controls.
 
     The map: hover for both tokens, probability, rank and the parts of the score; marks on the strongest targets of each
@@ -99,7 +67,7 @@ def attention_explorer(
         "font": FONT,
     }
     caption = f"{model_caption(result)}, condition “{condition}”, {length} tokens{'; ' * bool(note)}{note}"
-    return Explorer(_body(data, caption))
+    return View(_body(data, caption), 1850, "plotly")
 
 
 def _check(result: Result, condition: str, prompt: int, maps: Any) -> None:

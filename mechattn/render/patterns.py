@@ -6,54 +6,15 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.theme import model_caption
+from mechattn.render.view import View
 from mechattn.results.result import Result
 
 DIGITS = 3
-
-
-@dataclass(frozen=True)
-class View:
-    """A piece of HTML that needs the circuitsvis script once on its page.
-
-    In a notebook it shows itself, in a frame of its own and without asking the network. ``body`` goes into a page that
-    already has :func:`view_script`.
-    """
-
-    body: str
-    height: int = 620
-
-    def page(self) -> str:
-        """A whole HTML document that opens offline."""
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention</title></head>'
-            f"<body><script>{view_script()}</script>{self.body}</body></html>"
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write the document to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.page(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        source = html.escape(self.page(), quote=True)
-        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
-
-
-@cache
-def view_script() -> str:
-    """The script of circuitsvis, as installed; 1.3 MB, once a page."""
-    import circuitsvis
-
-    script = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
-    return script.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
 def attention_pattern(

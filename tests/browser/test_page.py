@@ -95,7 +95,7 @@ def test_the_explorer_of_one_prompt(opened, tmp_path):
     view = ma.explore(falcon, "Tom has <b>3</b> apples & 2 pears. How many?")
     view.save(tmp_path / "explore.html")
     page = opened(tmp_path / "explore.html")
-    assert page.title() == "Attention focus"
+    assert page.title() == "Attention"
     title = page.locator("[data-part=map] .gtitle")
     assert title.text_content() == "Figure 1: attention map, layer 0, head 0"
     before = page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]")

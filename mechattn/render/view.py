@@ -1,0 +1,62 @@
+"""A piece of HTML to look at: a page that opens offline, a frame in a notebook, or a part of a larger page."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from mechattn.render.theme import FONT
+
+Script = Literal["circuitsvis", "plotly"]
+
+
+@dataclass(frozen=True)
+class View:
+    """A piece of HTML that needs a script once on its page.
+
+    In a notebook it shows itself, in a frame of its own and without asking the network. ``body`` goes into a page that
+    already has :func:`view_script`.
+
+    Args:
+        body: The HTML.
+        height: Of the frame, in pixels.
+        script: Whose script it needs.
+    """
+
+    body: str
+    height: int = 620
+    script: Script = "circuitsvis"
+
+    def page(self) -> str:
+        """A whole HTML document that opens offline."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention</title>'
+            f"<style>body {{ font-family: {FONT}; color-scheme: light dark }}</style></head>"
+            f"<body><script>{view_script(self.script)}</script>{self.body}</body></html>"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to a file."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(self.page(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        source = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
+
+
+@cache
+def view_script(script: Script = "circuitsvis") -> str:
+    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; once a page."""
+    if script == "plotly":
+        import plotly.offline
+
+        text = plotly.offline.get_plotlyjs()
+    else:
+        import circuitsvis
+
+        text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script")
