@@ -55,7 +55,7 @@ bench: .venv/installed
 # uv resolves for every system at once. The CUDA libraries that some builds of torch bring are left out: pip adds them
 # where the build of torch that it finds needs them.
 lock:
-	uv pip compile pyproject.toml --extra dev --extra docs --extra math --universal --python-version 3.11 --no-header --no-annotate \
+	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra images --extra netcdf --extra ray --universal --python-version 3.11 --no-header --no-annotate \
 	  --quiet --constraint experiments/lock.txt \
 	  | grep -vE '^(nvidia|cuda|triton)' | sed -E 's/^torch==[^ ]+.*/torch==2.13.0/' | uniq > requirements.new
 	mv requirements.new requirements.lock

@@ -43,7 +43,7 @@ def run_config(
     config: Annotated[Path, typer.Argument(help="A TOML file; the README shows one.")],
 ) -> None:
     """Run what a config file says; write the result as a Zarr folder and, if asked, a page."""
-    from mechattn.figures import run_from_config
+    from mechattn.from_config import run_from_config
 
     for path in run_from_config(config, command=_command()):
         typer.echo(f"Wrote {path}")
@@ -54,7 +54,7 @@ def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
-    from mechattn.figures import evaluate_from_config
+    from mechattn.from_config import evaluate_from_config
 
     evaluations, written = evaluate_from_config(config)
     for model, made in evaluations.items():

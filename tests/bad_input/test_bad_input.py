@@ -7,7 +7,8 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
-from mechattn.figures import make_figures, run_from_config
+from mechattn.figures import make_figures
+from mechattn.from_config import run_from_config
 from mechattn.model.architectures import tiny_model
 from mechattn.model.load import dtype_named
 from mechattn.model.toys import load_tokenizer
@@ -188,7 +189,7 @@ def test_answers_that_are_not_there(tmp_path):
 
 @pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is no stored result")])
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
-    monkeypatch.setattr("mechattn.figures.load_prompts", None)
+    monkeypatch.setattr("mechattn.from_config.load_prompts", None)
     (tmp_path / "taken.zarr").mkdir()
     config = {
         "model": "toy:llama",
@@ -201,7 +202,7 @@ def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch
 
 
 def test_a_page_in_the_place_of_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.figures.load_prompts", None)
+    monkeypatch.setattr("mechattn.from_config.load_prompts", None)
     output = {"result": str(tmp_path / "r.zarr"), "page": str(tmp_path)}
     config = {"model": "toy:llama", "prompts": {"source": "word-problems"}, "output": output}
     (tmp_path / "config.toml").write_text(_toml(config))

@@ -5,7 +5,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
-from mechattn.figures import run_from_config
+from mechattn.from_config import run_from_config
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.cli import app
 from mechattn.errors import OptionError
-from mechattn.figures import evaluate_from_config
+from mechattn.from_config import evaluate_from_config
 
 TEXT = """
 model = "toy:llama"
