@@ -92,19 +92,16 @@ class SameToken:
     def problem(self, sequence):
         return None
 
-    def start(self, batch, heads):
-        return {"sum": torch.zeros(len(batch.tokens), heads + 2)}  # heads, uniform attention, number of queries
+    def start(self, batch, heads):  # a sum for each head, for uniform attention, and the number of queries
+        return {"sum": torch.zeros(len(batch.tokens), heads + 2, device=batch.tokens.device)}
 
     def add(self, sums, rows):
-        tokens, at = rows.batch.tokens, torch.arange(rows.batch.tokens.shape[1])
+        tokens, at = rows.batch.tokens, torch.arange(rows.batch.tokens.shape[1], device=rows.batch.tokens.device)
         q, k = at[rows.queries, None], at[None, rows.keys]
         copies = ((tokens[:, rows.queries, None] == tokens[:, None, rows.keys]) & (k < q)).float()
         counted = (copies.sum(-1) > 0) & (rows.batch.origin[:, rows.queries] >= 0)
-        each = [
-            (rows.pattern * copies[:, None]).sum(-1),
-            (copies / (q + 1)).sum(-1)[:, None],
-            torch.ones(len(tokens), 1, len(q)),
-        ]
+        uniform = (copies / (q + 1)).sum(-1)[:, None]
+        each = [(rows.pattern * copies[:, None]).sum(-1), uniform, torch.ones_like(uniform)]
         sums["sum"] += (torch.cat(each, 1) * counted[:, None]).sum(-1)
 
     def values(self, sums, batch, window):
