@@ -1,5 +1,6 @@
 """What mkdocs does beside its plugins: kernels for the tutorials, one copy of each script, nothing from the network."""
 
+import ast
 import html
 import os
 import re
@@ -23,6 +24,11 @@ def on_config(config):
     return config
 
 
+def on_page_markdown(markdown, page, config, files):
+    """Where a page says «rooms», every file of the package with the first line of its docstring."""
+    return markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
+
+
 def on_post_page(output, page, config):
     """A tutorial's page: no link to a CDN, and one copy of each script for the whole site."""
     if "jupyter-wrapper" not in output:
@@ -37,6 +43,7 @@ def on_post_page(output, page, config):
         return f'srcdoc="{html.escape(text)}"'
 
     output = re.sub(r'srcdoc="([^"]*)"', shared, _without_cdn(output))
+    output = re.sub(r'href="((?!\w+:)[^"#]+)\.(?:md|py)(#[^"]*)?"', r'href="\1.html\2"', output)  # nobody else does
     figures = tags["plotly"] if "plotly-graph-div" in output else ""
     return output.replace("</head>", f"{figures}</head>", 1)
 
@@ -48,6 +55,22 @@ def on_post_build(config):
     for bundle in Path(config.site_dir, "assets", "javascripts").glob("bundle.*.js"):
         text = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/javascript,", bundle.read_text(encoding="utf-8"))
         bundle.write_text(text, encoding="utf-8")
+
+
+def _rooms() -> str:
+    package, lines = Path(__file__).parents[2] / "mechattn", []
+    for room in sorted({path.parent for path in package.rglob("*.py")}):
+        modules = sorted(path for path in room.glob("*.py") if path.name != "__init__.py")
+        if modules:
+            name = room.relative_to(package.parent).as_posix()
+            lines.append(f"\n### {name}\n\n| file | what is in it |\n|---|---|")
+            lines += [f"| `{path.name}` | {_first_line(path)} |" for path in modules]
+    return "\n".join(lines)
+
+
+def _first_line(path: Path) -> str:
+    words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return words.split("\n\n")[0].replace("\n", " ").replace("|", "\\|").replace("``", "`")
 
 
 def _script(name: str) -> str:
