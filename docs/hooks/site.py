@@ -40,6 +40,7 @@ def on_post_page(output, page, config):
         text = html.unescape(frame[1])
         for name, tag in tags.items():
             text = text.replace(f"<script>{_script(name)}</script>", tag)
+        text = text.replace("</head>", "<style>:root { color-scheme: light dark }</style></head>", 1)
         return f'srcdoc="{html.escape(text)}"'
 
     output = re.sub(r'srcdoc="([^"]*)"', shared, _without_cdn(output))
