@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mechattn.interventions.knockout import Knockout as Knockout
     from mechattn.look import explore as explore
     from mechattn.look import pattern as pattern
+    from mechattn.look import pattern_difference as pattern_difference
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
     from mechattn.prompts.conditions import Baseline as Baseline
@@ -84,6 +85,7 @@ _HOME = {
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",
     "pattern": "look",
+    "pattern_difference": "look",
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",

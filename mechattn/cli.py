@@ -8,12 +8,39 @@ from typing import Annotated, Any
 
 import typer
 
+FIRST_LOOK = """\
+mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
+
+  mechattn figures                                    four toy models, about half a minute; a page that opens offline
+  mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
+  mechattn verify toy:falcon                          is the hooked model the model?
+  mechattn run experiments/gsm8k/config.toml          a whole experiment from a file
+  mechattn evaluate CONFIG.toml                       does it change the answers?
+  mechattn show RESULT.zarr                           what a stored result holds, in the terminal
+  mechattn report RESULT.zarr                         the same as a page with figures
+
+Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
+"""
 app = typer.Typer(
-    no_args_is_help=True,
+    no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
     help="Measure what attention does, with and without meaningless tokens. Start with: mechattn figures",
 )
+
+
+@app.callback(invoke_without_command=True)
+def first_look(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Measure what attention does, with and without meaningless tokens. Start with: mechattn figures"""
+    if version:
+        import mechattn
+
+        typer.echo(f"mechattn {mechattn.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(FIRST_LOOK)
 
 
 @app.command()
@@ -31,9 +58,15 @@ def figures(
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
+    from mechattn.model.load import model_place
     from mechattn.model.toys import toy_names
 
     models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
+    for name in models:
+        model_place(name)  # a name that is nothing is refused before anything is said
+    toys = all(name.startswith("toy:") for name in models)
+    takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU minutes for a model of billions of parameters"
+    typer.echo(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
@@ -87,6 +120,34 @@ def verify(
     typer.echo(str(report))
     if not report.passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    result: Annotated[Path, typer.Argument(help="A stored result.")],
+) -> None:
+    """Print what a stored result holds: its verdicts, its quantities, where it comes from."""
+    from mechattn.report import summary
+    from mechattn.results.storage import load_result
+
+    typer.echo(summary(load_result(result)))
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Stored results; several models side by side.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
+    layer: Annotated[int | None, typer.Option(help="The layer that is drawn; the first that was measured.")] = None,
+    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; or one number: how many to choose.")] = "3",
+) -> None:
+    """Write one page of stored results, with every figure that they can show; it opens offline."""
+    from mechattn.report import report as write_report
+
+    chosen = _numbers(heads)
+    missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command())
+    for words in missing:
+        typer.echo(f"Not shown: {words}", err=True)
+    typer.echo(f"Open {out} in a browser; it needs no network.")
 
 
 def _accuracies(evaluation: Any) -> str:

@@ -9,6 +9,7 @@ WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
 WITH = "#c8322b"  # red: with them
 THIRD = "#d98c1f"  # orange: a control beside them
 OTHERS = ("#3f8f5b", "#7d5ba6", "#8a8d91", "#b5651d", "#2a9d9d")
+DARK = {WITHOUT: "#79b0ee", WITH: "#ff8a80", THIRD: "#f2b65a", "#444": "#bbb"}  # the same on a dark ground
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mechattn.render.theme import FONT
+from mechattn.results.result import Result
 
 Script = Literal["circuitsvis", "plotly"]
 
@@ -23,19 +24,20 @@ class View:
     Args:
         body: The HTML.
         height: Of the frame, in pixels.
-        script: Whose script it needs.
+        script: Whose script it needs; None for none.
     """
 
     body: str
     height: int = 620
-    script: Script = "circuitsvis"
+    script: Script | None = "circuitsvis"
 
     def page(self) -> str:
         """A whole HTML document that opens offline."""
+        script = f"<script>{view_script(self.script)}</script>" if self.script else ""
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention</title>'
             f"<style>body {{ font-family: {FONT}; color-scheme: light dark }}</style></head>"
-            f"<body><script>{view_script(self.script)}</script>{self.body}</body></html>"
+            f"<body>{script}{self.body}</body></html>"
         )
 
     def save(self, path: str | Path) -> None:
@@ -60,3 +62,16 @@ def view_script(script: Script = "circuitsvis") -> str:
 
         text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
     return text.replace("</script", "<\\/script")
+
+
+def in_script(json_text: str) -> str:
+    """JSON that can stand in a script element, whatever the tokens in it."""
+    return json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
+    """The tokens of a prompt: as text for the first prompt, as ids for the others."""
+    sequences = result["sequences"].sel(condition=condition)
+    length = int((sequences.origin.isel(prompt=prompt) >= -1).sum())
+    chosen = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
+    return [str(token) for token in chosen.values[:length]]
