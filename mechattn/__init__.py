@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
+    from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.result import Result as Result
     from mechattn.results.storage import load_result as load_result
 
@@ -83,6 +84,7 @@ _HOME = {
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",
+    "merge_results": "results.merge",
     "pattern": "look",
     "record_affine": "engine.record",
     "render": "",
