@@ -22,7 +22,7 @@ _GROW = ("pos", "key", "original_key")  # as long as the longest prompt
 _FIRST = "first_prompt_text"
 _FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
 # Everything else in the provenance has to agree, since it changes the numbers, or their meaning.
-_NAMED_BY_PART = ("model.device", "threads", "versions.python", "time", "command", "engine_reason")
+_NAMED_BY_PART = ("model.device", "threads", "versions.python", "command", "engine_reason")
 
 
 def merge_results(results: Seq[Result]) -> Result:
@@ -193,6 +193,12 @@ def _collected(one: Any, other: Any) -> Any:
     return found[0] if len(found) == 1 else found
 
 
+def _span(one: Any, other: Any) -> list[str]:
+    """The first and the last time."""
+    times = [time for some in (one, other) for time in (some if isinstance(some, list) else [some])]
+    return [min(times), max(times)]
+
+
 def _concatenated(one: Any, other: Any) -> list:
     return sorted([*(one or []), *(other or [])], key=json.dumps)
 
@@ -201,6 +207,7 @@ _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda one, other: one + other,
     "prompts.hash": added_hash,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
+    "time": _span,
     "halved": _concatenated,
     "model.verified": lambda one, other: bool(one and other),
     "model.not_verified": lambda one, other: sorted({*(one or []), *(other or [])}),

@@ -184,7 +184,13 @@ class Result:
         return merge_results([self, *others])
 
     def save(self, path: str | Path) -> None:
-        """Write the result as a Zarr folder, whole or not at all."""
+        """Write the result, whole or not at all: "….zarr" is a Zarr folder (here or at an address), "….nc" a file.
+
+        Addresses are those of fsspec, such as "s3://bucket/llama.zarr".
+
+        Raises:
+            OutputError: The place cannot be written, or holds something that is no result.
+        """
         from mechattn.results.storage import save_result
 
         save_result(self, path)

@@ -362,8 +362,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, t
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
-    with pytest.raises(OutputError, match=r"should end with \"\.zarr\""):
-        slash_result.save(tmp_path / "result.nc")
+    with pytest.raises(OutputError, match=r'should end with "\.zarr"'):
+        slash_result.save(tmp_path / "result.txt")
     other = tmp_path / "other.zarr"
     other.mkdir()
     (other / "precious").write_text("data")
