@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
+    from mechattn.engine.chunks import run_job as run_job
+    from mechattn.engine.job import Job as Job
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
@@ -61,6 +63,7 @@ _HOME = {
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadUpdates": "analysis.head_updates",
+    "Job": "engine.job",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",
     "MechattnError": "errors",
@@ -89,6 +92,7 @@ _HOME = {
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
+    "run_job": "engine.chunks",
     "sweep": "prompts.conditions",
     "verify_model": "model.load",
 }

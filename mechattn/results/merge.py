@@ -109,20 +109,17 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     first = parts[0]
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
     made: dict[Any, Any] = {}
-    for name in first:
+    for name in (str(name) for name in first if f"{name}_n" in first and f"{name}_variance" in first):
+        made |= _moments(parts, name)
+    for name in (str(name) for name in first if name not in made):
         arrays = [part[name] for part in parts]
-        if "prompt" in first[name].dims:
-            made[name] = _stacked(arrays, sizes, order)
-        elif f"{name}_n" in first and f"{name}_variance" in first:
-            moments = _moments(parts, str(name))
-            made |= {f"{name}{part}": values for part, values in moments.items()}
-        elif name not in made:
-            made[name] = _of_first(arrays, sizes, str(name))
-    prompts = np.concatenate([part.prompt.values.astype(str) for part in parts])[order]
+        many = "prompt" in first[name].dims
+        made[name] = _stacked(arrays, sizes, order) if many else _of_first(arrays, sizes, name)
+    ids = [str(prompt) for part in parts for prompt in part.prompt.values]
     coords = {dim: first[dim].values for dim in first.coords if dim not in (*_GROW, "prompt")}
     coords |= {dim: np.arange(sizes[dim]) for dim in _GROW if dim in first.coords}
     variables = {name: (first[name].dims, made[name], first[name].attrs) for name in first}
-    return xr.Dataset(variables, {"prompt": prompts.tolist(), **coords}, first.attrs)
+    return xr.Dataset(variables, {"prompt": [ids[at] for at in order], **coords}, first.attrs)
 
 
 def _stacked(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], order: np.ndarray) -> np.ndarray:
@@ -148,7 +145,7 @@ def _moments(parts: Seq[xr.Dataset], name: str) -> dict[str, np.ndarray]:
         for part in parts
     )
     merged = reduce(Moments.merge, each)
-    return {"": merged.known_mean, "_variance": merged.variance, "_n": merged.n}
+    return {name: merged.known_mean, f"{name}_variance": merged.variance, f"{name}_n": merged.n}
 
 
 def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) -> np.ndarray:

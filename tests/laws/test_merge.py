@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.errors import OptionError
+from mechattn.results.packed import packed, unpacked
 from mechattn.results.provenance import set_hash
 
 CONDITIONS = ["baseline", "slash"]
@@ -45,6 +46,8 @@ def synthetic(world, chosen):
         "first_prompt_text": (("condition", "pos"), texts.astype(np.dtypes.StringDType())),
     }
     ids = [f"p{i}" for i in chosen]
+    if chosen[0] % 2:  # stored results have their variables in another order
+        received = dict(sorted(received.items(), reverse=True))
     coords = {"prompt": ids, "condition": CONDITIONS}
     labels = {"layer": [0, 2, 5], "bin": [-np.inf, 0.0], "key": np.arange(width)}
     return ma.Result(
@@ -87,6 +90,8 @@ def assert_one_pass(merged, whole):
             ours, theirs = got[variable].values, expected[variable].values
             assert got[variable].dims == expected[variable].dims
             assert got[variable].attrs == expected[variable].attrs
+            if theirs.dtype.kind in "TOU":
+                ours, theirs = ours.astype(object), theirs.astype(object)
             if "prompt" in expected[variable].dims or theirs.dtype.kind not in "f" or variable == "bin":
                 np.testing.assert_array_equal(ours, theirs, err_msg=f"{name}.{variable}")
             else:
@@ -144,6 +149,7 @@ def alone(toy, prompts):
 def test_a_real_run_in_parts_is_the_whole_run(alone, positions):
     whole = alone(range(8), positions=positions)
     parts = [alone(some, positions=positions) for some in ([6], [0, 3, 7], [1, 2], [4, 5])]
+    parts[1:3] = [unpacked(packed(part)) for part in parts[1:3]]  # as they come back from a disk
     for tree in range(3):
         merged = in_some_tree(parts, tree)
         assert_one_pass(merged, whole)
