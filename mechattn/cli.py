@@ -74,12 +74,33 @@ def figures(
 @app.command("run")
 def run_config(
     config: Annotated[Path, typer.Argument(help="A TOML file; the README shows one.")],
+    shard: Annotated[
+        str | None, typer.Option(help='"3/16" computes the third of 16 shares; see mechattn merge.')
+    ] = None,
+    executor: Annotated[str | None, typer.Option(help='"local", or "ray" for a cluster.')] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
 ) -> None:
-    """Run what a config file says; write the result as a Zarr folder and, if asked, a page."""
+    """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
     from mechattn.from_config import run_from_config
 
-    for path in run_from_config(config, command=_command()):
+    options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
+    for path in run_from_config(config, _command(), **options):
         typer.echo(f"Wrote {path}")
+
+
+@app.command()
+def merge(
+    out: Annotated[str, typer.Argument(help="Where the result of all prompts goes: a .zarr folder or a .nc file.")],
+    results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as of --shard.")],
+) -> None:
+    """Merge the results of shards into one."""
+    from mechattn.results.merge import merge_results
+    from mechattn.results.storage import check_result_place, load_result, save_result
+
+    check_result_place(out)
+    save_result(merge_results([load_result(path) for path in results]), out)
+    typer.echo(f"Wrote {out}")
 
 
 @app.command("evaluate")
@@ -187,10 +208,10 @@ def _command() -> str:
 
 def main() -> None:
     """Run the command; a MechattnError is one sentence, not a traceback."""
-    from mechattn.errors import MechattnError
+    from mechattn.errors import Interrupted, MechattnError
 
     try:
         app()
     except MechattnError as error:
         typer.echo(f"mechattn: {error}", err=True)
-        sys.exit(2)
+        sys.exit(130 if isinstance(error, Interrupted) else 2)

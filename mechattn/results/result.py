@@ -174,8 +174,24 @@ class Result:
             raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
         return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
 
+    def merge(self, *others: Result) -> Result:
+        """This result and others of the same run on other prompts as one; see :func:`merge_results`.
+
+        Raises:
+            OptionError: They don't belong together, or a prompt is in two of them.
+        """
+        from mechattn.results.merge import merge_results
+
+        return merge_results([self, *others])
+
     def save(self, path: str | Path) -> None:
-        """Write the result as a Zarr folder, whole or not at all."""
+        """Write the result, whole or not at all: "….zarr" is a Zarr folder (here or at an address), "….nc" a file.
+
+        Addresses are those of fsspec, such as "s3://bucket/llama.zarr".
+
+        Raises:
+            OutputError: The place cannot be written, or holds something that is no result.
+        """
         from mechattn.results.storage import save_result
 
         save_result(self, path)
