@@ -229,7 +229,13 @@ def strip_words(result: Result) -> str:
     prompts = about["prompts"]
     parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
     parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
-    return " · ".join([*parts, about["time"]])
+    return " · ".join([*parts, time_words(result)])
+
+
+def time_words(result: Result) -> str:
+    """When the numbers were made; from when to when, where a result was merged from several runs."""
+    time = result.provenance["time"]
+    return time if isinstance(time, str) else " to ".join(time)
 
 
 def made_rows(result: Result, command: str = "") -> list[Row]:
@@ -241,7 +247,7 @@ def made_rows(result: Result, command: str = "") -> list[Row]:
     ]
     rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
     rows += [(f"condition {name}", str(made)) for name, made in about["conditions"].items()]
-    rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", about["time"])]
+    rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", time_words(result))]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))]
     return rows + [("command", command)] * bool(command)
 
@@ -249,7 +255,7 @@ def made_rows(result: Result, command: str = "") -> list[Row]:
 def citation(title: str, results: Seq[Result]) -> str:
     """How to cite a figure: a caption, and an entry for BibTeX."""
     about = results[0].provenance
-    version, year = about["versions"]["mechattn"], about["time"][:4]
+    version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
     of = "; ".join(
         f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}" for r in results
     )
