@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 from dataclasses import dataclass
 from functools import cache
@@ -46,8 +48,22 @@ class View:
         Path(path).write_text(self.page(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        source = html.escape(self.page(), quote=True)
+        # Packed, so that a notebook with ten views holds 5 MB and not 15; unpacked by the browser, without a request.
+        packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
+        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
         return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
+
+
+_UNPACKS = """<!doctype html><meta charset="utf-8"><script>
+(async () => {
+  const bytes = Uint8Array.from(atob("PACKED"), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const page = await new Response(stream).text();
+  document.open();
+  document.write(page);
+  document.close();
+})();
+</script>"""
 
 
 @cache

@@ -154,6 +154,16 @@ def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     assert "matched control “sentence”" in text
 
 
+def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
+    """What ``_repr_html_`` gives, in a page as JupyterLab and VS Code put it into theirs."""
+    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1])
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
+    page = opened(tmp_path / "notebook.html")
+    inside = page.frame_locator("iframe")
+    inside.get_by_text("L0H1").first.wait_for()
+    assert "toy:llama" in inside.locator("figcaption").inner_text()
+
+
 def test_hovering_tells_the_number(opened, slash_result, tmp_path):
     page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1, 2, 3]))
     box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()

@@ -1,5 +1,7 @@
 """What a notebook shows: executed in a real kernel that cannot reach a network."""
 
+import base64
+import gzip
 import re
 
 import nbformat
@@ -71,10 +73,13 @@ def test_a_result_says_what_it_is(shown):
 
 def test_views_carry_their_script(shown):
     for outputs, script in ((shown[5], True), (shown[6], False)):
-        page = html_of(outputs)
-        assert page.startswith("<iframe srcdoc=")
-        assert ("CircuitsVis" in page) == script
-        assert not re.search(r"(src|href)=(&quot;|\")https?:", page)
+        frame = html_of(outputs)
+        assert frame.startswith("<iframe srcdoc=")
+        assert not re.search(r"(src|href)=(&quot;|\")https?:", frame)
+        page = gzip.decompress(base64.b64decode(re.search(r"atob\(&quot;([^&]*)&quot;", frame)[1])).decode()
+        assert ("CircuitsVis.render(" in page) == script
+        assert "toy:llama (toy, 1.0 M parameters)" in page
+        assert len(frame) < (7e5 if script else 2e4), "a notebook with ten views stays small"
 
 
 def test_figures_and_datasets_show_themselves(shown):
