@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import mean_words, number_words, percent_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
@@ -59,7 +59,7 @@ def activation_histogram(
     note = (
         f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     )
-    figure.update_layout(**_layout("activations of the MLP", note, 460, top=170, legend=1.24))
+    figure.update_layout(**_layout("activations of the MLP", note, 480, top=150))
     parts = [
         f"{model_caption(r)}: "
         + "; ".join(f"{condition_words(r, n)} {mean_words(_near_zero(r, n, layer))}" for n in [BASELINE, *names])
@@ -94,7 +94,7 @@ def activation_metrics(
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=labels, row=1, col=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
-    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520, top=150))
+    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520))
     parts = [
         f"{model_caption(r)}: "
         + "; ".join(
@@ -130,7 +130,7 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         figure.update_xaxes(tickvals=list(range(len(classes))), ticktext=labels, row=1, col=column)
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
-    figure.update_layout(**_layout("near-zero activations by class of token", note, 480, top=170, legend=1.24))
+    figure.update_layout(**_layout("near-zero activations by class of token", note, 500, top=150))
     at = results[0][NAME].near_zero_by_token_class.sel(layer=layer)
     parts = [
         f"{kind}: "
@@ -175,7 +175,7 @@ def agreement(
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
     about = condition_words(results[0], condition)
     note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
-    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460, top=120))
+    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460))
     return says(figure, "; ".join(said) + ".")
 
 
@@ -247,12 +247,5 @@ def _n(results: Seq[Result]) -> str:
     return f"n = {', '.join(map(str, counts))} prompts"
 
 
-def _layout(title: str, note: str, height: int, top: int, legend: float = 1.12) -> dict:
-    return LAYOUT | {
-        "title_text": f"{title}<br><sup>{note}</sup>",
-        "title_y": 0.97,
-        "title_yanchor": "top",
-        "height": height,
-        "margin": dict(l=70, r=20, t=top, b=60),
-        "legend": dict(orientation="h", x=1, xanchor="right", y=legend, yanchor="bottom"),
-    }
+def _layout(title: str, note: str, height: int, top: int = 130) -> dict:
+    return headed(top, height) | {"title_text": f"{title}<br><sup>{note}</sup>"}

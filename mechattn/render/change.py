@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, model_caption, quantity_words
+from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, headed, model_caption, quantity_words
 from mechattn.render.words import change_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
@@ -47,12 +47,7 @@ def change_map(
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change beyond the null"
-    figure.update_layout(
-        **LAYOUT | {"margin": dict(l=70, r=20, t=110, b=60)},
-        title_text=f"{title}<br><sup>{note}</sup>",
-        height=max(320, 160 + 24 * len(sure)),
-        legend=dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom"),
-    )
+    figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
     far = table.loc[table.beyond.abs().idxmax()]

@@ -9,7 +9,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, lines_layout, model_caption
+from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import change_words, percent, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
@@ -91,10 +91,10 @@ def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words:
                 annotation_text=words, annotation_position="top", annotation_font_size=11,
             )  # fmt: skip
         figure.update_xaxes(title_text="original token position", row=1, col=column)
-        figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
+        figure.update_xaxes(title_text="position in the sequence", row=2, col=column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**lines_layout(120, 1.1, 640))
+    figure.update_layout(**headed(125, 640), hovermode="x unified")
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
