@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
+    from mechattn.engine.chunks import run_job as run_job
+    from mechattn.engine.job import Job as Job
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mechattn.interventions.knockout import Knockout as Knockout
     from mechattn.look import explore as explore
     from mechattn.look import pattern as pattern
+    from mechattn.look import pattern_difference as pattern_difference
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
     from mechattn.prompts.conditions import Baseline as Baseline
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
+    from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.result import Result as Result
     from mechattn.results.storage import load_result as load_result
 
@@ -60,6 +64,7 @@ _HOME = {
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadUpdates": "analysis.head_updates",
+    "Job": "engine.job",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",
     "MechattnError": "errors",
@@ -83,10 +88,13 @@ _HOME = {
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",
+    "merge_results": "results.merge",
     "pattern": "look",
+    "pattern_difference": "look",
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
+    "run_job": "engine.chunks",
     "sweep": "prompts.conditions",
     "verify_model": "model.load",
 }

@@ -8,12 +8,39 @@ from typing import Annotated, Any
 
 import typer
 
+FIRST_LOOK = """\
+mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
+
+  mechattn figures                                    four toy models, about half a minute; a page that opens offline
+  mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
+  mechattn verify toy:falcon                          is the hooked model the model?
+  mechattn run experiments/gsm8k/config.toml          a whole experiment from a file
+  mechattn evaluate CONFIG.toml                       does it change the answers?
+  mechattn show RESULT.zarr                           what a stored result holds, in the terminal
+  mechattn report RESULT.zarr                         the same as a page with figures
+
+Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
+"""
 app = typer.Typer(
-    no_args_is_help=True,
+    no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
     help="Measure what attention does, with and without meaningless tokens. Start with: mechattn figures",
 )
+
+
+@app.callback(invoke_without_command=True)
+def first_look(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Measure what attention does, with and without meaningless tokens. Start with: mechattn figures"""
+    if version:
+        import mechattn
+
+        typer.echo(f"mechattn {mechattn.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(FIRST_LOOK)
 
 
 @app.command()
@@ -31,9 +58,15 @@ def figures(
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
+    from mechattn.model.load import model_place
     from mechattn.model.toys import toy_names
 
     models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
+    for name in models:
+        model_place(name)  # a name that is nothing is refused before anything is said
+    toys = all(name.startswith("toy:") for name in models)
+    takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU minutes for a model of billions of parameters"
+    typer.echo(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
@@ -41,12 +74,33 @@ def figures(
 @app.command("run")
 def run_config(
     config: Annotated[Path, typer.Argument(help="A TOML file; the README shows one.")],
+    shard: Annotated[
+        str | None, typer.Option(help='"3/16" computes the third of 16 shares; see mechattn merge.')
+    ] = None,
+    executor: Annotated[str | None, typer.Option(help='"local", or "ray" for a cluster.')] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
 ) -> None:
-    """Run what a config file says; write the result as a Zarr folder and, if asked, a page."""
+    """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
     from mechattn.from_config import run_from_config
 
-    for path in run_from_config(config, command=_command()):
+    options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
+    for path in run_from_config(config, _command(), **options):
         typer.echo(f"Wrote {path}")
+
+
+@app.command()
+def merge(
+    out: Annotated[str, typer.Argument(help="Where the result of all prompts goes: a .zarr folder or a .nc file.")],
+    results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as of --shard.")],
+) -> None:
+    """Merge the results of shards into one."""
+    from mechattn.results.merge import merge_results
+    from mechattn.results.storage import check_result_place, load_result, save_result
+
+    check_result_place(out)
+    save_result(merge_results([load_result(path) for path in results]), out)
+    typer.echo(f"Wrote {out}")
 
 
 @app.command("evaluate")
@@ -89,6 +143,34 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def show(
+    result: Annotated[Path, typer.Argument(help="A stored result.")],
+) -> None:
+    """Print what a stored result holds: its verdicts, its quantities, where it comes from."""
+    from mechattn.report import summary
+    from mechattn.results.storage import load_result
+
+    typer.echo(summary(load_result(result)))
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Stored results; several models side by side.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
+    layer: Annotated[int | None, typer.Option(help="The layer that is drawn; the first that was measured.")] = None,
+    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; or one number: how many to choose.")] = "3",
+) -> None:
+    """Write one page of stored results, with every figure that they can show; it opens offline."""
+    from mechattn.report import report as write_report
+
+    chosen = _numbers(heads)
+    missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command())
+    for words in missing:
+        typer.echo(f"Not shown: {words}", err=True)
+    typer.echo(f"Open {out} in a browser; it needs no network.")
+
+
 def _accuracies(evaluation: Any) -> str:
     """A Markdown table: accuracy, and the difference from the baseline."""
     lines = [
@@ -126,10 +208,10 @@ def _command() -> str:
 
 def main() -> None:
     """Run the command; a MechattnError is one sentence, not a traceback."""
-    from mechattn.errors import MechattnError
+    from mechattn.errors import Interrupted, MechattnError
 
     try:
         app()
     except MechattnError as error:
         typer.echo(f"mechattn: {error}", err=True)
-        sys.exit(2)
+        sys.exit(130 if isinstance(error, Interrupted) else 2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field as PydanticField
 
 from mechattn import render
 from mechattn.analysis.analysis import Analysis
@@ -152,7 +153,11 @@ class EvaluationSection(_Section):
 
 
 class Config(_Section):
-    """A whole run; several models give a result each, with "{model}" in its place."""
+    """A whole run; several models give a result each, with "{model}" in its place.
+
+    ``chunk``: prompts that are computed, and kept, together. ``threads``: of torch, in each worker. ``executor``,
+    ``address``, ``workers``: where it is computed, which changes no number.
+    """
 
     model: str | list[str]
     prompts: Prompts
@@ -166,6 +171,11 @@ class Config(_Section):
     memory: str = "2GiB"
     engine: Literal["auto", "streaming", "hooks"] = "auto"
     verify: bool = True
+    chunk: int = PydanticField(64, ge=1)
+    threads: int | None = PydanticField(None, ge=1)
+    executor: Literal["local", "ray"] = "local"
+    address: str | None = None
+    workers: int | None = PydanticField(None, ge=1)
     evaluation: EvaluationSection | None = None
 
     @property

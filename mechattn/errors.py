@@ -27,3 +27,7 @@ class OptionError(MechattnError, ValueError):
 
 class OutputError(MechattnError):
     """A result cannot be written or read at this place."""
+
+
+class Interrupted(MechattnError):
+    """The work was stopped from outside; what is done is kept, and the message says how to go on."""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.run import run
 from mechattn.from_config import check_enough, file_name
-from mechattn.look import pattern
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import load_model, model_place
-from mechattn.page import Section, figure_section, result_sections, view_section, write_page
-from mechattn.prompts.conditions import MeaninglessTokens
+from mechattn.page import Section, drawn_section, prompt_section, view_section, write_page
+from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.datasets import load_prompts
-from mechattn.render.received_attention import check_heads
+from mechattn.prompts.prompt import Prompt
+from mechattn.render.patterns import attention_pattern, pattern_difference, received_text
+from mechattn.render.received_attention import check_heads, received_attention
+from mechattn.render.theme import model_caption
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place, check_writable
 
 VIEW_TOKENS = 16
+READ_TEXT = (
+    "Each token is coloured by the attention that it receives on average from the original tokens after it; both texts "
+    "have one scale. Hover for the number."
+)
 
 
 def make_figures(
@@ -56,18 +63,36 @@ def make_figures(
         hooked = load_model(name)
         chosen_layers(hooked, layer)
         check_heads(heads, hooked.cfg.n_heads)
-        slash = MeaninglessTokens("/", count=55)
-        result = run(hooked, prompts, {"slash": slash}, [ReceivedAttention()], seed=seed, positions="prompts")
+        result = run(hooked, prompts, _conditions(), [ReceivedAttention()], seed=seed, positions="prompts")
         result.save(place)
         results.append(result)
-        made = result_sections(result, layer, min(3, hooked.cfg.n_heads))
-        made.append(figure_section(result, layer, heads))
-        short = MeaninglessTokens("/", count=VIEW_TOKENS)
-        shortest = min(prompts, key=lambda prompt: len(prompt.question))
-        view = pattern(hooked, shortest, layer, heads, short, seed=seed)
-        note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
-        made.append(view_section(view, f"{name}: the attention of one prompt", note))
-        first = replace(made[0], title=f"{name}: one prompt as the model reads it", contents=name)
-        sections += [first, *(replace(section, contents="") for section in made[1:])]
+        sections += _sections(hooked, result, prompts, layer, heads, seed, command)
     subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command)
+
+
+def _conditions() -> dict[str, Condition]:
+    """55 meaningless tokens, and their matched control: a random sentence of as many tokens."""
+    return {"slash": MeaninglessTokens("/", count=55), "sentence": RandomSentence(count=55)}
+
+
+def _sections(
+    hooked: Any, result: Result, prompts: Seq[Prompt], layer: int, heads: Seq[int], seed: int, command: str
+) -> list[Section]:
+    """The sections of one model."""
+    name = model_caption(result)
+    sections = [prompt_section(result, contents=name)]
+    for chosen in (min(3, hooked.cfg.n_heads), list(heads)):
+        sections.append(drawn_section(received_attention, result, {"layer": layer, "heads": chosen}, command))
+    text = received_text(result, layer, heads)
+    sections.append(view_section(text, f"{name}: where the attention of the first prompt goes", READ_TEXT))
+    short = {"slash": MeaninglessTokens("/", count=VIEW_TOKENS)}
+    shortest = min(prompts, key=lambda prompt: len(prompt.question))
+    one = run(hooked, shortest, short, [AttentionMap()], layers=layer, seed=seed, progress=False)
+    note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
+    sections.append(
+        view_section(attention_pattern(one, layer, heads, "slash"), f"{name}: one prompt's attention", note)
+    )
+    difference = pattern_difference(one, layer, heads)
+    note = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
+    return [*sections, view_section(difference, f"{name}: how one prompt's attention changes", note)]

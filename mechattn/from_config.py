@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mechattn import config as configs
-from mechattn.engine.run import run
+from mechattn.engine.chunks import WHOLE, computed, parse_shard, shard_place
+from mechattn.engine.executor import ExecutorName, executor_named
+from mechattn.engine.job import Job
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import dtype_named, load_model
 from mechattn.page import results_page
 from mechattn.prompts.datasets import load_prompts
+from mechattn.prompts.prompt import Prompt
 from mechattn.render.received_attention import check_heads
-from mechattn.results.storage import check_result_place, check_writable
+from mechattn.results.storage import check_result_place, check_writable, is_address
 from mechattn.stats.intervals import FEWEST
 
 
-def run_from_config(path: Path, command: str = "") -> list[Path]:
-    """Run a config file; returns what was written.
+def run_from_config(
+    path: Path,
+    command: str = "",
+    *,
+    shard: str | None = None,
+    executor: ExecutorName | None = None,
+    address: str | None = None,
+    workers: int | None = None,
+) -> list[Path | str]:
+    """Run a config file, or a share of its chunks; returns what was written.
+
+    Args:
+        path: The config file.
+        command: Recorded.
+        shard: "3/16" computes a share, for which no page is drawn.
+        executor: In place of what the config says; address and workers too.
+        address: Of a cluster.
+        workers: In a cluster.
 
     Raises:
         MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
     """
     config = configs.read_config(path)
-    output = config.output
-    places = {name: Path(output.result.replace("{model}", file_name(name))) for name in config.models}
+    output, part = config.output, parse_shard(shard)
+    where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
+    places = {name: output.result.replace("{model}", file_name(name)) for name in config.models}
     for place in places.values():
-        check_result_place(place)
+        check_result_place(shard_place(place, part))
     if output.page is not None:
         check_writable(output.page)
         if not config.conditions:
@@ -40,31 +62,44 @@ def run_from_config(path: Path, command: str = "") -> list[Path]:
     prompts = load_prompts(**config.prompts.model_dump())
     for section in shown:
         check_enough(len(prompts), section.options.get("heads", [0]) if section.kind == "received_attention" else [0])
-    by_half = any(isinstance(section.options.get("heads"), int) for section in shown)
-    results = []
-    for name, place in places.items():
-        model = load_model(name, dtype=dtype_named(config.dtype), verify=config.verify)
-        layers = chosen_layers(model, config.layers)
-        for section in shown:
-            _check_shown(section, layers, model.cfg.n_heads)
-        result = run(
-            model,
-            prompts,
-            config.made_conditions(),
-            config.made_analyses(),
-            layers=layers,
-            positions="prompts" if by_half else "moments",
-            seed=config.seed,
-            memory=config.memory,
-            engine=config.engine,
-        )
-        result.save(place)
-        results.append(result)
-    written = list(places.values())
-    if output.page:
-        figures = [(configs.FIGURES[section.kind], section.options) for section in shown]
-        written.append(results_page(results, output.page, figures, command))
+    written: list[Path | str] = []
+    with ExitStack() as stack:  # finished chunks are kept until the page is drawn
+        results = []
+        for name, place in places.items():
+            job = _job(config, name, prompts, shown, command)
+            results.append(stack.enter_context(computed(job, place, part, where)))
+            written.append(as_written(shard_place(place, part)))
+        if output.page and part == WHOLE:
+            figures = [(configs.FIGURES[section.kind], section.options) for section in shown]
+            written.append(results_page(results, output.page, figures, command))
     return written
+
+
+def as_written(place: str | Path) -> Path | str:
+    """A path, or an address as it is."""
+    return place if is_address(place) else Path(place)
+
+
+def _job(config: configs.Config, model: str, prompts: Seq[Prompt], shown: Seq[configs.Figure], command: str) -> Job:
+    """What a config asks of one of its models."""
+    by_half = any(isinstance(section.options.get("heads"), int) for section in shown)
+    return Job(
+        model=model,
+        prompts=prompts,
+        conditions=config.made_conditions(),
+        analyses=config.made_analyses(),
+        layers=config.layers,
+        seed=config.seed,
+        positions="prompts" if by_half else "moments",
+        memory=config.memory,
+        engine=config.engine,
+        dtype=config.dtype,
+        verify=config.verify,
+        chunk=config.chunk,
+        threads=config.threads,
+        require=partial(_check_all_shown, shown),
+        command=command,
+    )
 
 
 def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]:
@@ -99,6 +134,12 @@ def _shown(config: configs.Config) -> list[configs.Figure]:
     options = {"layer": layer, "heads": config.output.heads}
     shown = [{"kind": "received_attention", "condition": name, **options} for name in config.made_conditions()]
     return [configs.Figure.model_validate(section) for section in shown]
+
+
+def _check_all_shown(shown: Seq[configs.Figure], model: Any, layers: list[int]) -> None:
+    """Everything that the page shows is measured with this model."""
+    for section in shown:
+        _check_shown(section, layers, model.cfg.n_heads)
 
 
 def _check_shown(section: configs.Figure, layers: list[int], heads: int) -> None:

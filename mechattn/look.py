@@ -8,6 +8,7 @@ from typing import Any
 
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.score_decomposition import ScoreDecomposition
+from mechattn.axes import BASELINE
 from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooks import chosen_layers
@@ -17,8 +18,10 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.explorer import attention_explorer, check_count
 from mechattn.render.patterns import attention_pattern
+from mechattn.render.patterns import pattern_difference as render_difference
 from mechattn.render.received_attention import check_heads
 from mechattn.render.view import View
+from mechattn.results.result import Result
 
 
 def pattern(
@@ -45,15 +48,55 @@ def pattern(
     Raises:
         MechattnError: The prompt is too long, or a layer or head is out of range.
     """
+    result, chosen, name = _mapped(model, prompt, layer, heads, condition, max_tokens, seed)
+    return attention_pattern(result, layer, chosen, name)
+
+
+def pattern_difference(
+    model: Any,
+    prompt: Prompt | str,
+    layer: int,
+    heads: Seq[int] | int | None,
+    condition: Condition,
+    *,
+    max_tokens: int = 256,
+    seed: int = 0,
+) -> View:
+    """How a condition changes the attention among the original tokens of one prompt; red is more, blue is less.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompt: A prompt or a text.
+        layer: The layer, from 0.
+        heads: The heads, from 0; all with None.
+        condition: What is done to the prompt.
+        max_tokens: Longer prompts are refused.
+        seed: For conditions that draw at random.
+
+    Raises:
+        MechattnError: The prompt is too long, or a layer or head is out of range.
+    """
+    result, chosen, name = _mapped(model, prompt, layer, heads, condition, max_tokens, seed)
+    return render_difference(result, layer, chosen, name)
+
+
+def _mapped(
+    model: Any,
+    prompt: Prompt | str,
+    layer: int,
+    heads: Seq[int] | int | None,
+    condition: Condition | None,
+    max_tokens: int,
+    seed: int,
+) -> tuple[Result, list[int], str]:
+    """The attention map of one prompt, the heads as a list, and the condition's name."""
     model = as_hooked(model)
-    heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
-    for head in heads:
-        if not 0 <= head < model.cfg.n_heads:
-            raise OptionError(f"head {head} is out of range: heads are 0 to {model.cfg.n_heads - 1}")
-    name = "baseline" if condition is None else type(condition).__name__
+    chosen = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
+    check_heads(chosen, model.cfg.n_heads)
+    name = BASELINE if condition is None else type(condition).__name__
     conditions = {} if condition is None else {name: condition}
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed, progress=False)
-    return attention_pattern(result, layer, heads, name)
+    return result, chosen, name
 
 
 def explore(

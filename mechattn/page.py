@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mechattn.axes import SEGMENTS
-from mechattn.render.received_attention import received_attention, verdict_words
-from mechattn.render.theme import model_caption
-from mechattn.render.view import View, view_script
+from mechattn.errors import OptionError
+from mechattn.markup import visible
+from mechattn.render.received_attention import matched_control, received_attention, verdict_words
+from mechattn.render.theme import DARK, faint, model_caption
+from mechattn.render.view import View, in_script, view_script
+from mechattn.render.words import said
 from mechattn.results.result import Result
+
+Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, something to look at, a sentence that says what it shows, its words in the contents.
+    """A part of a page: a title, something to look at, what it says, and how to read it.
 
-    Without ``contents`` the title stands there; with "" nothing.
+    Args:
+        title: The heading.
+        note: How to read what is shown.
+        says: The sentence with its number under a figure.
+        figure: The figure as JSON that can stand in a script element.
+        height: Of the figure, in pixels.
+        view: HTML, and the script that it needs.
+        tokens: Texts and their segments.
+        contents: The words in the table of contents; the title by default, nothing with "".
+        made: How a figure was made.
+        citation: How to cite it.
     """
 
     title: str
     note: str = ""
+    says: str = ""
     figure: str = ""
+    height: int = 0
     view: str = ""
+    script: str = ""
     tokens: Seq[tuple[str, str]] = field(default_factory=list)
     contents: str | None = None
+    made: Seq[Row] = field(default_factory=list)
+    citation: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -37,24 +59,47 @@ class Section:
         return [name for name in SEGMENTS if name in present]
 
 
-def result_sections(result: Result, layer: int, heads: Seq[int] | int, condition: str | None = None) -> list[Section]:
-    """The prompt and the figure of a result, as sections of a page."""
+def prompt_section(result: Result, condition: str | None = None, contents: str | None = None) -> Section:
+    """The first prompt of a result as the model reads it, each segment marked."""
     condition = result.condition(condition)
-    note = f"The first of the prompts, condition “{condition}”."
-    prompt = Section("One prompt as the model reads it", note, tokens=_tokens(result, condition))
-    return [prompt, figure_section(result, layer, heads, condition)]
+    title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
+    return Section(title, "The first of the prompts.", tokens=_tokens(result, condition), contents=contents)
 
 
-def figure_section(result: Result, layer: int, heads: Seq[int] | int, condition: str | None = None) -> Section:
-    """The figure of received attention as a section."""
-    figure = received_attention(result, layer, heads, condition)
-    which = "heads chosen by the data" if isinstance(heads, int) else "heads chosen by hand"
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    title = f"{model_caption(result)}: layer {layer}, {which}, condition “{result.condition(condition)}”"
-    return Section(title, _note(result), figure=drawn)
+def drawn_section(
+    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = "", contents: str = ""
+) -> Section:
+    """A figure as a section: what it shows is what the function that drew it says of itself.
+
+    Args:
+        draw: A function of ``mechattn.render``.
+        results: The result, or results, that it is of.
+        options: Its other arguments.
+        command: What was typed.
+        contents: Its words in the table of contents.
+    """
+    figure = draw(results, **options)
+    of = [results] if isinstance(results, Result) else list(results)
+    title = figure.layout.title.text.split("<br>")[0]
+    if draw is received_attention:
+        how = "heads chosen by the data" if isinstance(options["heads"], int) else "heads chosen by hand"
+        title += f", layer {options['layer']}, {how}, condition “{of[0].condition(options.get('condition'))}”"
+        note = _received_note(of[0])
+    else:
+        note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
+    return Section(
+        title,
+        note,
+        says=said(figure),
+        figure=in_script(figure.to_json()),
+        height=int(figure.layout.height or 450),
+        contents=contents,
+        made=[row for result in of for row in made_rows(result, command)],
+        citation=citation(title, of),
+    )
 
 
-def _note(result: Result) -> str:
+def _received_note(result: Result) -> str:
     options = result.provenance["analyses"]["received_attention"]
     which = {"original": "the original tokens", "all": "all tokens"}.get(
         options["queries"], f"the {options['queries']}"
@@ -71,26 +116,32 @@ def _note(result: Result) -> str:
 
 def view_section(view: View, title: str, note: str) -> Section:
     """A view as a section."""
-    return Section(title, note, figure=view.body) if view.script == "plotly" else Section(title, note, view=view.body)
+    return Section(title, note, view=view.body, script=view.script or "", contents="")
 
 
 def write_page(
     path: str | Path, title: str, subtitle: str, results: Seq[Result], sections: Seq[Section], command: str = ""
 ) -> Path:
-    """Write one HTML file that makes no request to anywhere."""
+    """Write one HTML file that makes no request to anywhere; its content policy forbids any."""
     from jinja2 import Environment, PackageLoader
+
+    from mechattn import __version__
 
     environment = Environment(loader=PackageLoader("mechattn"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("page.html.j2").render(
         title=title,
         subtitle=subtitle,
-        verdicts=[words for r in results for words in _verdicts(r)[:1]],
-        more_verdicts=[words for r in results for words in _verdicts(r)[1:]],
+        version=__version__,
+        style=_template("page.css"),
+        script=_template("page.js").replace("/*COLOURS*/ {}", in_script(json.dumps(_dark()))),
+        verdicts=[words for r in results for words in verdicts(r)[:1]],
+        more_verdicts=[words for r in results for words in verdicts(r)[1:]],
+        strips=[strip_words(result) for result in results],
         sections=sections,
-        provenance=[row for result in results for row in _flat(result.provenance)]
+        provenance=[row for result in results for row in flat(result.provenance)]
         + [("command", command)] * bool(command),
-        plotly=view_script("plotly") if any(s.figure for s in sections) else "",
-        view_script=view_script() if any(s.view for s in sections) else "",
+        plotly=view_script("plotly") if any(s.figure or s.script == "plotly" for s in sections) else "",
+        view_script=view_script() if any(s.script == "circuitsvis" for s in sections) else "",
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +149,22 @@ def write_page(
     return path
 
 
+def _template(name: str) -> str:
+    return files("mechattn").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _dark() -> dict[str, str]:
+    """Each colour of the figures and what stands for it on a dark ground, faint ones too."""
+    faints = {faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0] for a, b in DARK.items() if len(a) == len(b) == 7}
+    return DARK | faints
+
+
 def results_page(
-    results: Seq[Result], path: str | Path, figures: Seq[tuple[Callable, Mapping[str, Any]]], command: str = ""
+    results: Seq[Result],
+    path: str | Path,
+    figures: Seq[tuple[Callable, Mapping[str, Any]]],
+    command: str = "",
+    missing: list[str] | None = None,
 ) -> Path:
     """A page of some results: each figure for each of them, or once where it shows several models side by side.
 
@@ -108,29 +173,97 @@ def results_page(
         path: The HTML file.
         figures: Functions of ``mechattn.render``, and their options.
         command: What was typed.
+        missing: Takes a sentence for each figure that cannot be drawn; without it such a figure is an error.
     """
-    sections = []
+    of_one = [one for one in figures if not _of_many(one[0])]
+    of_many = [one for one in figures if _of_many(one[0])]
+    sections: list[Section] = []
     for result in results:
-        note = "The first of the prompts."
-        for name in result.conditions[1:2]:
-            title = f"{model_caption(result)}: one prompt as the model reads it, condition “{name}”"
-            sections.append(Section(title, note, tokens=_tokens(result, name), contents=model_caption(result)))
-        for draw, options in figures:
-            if "results" not in inspect.signature(draw).parameters:
-                sections.append(_drawn(draw(result, **options), draw, result))
-    for draw, options in figures:
-        if "results" in inspect.signature(draw).parameters:
-            sections.append(_drawn(draw(results, **options), draw))
+        sections += [prompt_section(result, name, model_caption(result)) for name in result.conditions[1:2]]
+        sections += _drawn(of_one, result, command, missing)
+    sections += [replace(made, contents=made.title) for made in _drawn(of_many, list(results), command, missing)]
     counts = {result["sequences"].sizes["prompt"] for result in results}
     subtitle = f"Attention with and without inserted tokens, {', '.join(map(str, counts))} prompts."
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
     return write_page(path, title, subtitle, results, sections, command)
 
 
-def _verdicts(result: Result) -> list[str]:
-    """A sentence for each condition, where received attention was measured."""
-    names = result.conditions[1:] if "received_attention" in result.datasets else []
-    return [f"{model_caption(result)}: {verdict_words(result, name)}" for name in names]
+def _drawn(
+    figures: Seq[tuple[Callable, Mapping[str, Any]]],
+    of: Result | Seq[Result],
+    command: str,
+    missing: list[str] | None,
+) -> Iterator[Section]:
+    for draw, options in figures:
+        try:
+            yield drawn_section(draw, of, options, command)
+        except OptionError as error:
+            if missing is None:
+                raise
+            missing.append(f"{draw.__name__}: {error}")
+
+
+def _of_many(draw: Callable) -> bool:
+    """Whether a figure shows several models side by side."""
+    return "results" in inspect.signature(draw).parameters
+
+
+def verdicts(result: Result) -> list[str]:
+    """A sentence for each condition, where received attention was measured; a control stands beside what it matches."""
+    if "received_attention" not in result.datasets:
+        return []
+    try:
+        return [
+            f"{model_caption(result)}: {verdict_words(result, name, control=matched_control(result, name))}"
+            for name in result.conditions[1:]
+        ]
+    except OptionError as error:  # too few prompts for an interval, or no question in every prompt
+        return [f"{model_caption(result)}: no verdict, since {error}."]
+
+
+def strip_words(result: Result) -> str:
+    """One line of provenance."""
+    about, model = result.provenance, result.provenance["model"]
+    verified = "verified" if model["verified"] else "not verified"
+    parts = [model_caption(result), f"{model['dtype']} on {model['device']}", verified]
+    prompts = about["prompts"]
+    parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
+    parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
+    return " · ".join([*parts, time_words(result)])
+
+
+def time_words(result: Result) -> str:
+    """When the numbers were made; from when to when, where a result was merged from several runs."""
+    time = result.provenance["time"]
+    return time if isinstance(time, str) else " to ".join(time)
+
+
+def made_rows(result: Result, command: str = "") -> list[Row]:
+    """How the numbers of a figure were made."""
+    about, model = result.provenance, result.provenance["model"]
+    rows = [("model", model_caption(result)), ("architecture", model["architecture"])]
+    rows += [
+        (name, str(model[name])) for name in ("revision", "weights", "dtype", "verified") if model.get(name) is not None
+    ]
+    rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
+    rows += [(f"condition {name}", str(made)) for name, made in about["conditions"].items()]
+    rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", time_words(result))]
+    rows += [("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))]
+    return rows + [("command", command)] * bool(command)
+
+
+def citation(title: str, results: Seq[Result]) -> str:
+    """How to cite a figure: a caption, and an entry for BibTeX."""
+    about = results[0].provenance
+    version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
+    of = "; ".join(
+        f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}" for r in results
+    )
+    return (
+        f"{title}. {of}. Made with mechattn {version}, transformer-lens {about['versions']['transformer-lens']}.\n\n"
+        f"@software{{mechattn, title = {{mechattn: what attention does, measured on hooked transformers}}, "
+        f"author = {{{{The mechattn developers}}}}, version = {{{version}}}, year = {{{year}}}}}"
+    )
 
 
 def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
@@ -139,30 +272,16 @@ def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | 
     return results_page([result], path, [(received_attention, some) for some in options], command)
 
 
-def _drawn(figure: Any, draw: Callable, result: Result | None = None) -> Section:
-    """A figure as a section: what it shows is what the function that drew it says of itself."""
-    if draw is received_attention and result is not None:
-        title, note = figure.layout.title.text.split("<br>")[0], _note(result)
-    else:
-        title, note = figure.layout.title.text.split("<br>")[0], (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
-    html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    return Section(title, note, figure=html, contents=None if result is None else "")
-
-
 def _tokens(result: Result, condition: str) -> list[tuple[str, str]]:
     first = result["sequences"].sel(condition=condition)
     codes = first.segment_index.isel(prompt=0).values
     texts = first.first_prompt_text.values
-    return [(_visible(str(text)), SEGMENTS[code]) for text, code in zip(texts, codes, strict=True) if code >= 0]
+    return [(visible(str(text)), SEGMENTS[code]) for text, code in zip(texts, codes, strict=True) if code >= 0]
 
 
-def _visible(text: str) -> str:
-    """A token's text with its newlines shown."""
-    return text.replace("\n", "⏎") or "·"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as rows of a table."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
-        rows += _flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+        rows += flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
     return rows

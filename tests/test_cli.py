@@ -83,3 +83,41 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path):
     assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are ")
     assert "toy:llama" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_first_look_names_every_command():
+    done = mechattn()
+    assert done.returncode == 0
+    for name in ("figures", "verify", "run", "evaluate", "show", "report", "--install-completion"):
+        assert name in done.stdout
+    assert mechattn("--version").stdout.strip() == f"mechattn {ma.__version__}"
+
+
+def test_figures_says_how_long_it_takes_and_where_to_look(tmp_path):
+    done = mechattn("figures", "--model", "toy:llama", "--limit", 6, "--out", tmp_path)
+    assert "toy:llama: 6 prompts with and without 55 inserted tokens; about" in done.stderr
+    assert f"Open {tmp_path / 'index.html'} in a browser" in done.stdout
+
+
+def test_show_and_report(slash_result, tmp_path):
+    slash_result.save(tmp_path / "r.zarr")
+    shown = mechattn("show", tmp_path / "r.zarr").stdout
+    assert ma.render.verdict_words(slash_result) in shown
+    assert "received_by_segment (probability): prompt, condition, layer, head, segment" in shown
+    done = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "a" / "page.html").read_text()
+    assert page.count('<script type="application/json">') == 3
+    assert "layer 0 heads 1, 2 with “slash”" in page
+
+
+def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path):
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    result.save(tmp_path / "r.zarr")
+    done = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "Not shown: change_map: " in done.stderr
+    assert "no verdict, since" in (tmp_path / "page.html").read_text()
+    missing = mechattn("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
+    assert missing.returncode == 2
+    assert "there is no stored result at" in missing.stderr

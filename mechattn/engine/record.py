@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE
+from mechattn.engine.check import check_interventions, check_sequences, check_variants
 from mechattn.engine.forward import chosen_forward
 from mechattn.engine.measure import measure_batch
-from mechattn.engine.run import check_interventions, check_sequences, check_variants
 from mechattn.errors import OptionError
 from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans

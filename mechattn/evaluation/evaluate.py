@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mechattn.axes import BASELINE
-from mechattn.engine.run import check_interventions, check_variants, with_baseline
+from mechattn.engine.check import check_interventions, check_variants, with_baseline
 from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines

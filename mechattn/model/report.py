@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mechattn.errors import ModelError
+from mechattn.markup import table
 
 Outcome = Literal["passed", "failed", "limited", "not checked"]
+_COLUMNS = ("check", "outcome", "layer", "hooked", "expected", "difference", "tolerance", "compared")
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,31 @@ class Report:
                 "load_model(…, verify=False) takes it all the same; every result then says verified: false"
             )
 
-    def __str__(self) -> str:
-        rows = [["check", "outcome", "layer", "hooked", "expected", "difference", "tolerance", "compared"]]
+    @property
+    def _rows(self) -> list[list[str]]:
+        rows = []
         for check in self.checks:
             layer = "" if check.layer is None else str(check.layer)
             figures = map(_number, (check.hooked, check.expected, check.difference, check.tolerance))
             rows.append([check.name, check.outcome, layer, *figures, check.detail])
+        return rows
+
+    @property
+    def _head(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        return f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
+
+    def _repr_html_(self) -> str:
+        caption = "; ".join([self._head, *(f"mended: {text}" for text in self.mended)])
+        remedies = [[check.name, "what to do", *[""] * 5, check.remedy] for check in self.checks if check.remedy]
+        return table([*self._rows, *remedies], caption, _COLUMNS)
+
+    def __str__(self) -> str:
+        rows = [list(_COLUMNS), *self._rows]
         widths = [max(len(row[column]) for row in rows) for column in range(7)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
         remedies = [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
-        verdict = "passed" if self.passed else "FAILED"
-        head = f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
-        return "\n".join([head, *(f"mended: {text}" for text in self.mended), *lines, *remedies])
+        return "\n".join([self._head, *(f"mended: {text}" for text in self.mended), *lines, *remedies])
 
 
 def _number(value: float | None) -> str:

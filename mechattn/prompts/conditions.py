@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
+from mechattn.markup import fields_table
 from mechattn.prompts import fillers
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Knocked, Sequence, insert
@@ -41,6 +42,8 @@ class Baseline:
 
     intervention: Any = ()
 
+    _repr_html_ = fields_table
+
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's own tokens."""
         return _intervened(tokenize(prompt, model), _several(self.intervention))
@@ -69,6 +72,8 @@ class Variant:
     hides: bool = False
     keeps_positions: bool = False
     interventions: tuple[Any, ...] = ()
+
+    _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The same tokens, marked."""
@@ -122,6 +127,8 @@ class MeaninglessTokens:
     place: Place = "before_question"
     separator: str = " "
 
+    _repr_html_ = fields_table
+
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
@@ -158,6 +165,8 @@ class RepeatedWord:
     count: int = 55
     place: Place = "before_question"
 
+    _repr_html_ = fields_table
+
     def __post_init__(self) -> None:
         if not isinstance(self.word, str) or not self.word.strip():
             raise OptionError(f'word={self.word!r}: give a word, "he" for example')
@@ -184,6 +193,8 @@ class RandomTokens:
     count: int = 55
     place: Place = "before_question"
     draw: int = 0
+
+    _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)
@@ -213,6 +224,8 @@ class RandomSentence:
     place: Place = "before_question"
     draw: int = 0
 
+    _repr_html_ = fields_table
+
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)
 
@@ -241,6 +254,8 @@ class ShuffledSentence:
     count: int = 55
     place: Place = "before_question"
     draw: int = 0
+
+    _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
         _check_run(self.count, self.place)

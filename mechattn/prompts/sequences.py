@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from mechattn import markup
 from mechattn.axes import SEGMENTS
 from mechattn.functional.rows import Cut
 
@@ -44,6 +46,7 @@ class Sequence:
         keeps_positions: The original tokens keep the position ids of the baseline.
         knocked: Edges that are cut; None for none.
         interventions: What is done to the model while it reads this sequence.
+        decode: The text of token ids, to show the sequence in a notebook; ids are shown without it.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -52,6 +55,7 @@ class Sequence:
     keeps_positions: bool = False
     knocked: Knocked | None = None
     interventions: tuple[Any, ...] = ()
+    decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,11 +83,18 @@ class Sequence:
         """Which positions belong to the segment ``name``."""
         return self.segment == SEGMENTS.index(name)
 
+    def _repr_html_(self) -> str:
+        decode = self.decode or (lambda ids: str(ids[0]))
+        texts = [(decode([token]), SEGMENTS[code]) for token, code in zip(self.tokens.tolist(), self.segment.tolist())]
+        return markup.tokens(texts, f"{len(self)} tokens, {int(self.inserted.sum())} inserted:")
 
-def baseline_sequence(tokens: Seq[int], segments: Seq[str]) -> Sequence:
+
+def baseline_sequence(
+    tokens: Seq[int], segments: Seq[str], decode: Callable[[list[int]], str] | None = None
+) -> Sequence:
     """A sequence into which nothing was inserted."""
     codes = torch.tensor([SEGMENTS.index(s) for s in segments], dtype=torch.long)
-    return Sequence(torch.tensor(list(tokens), dtype=torch.long), torch.arange(len(tokens)), codes)
+    return Sequence(torch.tensor(list(tokens), dtype=torch.long), torch.arange(len(tokens)), codes, decode=decode)
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
@@ -97,6 +108,7 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
         spliced(sequence.tokens, torch.tensor(list(filler), dtype=torch.long)),
         spliced(sequence.origin, torch.full((count,), INSERTED)),
         spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
+        decode=sequence.decode,
     )
     assert torch.equal(longer.tokens[~longer.inserted], sequence.tokens), "an insertion changed the original tokens"
     return longer

@@ -35,7 +35,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
         _refuse_padding(prompt, model.tokenizer)
         _refuse_other_bos(prompt, model, bos)
         segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
-        return baseline_sequence(prompt.tokens, segments)
+        return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
     tokenizer = require_tokenizer(model)
     text, spans = _chat(prompt, tokenizer) if prompt.template == "chat" else _plain(prompt)
     tokens, segments = _tokens_in_spans(tokenizer, text, spans)
@@ -44,7 +44,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
         segments[0] = "bos"
     elif bos is not None:
         tokens, segments = [bos, *tokens], ["bos", *segments]
-    return baseline_sequence(tokens, segments)
+    return baseline_sequence(tokens, segments, tokenizer.decode)
 
 
 def require_tokenizer(model: TokenizedModel) -> Any:

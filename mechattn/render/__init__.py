@@ -19,7 +19,11 @@ from mechattn.render.focus import by_layer as by_layer
 from mechattn.render.focus import heads_by_layer as heads_by_layer
 from mechattn.render.heads import across_layers as across_layers
 from mechattn.render.heads import meaningless_and_sentence as meaningless_and_sentence
+from mechattn.render.paper import for_paper as for_paper
+from mechattn.render.paper import write_image as write_image
 from mechattn.render.patterns import attention_pattern as attention_pattern
+from mechattn.render.patterns import pattern_difference as pattern_difference
+from mechattn.render.patterns import received_text as received_text
 from mechattn.render.received_attention import received_attention as received_attention
 from mechattn.render.received_attention import verdict_words as verdict_words
 from mechattn.render.updates import update_by_position as update_by_position

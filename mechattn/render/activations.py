@@ -10,13 +10,15 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, headed, model_caption
+from mechattn.render.words import mean_words, number_words, percent_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
-from mechattn.stats.intervals import t_interval
+from mechattn.stats.intervals import Interval, t_interval
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+    import xarray as xr
 
 NAME = "mlp_activations"
 _COLOURS = (WITH, THIRD, *OTHERS)
@@ -57,8 +59,13 @@ def activation_histogram(
     note = (
         f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     )
-    figure.update_layout(**_layout("activations of the MLP", note, 460, top=170, legend=1.24))
-    return figure
+    figure.update_layout(**_layout("activations of the MLP", note, 480, top=150))
+    parts = [
+        f"{model_caption(r)}: "
+        + "; ".join(f"{condition_words(r, n)} {mean_words(_near_zero(r, n, layer))}" for n in [BASELINE, *names])
+        for r in results
+    ]
+    return says(figure, "Near-zero share:", ". ".join(parts) + ".")
 
 
 def activation_metrics(
@@ -87,8 +94,16 @@ def activation_metrics(
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=labels, row=1, col=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
-    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520, top=150))
-    return figure
+    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520))
+    parts = [
+        f"{model_caption(r)}: "
+        + "; ".join(
+            f"{condition_words(r, n)} {percent_words(overall_change(r, n, 'near_zero', segment, layer)[0])}"
+            for n in names
+        )
+        for r in results
+    ]
+    return says(figure, "Change of the near-zero share:", ". ".join(parts) + ".")
 
 
 def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0) -> go.Figure:
@@ -115,8 +130,17 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         figure.update_xaxes(tickvals=list(range(len(classes))), ticktext=labels, row=1, col=column)
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
-    figure.update_layout(**_layout("near-zero activations by class of token", note, 480, top=170, legend=1.24))
-    return figure
+    figure.update_layout(**_layout("near-zero activations by class of token", note, 500, top=150))
+    at = results[0][NAME].near_zero_by_token_class.sel(layer=layer)
+    parts = [
+        f"{kind}: "
+        + ", ".join(
+            f"{condition_words(results[0], n)} {mean_words(at.sel(condition=n, token_class=kind).dropna('prompt'))}"
+            for n in [BASELINE, *names[:1]]
+        )
+        for kind in classes
+    ]
+    return says(figure, f"Near-zero share, {model_caption(results[0])}.", "; ".join(parts) + ".")
 
 
 def agreement(
@@ -136,13 +160,14 @@ def agreement(
     others = [name for name in names if name != condition]
     if not others:
         raise OptionError(f"there is no condition beside {condition!r} to agree with; run some")
-    figure = go.Figure()
+    figure, said = go.Figure(), []
     for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
         table = result.agreement(condition, others[0], controls=others[1:])
         table = table[table.layer == layer]
         made = table[["cosine", "low", "high"]].to_numpy()
         place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)
         words = [condition_words(result, name) for name in others]
+        said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(words, made, strict=True)]
         _points(figure, place, made, model_caption(result), colour, None, True, words)
     figure.add_hline(0, line_width=1, line_color="#888")
     labels = [condition_words(results[0], name) for name in others]
@@ -150,8 +175,8 @@ def agreement(
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
     about = condition_words(results[0], condition)
     note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
-    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460, top=120))
-    return figure
+    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460))
+    return says(figure, "; ".join(said) + ".")
 
 
 def _panels(results: Seq[Result], **options: Any) -> go.Figure:
@@ -175,6 +200,11 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
         for name in names:
             result.condition(name)
     return made, [name for name in (conditions or made[0].conditions) if name != BASELINE]
+
+
+def _near_zero(result: Result, condition: str, layer: int) -> xr.DataArray:
+    """The near-zero share of the question's activations, one number a prompt."""
+    return result[NAME].near_zero_by_segment.sel(condition=condition, layer=layer, segment="question")
 
 
 def _threshold(result: Result, layer: int) -> float:
@@ -217,12 +247,5 @@ def _n(results: Seq[Result]) -> str:
     return f"n = {', '.join(map(str, counts))} prompts"
 
 
-def _layout(title: str, note: str, height: int, top: int, legend: float = 1.12) -> dict:
-    return LAYOUT | {
-        "title_text": f"{title}<br><sup>{note}</sup>",
-        "title_y": 0.97,
-        "title_yanchor": "top",
-        "height": height,
-        "margin": dict(l=70, r=20, t=top, b=60),
-        "legend": dict(orientation="h", x=1, xanchor="right", y=legend, yanchor="bottom"),
-    }
+def _layout(title: str, note: str, height: int, top: int = 130) -> dict:
+    return headed(top, height) | {"title_text": f"{title}<br><sup>{note}</sup>"}

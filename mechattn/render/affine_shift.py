@@ -10,6 +10,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.words import mean_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
 
@@ -57,7 +58,11 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
         title_text=f"{model_caption(result)}: the affine reading<br><sup>{words}; bars: 95 % intervals</sup>",
         height=440,
     )
-    return figure
+    return says(
+        figure,
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(at.scale)}, {mean_words(at.scale_uniform)} "
+        f"under uniform attention; the affine form misses {mean_words(at.relative_error)} of the output's norm.",
+    )
 
 
 def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
@@ -84,7 +89,12 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
     figure.update_layout(
         **LAYOUT, title_text=f"{model_caption(result)}: rank of the shift<br><sup>{note}</sup>", height=420
     )
-    return figure
+    parts = [
+        f"{condition_words(result, name)} {mean_words(share.sel(condition=name))}"
+        for name in names
+        if share.sel(condition=name).notnull().any()
+    ]
+    return says(figure, f"Share of the first direction, mean over layers: {'; '.join(parts)}.")
 
 
 def _bars(figure: go.Figure, x: np.ndarray, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, model_caption, quantity_words
+from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, headed, model_caption, quantity_words
+from mechattn.render.words import change_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 
@@ -46,15 +47,16 @@ def change_map(
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change beyond the null"
-    figure.update_layout(
-        **LAYOUT | {"margin": dict(l=70, r=20, t=110, b=60)},
-        title_text=f"{title}<br><sup>{note}</sup>",
-        height=max(320, 160 + 24 * len(sure)),
-        legend=dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom"),
-    )
+    figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
-    return figure
+    far = table.loc[table.beyond.abs().idxmax()]
+    return says(
+        figure,
+        f"{int(sure.values.sum())} of {sure.size} heads differ from the null at q < 0.05. The one furthest from it is "
+        f"layer {far.layer:.0f} head {far['head']:.0f}: {far.difference:+.3f} [{far.low:+.3f}, {far.high:+.3f}], null "
+        f"{far.null:+.3f} ({far.scale}). It was chosen for its size, so its interval is too short.",
+    )
 
 
 def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
@@ -65,6 +67,7 @@ def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str)
     reach = float(np.nanmax(abs(beyond.values))) or 1.0
     heat = go.Heatmap(
         z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
+        name="beyond the null", meta=["change", "q"],
         customdata=np.dstack([wide["difference"].values, wide["q"].values]),
         hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
         "<br>q = %{customdata[1]:.2g}<extra></extra>",
@@ -124,7 +127,8 @@ def sweep(
             figure.add_scatter(x=start[0] + x, y=nulls, name=name, line=line, mode="lines+markers")
     _finish(figure, result, f"{quantity_words(quantity, segment)}, by {option}", layer)
     figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
-    return figure
+    ends = [list(named.items())[-1] for named in lines.values()]
+    return says(figure, *(f"{name}: {change_words(result, name, quantity, segment, layer)}." for _, name in ends))
 
 
 def two_by_two(
@@ -156,7 +160,10 @@ def two_by_two(
         marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
         figure.add_scatter(x=words, y=nulls, mode="markers", name="uniform attention", marker=marker)
     _finish(figure, result, quantity_words(quantity, segment), layer)
-    return figure
+    said = [
+        f"{condition_words(result, name)} {change_words(result, name, quantity, segment, layer)}" for name in conditions
+    ]
+    return says(figure, "; ".join(said) + ".")
 
 
 def _where(layer: int | None) -> str:

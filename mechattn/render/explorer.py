@@ -15,7 +15,7 @@ import numpy as np
 from mechattn.errors import OptionError
 from mechattn.render.received_attention import check_heads
 from mechattn.render.theme import FONT, model_caption
-from mechattn.render.view import View
+from mechattn.render.view import View, in_script, prompt_tokens
 from mechattn.results.result import Result
 
 MOST = 64  # heads: 170 tokens then take 2.5 MB
@@ -59,7 +59,7 @@ def attention_explorer(
     logs[square[:, low[0], low[1]] == 0] = _UNSEEN
     names = [(int(n), int(h)) for n in here.layer.values for h in here["head"].values]
     data = {
-        "tokens": _tokens(result, condition, prompt, length),
+        "tokens": prompt_tokens(result, condition, prompt),
         "heads": [{"layer": n, "head": h, "name": f"layer {n}, head {h}"} for n, h in names],
         "step": STEP,
         "logs": _packed(np.rint(logs), "<i2"),
@@ -94,12 +94,6 @@ def check_count(layers: int, heads: int) -> None:
         )
 
 
-def _tokens(result: Result, condition: str, prompt: int, length: int) -> list[str]:
-    sequences = result["sequences"].sel(condition=condition)
-    texts = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
-    return [str(token) for token in texts.values[:length]]
-
-
 def _parts(result: Result, condition: str, prompt: int, length: int, heads: list[int]) -> dict[str, str] | None:
     """Bias and ALiBi of every key; what is left of the score is content."""
     if "score_decomposition" not in result.datasets:
@@ -119,7 +113,7 @@ def _packed(values: np.ndarray, kind: str) -> str:
 
 
 def _body(data: dict[str, Any], caption: str) -> str:
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    text = in_script(json.dumps(data, separators=(",", ":")))
     name = "explorer-" + hashlib.sha256(text.encode()).hexdigest()[:12]
     ranks = "".join(f'<option value="{i}">{i + 1}</option>' for i in range(_RANKS))
     hidden = "" if data["parts"] else ' style="display:none"'

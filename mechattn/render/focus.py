@@ -10,6 +10,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.words import mean_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
 
@@ -64,6 +65,7 @@ def heads_by_layer(
             shown = np.stack([variable["head"].values[order[:, rank]], low[at], high[at]], -1)
             figure.add_scatter(
                 x=layers, y=mean[at], customdata=shown, mode="lines+markers", showlegend=False, row=1, col=column,
+                name=f"{name}, rank {rank}", meta=["head", "low", "high"],
                 line=dict(width=1.2, color=_shade(rank, mean.shape[1])), marker=dict(size=5),
                 hovertemplate="layer %{x}, head %{customdata[0]}: %{y:.3f} [%{customdata[1]:.3f}, "
                 "%{customdata[2]:.3f}]<extra></extra>",
@@ -74,7 +76,7 @@ def heads_by_layer(
     note = f"{_of(variable, segment)}n = {variable.sizes['prompt']} prompts; lines sorted within each layer"
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
     figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return figure
+    return says(figure, _means(result, variable, names))
 
 
 def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
@@ -114,7 +116,15 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     note = f"{_of(variable, segment)}{heads}n = {variable.sizes['prompt']} prompts; bands: 95 % intervals{dotted}"
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
     figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return figure
+    return says(figure, _means(result, variable, names))
+
+
+def _means(result: Result, variable: xr.DataArray, names: Seq[str]) -> str:
+    """The mean over everything but prompts, condition by condition."""
+    parts = [f"{condition_words(result, name)} {mean_words(variable.sel(condition=name))}" for name in names]
+    over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
+    what = str(variable.name).removesuffix("_by_segment")
+    return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."
 
 
 def _line(figure: go.Figure, values: xr.DataArray, words: str, colour: str, column: int) -> None:
@@ -128,7 +138,7 @@ def _line(figure: go.Figure, values: xr.DataArray, words: str, colour: str, colu
     )  # fmt: skip
     figure.add_scatter(
         x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
-        mode="lines+markers", line=dict(color=colour), row=1, col=column,
+        meta=["low", "high"], mode="lines+markers", line=dict(color=colour), row=1, col=column,
         hovertemplate="layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra>" + words + "</extra>",
     )  # fmt: skip
 

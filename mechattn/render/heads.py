@@ -11,7 +11,8 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.received_attention import NAME, check_heads, line_and_band, moments_of
-from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, lines_layout, model_caption
+from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, headed, model_caption
+from mechattn.render.words import change_words, says
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -57,11 +58,18 @@ def meaningless_and_sentence(
         for r, head in zip(results, chosen, strict=True)
     ]
     figure = _lines(panels, "received", list(conditions), (WITHOUT, THIRD))
-    figure.update_xaxes(title_text="token position in the sequence")
+    figure.update_xaxes(title_text="position in the sequence")
     over = _prompts(results)
     words = " and ".join(condition_words(results[0], name) for name in conditions)
     figure.update_layout(title_text=f"{words}: received attention<br><sup>mean over {over} prompts, {_BANDS}</sup>")
-    return figure
+    said = [
+        f"{model_caption(panel.result)}, layer {panel.layer + one_based} head {panel.head + one_based}, "
+        f"“{name}”: {change}."
+        for panel in panels
+        for name in conditions
+        if (change := change_words(panel.result, name, layer=panel.layer, heads=[panel.head]))
+    ]
+    return says(figure, "Change of the attention that the question's tokens receive.", *said)
 
 
 def across_layers(
@@ -90,7 +98,12 @@ def across_layers(
     figure.update_xaxes(title_text="original token position")
     about = f"mean over {_prompts([result])} prompts, {_BANDS}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention by layer<br><sup>{about}</sup>")
-    return figure
+    said = [
+        f"layer {n + one_based}: {change}"
+        for n in layers
+        if (change := change_words(result, condition, layer=n, heads=[head]))
+    ]
+    return says(figure, f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}.")
 
 
 def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
@@ -113,7 +126,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
                 figure.add_trace(trace, 1, column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**lines_layout(130, 1.25, 430))
+    figure.update_layout(**headed(150, 450), hovermode="x unified")
     return figure
 
 

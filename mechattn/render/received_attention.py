@@ -9,7 +9,8 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, lines_layout, model_caption
+from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
+from mechattn.render.words import change_words, percent, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
@@ -76,7 +77,9 @@ def received_attention(
     _label(figure, len(heads), span, words)
     over = f"mean over {len(shown)} prompts, bands: pointwise 95 % intervals; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
-    return figure
+    change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
+    which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
+    return says(figure, f"The question's tokens receive {change} in {which} with “{condition}”." if change else "")
 
 
 def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words: str) -> None:
@@ -88,10 +91,10 @@ def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words:
                 annotation_text=words, annotation_position="top", annotation_font_size=11,
             )  # fmt: skip
         figure.update_xaxes(title_text="original token position", row=1, col=column)
-        figure.update_xaxes(title_text="token position in the sequence", row=2, col=column)
+        figure.update_xaxes(title_text="position in the sequence", row=2, col=column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**lines_layout(120, 1.1, 640))
+    figure.update_layout(**headed(125, 640), hovermode="x unified")
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
@@ -117,22 +120,47 @@ def choose_heads(result: Result, layer: int, count: int, condition: str, prompts
     return sorted(np.argsort(-score, kind="stable")[:count].tolist())
 
 
-def verdict_words(result: Result, condition: str | None = None, segment: str = "question") -> str:
-    """The change of the attention that a segment receives, beside its uniform null, in one sentence."""
+def verdict_words(
+    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
+) -> str:
+    """The change of the attention that a segment receives, beside its uniform null, in one sentence.
+
+    Args:
+        result: A result with received attention.
+        condition: The condition; the first that isn't the baseline by default.
+        segment: The segment that receives.
+        control: A condition that is set beside it, such as a random sentence of as many tokens.
+
+    Raises:
+        OptionError: No such condition or segment, or fewer than 3 prompts.
+    """
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment)
-    change, null = verdict.change, verdict.null
+    beside = "" if control is None else _control_words(result, control, segment)
     return (
-        f"{segment.capitalize()} attention {_percent(change.estimate)} "
-        f"[{_percent(change.low)}, {_percent(change.high)}] with “{condition}”; under uniform attention "
-        f"{_percent(null.estimate)}. {verdict.n} prompts; {int(verdict.beyond.sum())} of {verdict.beyond.size} heads "
-        f"fall further than the uniform null, {int(verdict.above.sum())} less far (q < 0.05)."
+        f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
+        f"attention {percent(verdict.null.estimate)}. {verdict.n} prompts; {int(verdict.beyond.sum())} of "
+        f"{verdict.beyond.size} heads fall further than the uniform null, {int(verdict.above.sum())} less far "
+        "(q < 0.05)."
     )
 
 
-def _percent(change: np.ndarray) -> str:
-    rounded = round(100 * float(change), 1) + 0.0  # no minus zero
-    return f"{rounded:+.1f}\u00a0%".replace("-", "−")
+def matched_control(result: Result, condition: str) -> str | None:
+    """A condition of the result that inserts as many tokens of a random sentence, at the same place; None without."""
+    origin = result["sequences"].origin
+    made = result.provenance["conditions"]
+    if str(made.get(condition, "")).startswith("RandomSentence("):
+        return None
+    for name in result.conditions:
+        same = np.array_equal(origin.sel(condition=name).values, origin.sel(condition=condition).values)
+        if name != condition and same and str(made.get(name, "")).startswith("RandomSentence("):
+            return name
+    return None
+
+
+def _control_words(result: Result, control: str, segment: str) -> str:
+    change = result.verdict(control, segment).change
+    return f", {percent_words(change)} with the matched control “{control}”"
 
 
 def check_heads(heads: Seq[int], count: int) -> None:
@@ -173,13 +201,17 @@ def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend
     traces = []
     if np.isfinite(band.low).any():
         filled = dict(fill="tonexty", fillcolor=faint(colour))
-        traces = [go.Scatter(y=band.low, **common, **edges), go.Scatter(y=band.high, **common, **edges, **filled)]
+        traces = [
+            go.Scatter(y=band.low, name=f"{name}, low", **common, **edges),
+            go.Scatter(y=band.high, name=f"{name}, high", **common, **edges, **filled),
+        ]
     line = go.Scatter(
         y=mean,
         name=name,
         showlegend=legend,
         line=dict(color=colour, width=1.6),
         customdata=n,
+        meta=["n"],
         hovertemplate=hover,
         **common,
     )

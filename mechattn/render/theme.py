@@ -9,6 +9,7 @@ WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
 WITH = "#c8322b"  # red: with them
 THIRD = "#d98c1f"  # orange: a control beside them
 OTHERS = ("#3f8f5b", "#7d5ba6", "#8a8d91", "#b5651d", "#2a9d9d")
+DARK = {WITHOUT: "#79b0ee", WITH: "#ff8a80", THIRD: "#f2b65a", "#444": "#bbb"}  # the same on a dark ground
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -20,13 +21,18 @@ LAYOUT = dict(
 )
 
 
-def lines_layout(top: int, legend_at: float, height: int) -> dict:
-    """The layout of panels with lines and a legend above them."""
+def headed(top: int, height: int) -> dict:
+    """The layout of a figure whose legend stands in a row of its own under the title, however narrow it is.
+
+    Args:
+        top: Pixels above the panels; 130 hold title, legend and a line of panel titles.
+        height: Of the figure, in pixels.
+    """
     return LAYOUT | {
+        "title": dict(x=0.03, y=1 - 14 / height, yanchor="top"),
+        "legend": dict(orientation="h", x=0.03, xref="container", y=1 - 62 / height, yref="container", yanchor="top"),
         "margin": dict(l=80, r=20, t=top, b=60),
-        "legend": dict(orientation="h", x=1, xanchor="right", y=legend_at, yanchor="bottom"),
         "height": height,
-        "hovermode": "x unified",
     }
 
 

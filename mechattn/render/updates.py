@@ -9,6 +9,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, condition_words, model_caption
+from mechattn.render.words import mean_words, says
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def update_histogram(
     figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
     figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
     _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
-    return figure
+    return says(figure, _means(result, condition, reading))
 
 
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
@@ -102,7 +103,7 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
     figure.update_yaxes(title_text=_AXIS["orientation"])
     _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
-    return figure
+    return says(figure, _means(result, condition, reading))
 
 
 def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
@@ -148,7 +149,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     _finish(figure, result, condition, reading, "head updates by position", values, 500)
-    return figure
+    return says(figure, _means(result, condition, reading))
 
 
 _AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
@@ -166,6 +167,16 @@ def _dataset(result: Result, reading: str) -> xr.Dataset:
     if name not in result.datasets:
         raise OptionError(f"this result has no {name}; run it with analyses=[{analysis}(), …]")
     return result[name]
+
+
+def _means(result: Result, condition: str, reading: str) -> str:
+    """Magnitude and orientation of the question's tokens, their means over layers and heads."""
+    dataset, prefix = _dataset(result, reading).sel(condition=condition, segment="question"), _prefix(reading)
+    size, turn = (mean_words(dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
+    return (
+        f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
+        f"{turn}."
+    )
 
 
 def _check_condition(result: Result, condition: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.markup import table
 from mechattn.results.provenance import Provenance
 from mechattn.stats.comparison import Verdict, against_null
 
@@ -173,11 +174,55 @@ class Result:
             raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
         return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
 
+    def merge(self, *others: Result) -> Result:
+        """This result and others of the same run on other prompts as one; see :func:`merge_results`.
+
+        Raises:
+            OptionError: They don't belong together, or a prompt is in two of them.
+        """
+        from mechattn.results.merge import merge_results
+
+        return merge_results([self, *others])
+
     def save(self, path: str | Path) -> None:
-        """Write the result as a Zarr folder, whole or not at all."""
+        """Write the result, whole or not at all: "….zarr" is a Zarr folder (here or at an address), "….nc" a file.
+
+        Addresses are those of fsspec, such as "s3://bucket/llama.zarr".
+
+        Raises:
+            OutputError: The place cannot be written, or holds something that is no result.
+        """
         from mechattn.results.storage import save_result
 
         save_result(self, path)
+
+    def page(self, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3) -> Path:
+        """Write a page that opens offline: the verdict, received attention under each condition, the provenance.
+
+        Args:
+            path: The HTML file.
+            layer: The layer that is drawn, from 0.
+            heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, shown on
+                the other (the run must have kept ``positions="prompts"``).
+
+        Raises:
+            MechattnError: The figures cannot be drawn, or the file cannot be written.
+        """
+        from mechattn.page import result_page
+
+        return result_page(self, path, layer, heads)
+
+    def _repr_html_(self) -> str:
+        about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
+        rows = [
+            ("model", f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}"),
+            ("verified", model["verified"]),
+            ("prompts", sizes["prompt"]),
+            *((f"condition {name}", about["conditions"].get(name, "")) for name in self.conditions),
+            *((name, ", ".join(map(str, d))) for name, d in self.datasets.items() if name != "sequences"),
+            ("seed", about.get("seed", "")),
+        ]
+        return table(rows, "Result")
 
     def __repr__(self) -> str:
         sizes = self["sequences"].sizes

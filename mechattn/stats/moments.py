@@ -28,6 +28,12 @@ class Moments:
         m2 = (np.where(present, values - mean, 0.0) ** 2).sum(axis=0)
         return cls(n, mean, m2)
 
+    @classmethod
+    def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
+        """Moments from what is stored of them: NaN for a mean of nothing, and for a variance of less than two."""
+        n = n.astype(np.float64)
+        return cls(n, np.where(n > 0, mean, 0.0), np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0))
+
     def merge(self, other: Moments) -> Moments:
         """Moments of both sets of observations together; the last axis is padded to the longer one."""
         a, b = _padded(self, other), _padded(other, self)

@@ -362,8 +362,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, t
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
-    with pytest.raises(OutputError, match=r"should end with \"\.zarr\""):
-        slash_result.save(tmp_path / "result.nc")
+    with pytest.raises(OutputError, match=r'should end with "\.zarr"'):
+        slash_result.save(tmp_path / "result.txt")
     other = tmp_path / "other.zarr"
     other.mkdir()
     (other / "precious").write_text("data")
@@ -415,7 +415,7 @@ def test_config_files(tmp_path, change, message):
 
 
 def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
-    monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
+    monkeypatch.setattr("mechattn.engine.prepare.measure_batch", None)
     conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[10, 1100])
     with pytest.raises(PromptTooLong, match=r'condition "count=1100" \(1100 inserted\).*takes 1,024'):
         ma.run(toy, ["Tom has 3 apples.", "Mia has 2.", "Eli has 5."], conditions, progress=False)

@@ -1,11 +1,13 @@
 """The page in a real browser, the network cut: nothing is asked for, nothing fails, something is drawn."""
 
+import csv
 import shutil
 
+import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.page import result_page, result_sections, view_section, write_page
+from mechattn.page import drawn_section, prompt_section, result_page, view_section, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -39,7 +41,9 @@ def opened(browser):
 
     def open_file(path):
         page.goto(path.as_uri())
-        page.wait_for_timeout(1500)
+        if page.locator("#main").count():  # a page of ours says when its figures are drawn
+            page.wait_for_function("document.documentElement.dataset.drawn !== undefined")
+        page.wait_for_timeout(300 if page.locator("#main").count() else 1500)
         others = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
         assert not others, f"the page asked for {others}"
         assert not errors, errors
@@ -51,7 +55,8 @@ def opened(browser):
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
-    sections = [*result_sections(slash_result, 0, 3), view_section(view, "One prompt", "A note.")]
+    drawn = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "heads": 3}, "mechattn test")
+    sections = [prompt_section(slash_result), drawn, view_section(view, "One prompt", "A note.")]
     page = opened(
         write_page(tmp_path / "index.html", "A title", "A subtitle", [slash_result], sections, "mechattn test")
     )
@@ -59,7 +64,104 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     assert page.locator(".tokens .inserted").count() == 55 + 1  # the key names the segment too
     assert page.locator(".js-plotly-plot .scatterlayer path.js-line").count() >= 9
     assert "L0H1" in page.locator(".view").inner_text()
+    assert page.locator("figcaption").first.inner_text().startswith("The question's tokens receive −")
     assert len(set(page.screenshot())) > 50
+
+
+def test_a_request_is_forbidden_by_the_page_itself(browser, slash_result, tmp_path):
+    """Whatever a script on it would ask for, the content policy refuses."""
+    path = result_page(slash_result, tmp_path / "index.html", 0, [1])
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    refused = page.evaluate("fetch('https://example.org/').then(() => 'answered', (error) => error.name)")
+    assert refused == "TypeError"
+    assert page.evaluate(
+        "new Promise((done) => { document.addEventListener('securitypolicyviolation', (e) => done(e.blockedURI));"
+        " new Image().src = 'https://example.org/x.png'; })"
+    ).startswith("https://example.org")
+    page.close()
+
+
+def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_path):
+    page = opened(result_page(slash_result, tmp_path / "index.html", 0, [2]))
+    with page.expect_download() as caught:
+        page.get_by_role("button", name="CSV").click()
+    caught.value.save_as(tmp_path / "data.csv")
+    rows = list(csv.DictReader((tmp_path / "data.csv").open()))
+    line = [row for row in rows if row["series"] == "w/ Meaningless tokens" and row["panel"] == "xy"]
+    at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
+    shown = [int(row["x"]) for row in line]
+    np.testing.assert_allclose([float(r["y"]) for r in line], at.received_by_origin.values[shown], rtol=1e-9)
+    assert [r["more"] for r in line] == [f"n={int(n)}" for n in at.received_by_origin_n.values[shown]]
+    low = {
+        int(r["x"]): float(r["y"]) for r in rows if r["series"] == "w/ Meaningless tokens, low" and r["panel"] == "xy"
+    }
+    assert all(low[x] < float(r["y"]) for x, r in zip(shown, line, strict=True))
+    with page.expect_download() as caught:
+        page.get_by_role("button", name="SVG").click()
+    caught.value.save_as(tmp_path / "figure.svg")
+    drawing = (tmp_path / "figure.svg").read_text()
+    assert drawing.startswith("<svg")
+    assert "original token position" in drawing
+    page.get_by_text("Cite", exact=True).click()
+    assert "@software{mechattn" in page.locator("pre").inner_text()
+    page.get_by_text("How it was made", exact=True).click()
+    assert "MeaninglessTokens(text='/'" in page.locator(".actions table").inner_text()
+
+
+def test_light_dark_and_a_phone(browser, slash_result, tmp_path):
+    path = result_page(slash_result, tmp_path / "index.html", 0, [1, 2, 3])
+    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_function("document.documentElement.dataset.drawn === '1'")
+    ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
+    line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
+    assert page.evaluate(ink) == "rgb(230, 230, 227)"
+    assert page.evaluate(line) == "rgb(121, 176, 238)", "blue, lighter on the dark ground"
+    assert page.evaluate("document.documentElement.scrollWidth") == 390, "the page doesn't scroll sideways"
+    page.locator("#theme").click()
+    page.wait_for_function("document.documentElement.dataset.drawn === '1'")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate(line) == "rgb(31, 95, 168)"
+    context.close()
+
+
+def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
+    page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1]))
+    reached = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent.trim().slice(0, 20)"))
+    for name in ("To the results", "◐", "CSV", "SVG", "Cite", "How it was made", "How this was made"):
+        assert name in reached, reached
+    page.locator("#theme").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
+    """A quarter of the 12 MB that four models may take, scripts not counted."""
+    from mechattn.figures import make_figures
+    from mechattn.render.view import view_script
+
+    page = make_figures(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4])
+    text = page.read_text()
+    scripts = [view_script("plotly"), view_script("circuitsvis")]
+    assert [text.count(script) for script in scripts] == [1, 1]
+    assert len(text.encode()) - sum(len(script.encode()) for script in scripts) < 3e6
+    assert "matched control “sentence”" in text
+
+
+def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
+    """What ``_repr_html_`` gives, in a page as JupyterLab and VS Code put it into theirs."""
+    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1])
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
+    page = opened(tmp_path / "notebook.html")
+    inside = page.frame_locator("iframe")
+    inside.get_by_text("L0H1").first.wait_for()
+    assert "toy:llama" in inside.locator("figcaption").inner_text()
 
 
 def test_hovering_tells_the_number(opened, slash_result, tmp_path):
@@ -80,6 +182,36 @@ def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
     page = opened(result_page(result, tmp_path / "index.html", 0, [0]))
     assert page.title().startswith("mechattn")
     assert page.locator("b").count() == 0
+    ma.render.received_text(result_of_one(toy), 0).save(tmp_path / "text.html")
+    page = opened(tmp_path / "text.html")
+    assert page.title() == "Attention"
+    assert page.locator("b").count() == 0
+
+
+def result_of_one(toy):
+    return ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()}, progress=False)
+
+
+def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
+    """Emoji, right to left, zero width, and what would end a script, each as one token."""
+    words = ["🙂", "שלום", "مرحبا", "\u200b", "</script>", "\u202e", "日本", "\n"]
+    sequences = slash_result["sequences"].copy(deep=True)
+    sequences["first_prompt_text"][:, : len(words)] = np.array(words, dtype=np.dtypes.StringDType())
+    result = ma.Result(dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance)
+    page = opened(result_page(result, tmp_path / "index.html", 0, [1]))
+    shown = page.locator(".tokens").nth(1).locator("span").all_text_contents()
+    assert shown[: len(words)] == ["🙂", "שלום", "مرحبا", "·", "</script>", "\u202e", "日本", "⏎"]
+    ma.render.received_text(result, 0).save(tmp_path / "text.html")
+    page = opened(tmp_path / "text.html")
+    assert page.locator("figure").first.locator("span").all_text_contents()[:4] == ["🙂", "שלום", "مرحبا", "·"]
+
+
+def test_a_difference_view_opens(opened, toy, tmp_path):
+    view = ma.pattern_difference(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
+    view.save(tmp_path / "view.html")
+    page = opened(tmp_path / "view.html")
+    assert "“MeaninglessTokens” less the baseline" in page.locator("figcaption").inner_text()
+    assert "L0H1" in page.locator(".view").inner_text()
 
 
 def test_a_page_that_asks_the_network_would_be_noticed(opened, tmp_path):

@@ -111,3 +111,16 @@ def test_a_page_shows_every_condition(toy, prompts, tmp_path):
     assert "with “four”" in text
     assert "with “nine”" in text
     assert "all tokens after it pay to it" in text
+
+
+def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
+    slash = {"slash": ma.MeaninglessTokens()}
+    halves = [
+        ma.run(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts", progress=False)
+        for at in (0, 4)
+    ]
+    halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
+    merged = halves[1].merge(halves[0])
+    text = merged.page(tmp_path / "index.html", heads=[0]).read_text()
+    assert " to 2031-01-02T03:04:05+00:00" in text
+    assert "8 prompts (" in text

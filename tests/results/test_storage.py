@@ -1,25 +1,94 @@
 """A stored result is the same result, and opens without this library."""
 
+import errno
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
+from mechattn.results.packed import packed, unpacked
+from mechattn.results.schema import digest
+
+PLACES = ["result.zarr", "result.nc", "memory://tests/result.zarr"]
 
 
-def test_round_trip(slash_result, tmp_path):
-    slash_result.save(tmp_path / "result.zarr")
-    loaded = ma.load_result(tmp_path / "result.zarr")
-    assert loaded.provenance == slash_result.provenance
-    assert loaded.conditions == ["baseline", "slash"]
-    for name, dataset in slash_result.datasets.items():
-        for variable in dataset:
-            if dataset[variable].dtype.kind in "fi":
-                assert loaded[name][variable].values.tobytes() == dataset[variable].values.tobytes()
-            assert loaded[name][variable].attrs == dataset[variable].attrs
-    first = [str(text) for text in loaded["sequences"].first_prompt_text.values.flat]
-    assert first == [str(text) for text in slash_result["sequences"].first_prompt_text.values.flat]
+def place_in(tmp_path, name):
+    return name if "://" in name else tmp_path / name
+
+
+def assert_same(loaded, result):
+    assert loaded.provenance == json.loads(json.dumps(result.provenance))
+    assert digest(loaded.datasets) == digest(result.datasets)
+    for name, dataset in result.datasets.items():
+        assert loaded[name].attrs == dataset.attrs
+        for variable, expected in dataset.variables.items():
+            got = loaded[name][variable]
+            assert got.dims == expected.dims
+            assert got.attrs == expected.attrs
+            if expected.dtype.kind in "fi":
+                assert got.values.tobytes() == expected.values.tobytes()
+            else:
+                assert [str(text) for text in got.values.flat] == [str(text) for text in expected.values.flat]
+
+
+@pytest.fixture(scope="module")
+def everything(toy, prompts):
+    """A result of five analyses with all their kinds of variables."""
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True), ma.MlpActivations(), ma.AttentionFocus()]
+    analyses.append(ma.HeadUpdates())
+    conditions = {"slash": ma.MeaninglessTokens(count=5), "“é”": ma.RandomTokens(count=5)}
+    return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_round_trip(everything, slash_result, tmp_path, name):
+    for result in (everything, slash_result):
+        result.save(place_in(tmp_path, name))
+        assert_same(ma.load_result(place_in(tmp_path, name)), result)
+
+
+def test_a_loaded_result_is_saved_again_in_the_other_format(everything, tmp_path):
+    everything.save(tmp_path / "a.zarr")
+    ma.load_result(tmp_path / "a.zarr").save(tmp_path / "b.nc")
+    ma.load_result(tmp_path / "b.nc").save(tmp_path / "c.zarr")
+    assert_same(ma.load_result(tmp_path / "c.zarr"), everything)
+    assert_same(unpacked(packed(everything)), everything)
+
+
+def test_every_variable_has_a_unit(everything, slash_result):
+    for result in (everything, slash_result):
+        for name, dataset in result.datasets.items():
+            assert [f"{name}.{v}" for v in dataset if not dataset[v].attrs.get("units")] == []
+
+
+def test_provenance_says_what_the_numbers_are_of(everything, toy):
+    about = everything.provenance
+    assert about["model"]["name"] == "toy:llama"
+    assert about["model"]["verified"] is True
+    assert about["model"]["dtype"] == "float32"
+    assert re.fullmatch("[0-9a-f]{16}", about["model"]["weights_hash"])
+    assert set(about["versions"]) == {"python", "mechattn", "transformer-lens", "transformers", "torch"}
+    needed = {"prompts", "conditions", "analyses", "seed", "memory", "engine", "time", "seconds", "threads", "halved"}
+    assert needed <= set(about)
+
+
+def test_one_changed_weight_of_a_toy_changes_the_hash(checkpoint):
+    import torch
+
+    model = ma.load_model(str(checkpoint))
+    hashes = []
+    for change in (0.0, 1e-4, -1e-4):
+        with torch.no_grad():
+            model.blocks[0].mlp.out.weight[3, 5] += change
+        hashes.append(ma.run(model, "Tom has 3 apples.", progress=False).provenance["model"]["weights_hash"])
+    assert hashes[0] != hashes[1]
 
 
 def test_saving_again_replaces_it_and_leaves_nothing_else(slash_result, tmp_path):
@@ -33,26 +102,135 @@ def test_an_interrupted_save_leaves_the_old_result(slash_result, tmp_path, monke
     slash_result.save(path)
 
     def fail(*args, **kwargs):
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(xr.DataTree, "to_zarr", fail)
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(OutputError, match=r"No space left on device\. Nothing of it is left; make room"):
         slash_result.save(path)
     monkeypatch.undo()
     assert ma.load_result(path).conditions == ["baseline", "slash"]
     assert [path.name for path in tmp_path.iterdir()] == ["result.zarr"]
 
 
-def test_it_opens_in_plain_xarray(slash_result, tmp_path):
-    slash_result.save(tmp_path / "result.zarr")
-    tree = xr.open_datatree(tmp_path / "result.zarr", engine="zarr", consolidated=False)
-    received = tree["received_attention"].received
-    assert received.attrs["units"] == "probability"
-    np.testing.assert_array_equal(received, slash_result["received_attention"].received)
+@pytest.mark.parametrize(("name", "engine"), [("result.zarr", "zarr"), ("result.nc", "h5netcdf")])
+def test_it_opens_in_plain_xarray(slash_result, tmp_path, name, engine):
+    """In a process that cannot import this library."""
+    slash_result.save(tmp_path / name)
+    code = f"""
+import sys; sys.modules["mechattn"] = None
+import xarray as xr
+tree = xr.open_datatree({str(tmp_path / name)!r}, engine={engine!r})
+received = tree["received_attention"].received
+print(received.attrs["units"], float(received.sum()), list(map(str, tree["sequences"].condition.values)))
+"""
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    total = float(slash_result["received_attention"].received.sum())
+    assert out.stdout.strip() == f"probability {total} ['baseline', 'slash']"
+
+
+@pytest.mark.parametrize("name", ["result.zarr", "result.nc"])
+def test_a_changed_byte_is_found(slash_result, tmp_path, name):
+    slash_result.save(tmp_path / name)
+    path = tmp_path / name
+    if path.is_dir():
+        path = max((p for p in path.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(OutputError, match=r"damaged|cannot be read"):
+        ma.load_result(tmp_path / name)
+
+
+@pytest.mark.parametrize("change", ["values", "shape", "attribute", "provenance"])
+def test_what_a_change_with_the_right_tools_leaves_is_found(slash_result, tmp_path, change):
+    import zarr
+
+    path = tmp_path / "result.zarr"
+    slash_result.save(path)
+    stored = zarr.open_group(path, mode="r+")
+    some = stored["received_attention/received_by_segment"]
+    if change == "values":
+        some[0, 0, 0, 0, 4] = 0.25
+    elif change == "shape":
+        for name in ("tokens", "origin", "segment_index"):  # read as they say, these would fill any memory
+            stored[f"sequences/{name}"].resize((12, 2, 10**12))
+        stored["sequences/first_prompt_text"].resize((2, 10**12))
+    elif change == "attribute":
+        some.attrs["units"] = "nats"
+    else:
+        stored.attrs["provenance"] = stored.attrs["provenance"].replace("toy:llama", "llama-8b")
+    with pytest.raises(OutputError, match="is damaged"):
+        ma.load_result(path)
+
+
+def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch):
+    address = "memory://tests/interrupted.zarr"
+    monkeypatch.setattr("mechattn.results.storage._COMPLETE", "begun")  # the last write never comes
+    slash_result.save(address)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="was not written to its end"):
+        ma.load_result(address)
+    slash_result.save(address)
+    assert ma.load_result(address).conditions == slash_result.conditions
+
+
+def test_an_address_that_fails_or_is_of_no_kind(slash_result, monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def fail(*args, **kwargs):
+        raise OSError("connection lost")
+
+    with pytest.raises(OutputError, match=r"nosuch://.*Protocol not known"):
+        slash_result.save("nosuch://bucket/result.zarr")
+    with pytest.raises(OutputError, match="there is no stored result at memory://"):
+        ma.load_result("memory://tests/nothing.zarr")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
+    with pytest.raises(OutputError, match="connection lost"):
+        slash_result.save("memory://tests/failing.zarr")
+
+
+def test_schema_1_is_read_and_cannot_be_merged(slash_result, tmp_path):
+    """Written as version 0.1 wrote it: no digests, no places, no units of the sequences, a hash of the order."""
+    sequences = slash_result["sequences"].drop_vars("place")
+    for name in sequences:
+        sequences[name].attrs = {}
+    datasets = {"received_attention": slash_result["received_attention"], "sequences": sequences}
+    about = json.loads(json.dumps(slash_result.provenance))
+    for name in ("revision", "weights_hash"):
+        del about["model"][name]
+    about["prompts"]["hash"] = "0123456789abcdef"
+
+    def with_strings(dataset):
+        texts = {n: v for n, v in dataset.coords.items() if v.dtype.kind in "US"}
+        return dataset.assign_coords({n: (v.dims, v.values.astype(np.dtypes.StringDType())) for n, v in texts.items()})
+
+    tree = xr.DataTree.from_dict({f"/{name}": with_strings(dataset) for name, dataset in datasets.items()})
+    tree.attrs = {"mechattn_schema": 1, "provenance": json.dumps(about)}
+    tree.to_zarr(tmp_path / "old.zarr", consolidated=False)
+    old = ma.load_result(tmp_path / "old.zarr")
+    assert old.provenance == about | {"stored_schema": 1}
+    assert digest({"r": old["received_attention"]}) == digest({"r": slash_result["received_attention"]})
+    assert old.compare("slash", resamples=99).equals(slash_result.compare("slash", resamples=99))
+    with pytest.raises(OptionError, match="earlier version"):
+        old.merge(slash_result)
+
+
+def test_no_pickle_and_no_code_from_a_file():
+    sources = "".join(path.read_text() for path in Path(ma.__file__).parent.rglob("*.py"))
+    assert not re.search(
+        r"allow_pickle|import pickle|cloudpickle|torch\.load|np\.load|joblib|(?<![.\w])(eval|exec)\(", sources
+    )
+    assert re.search(r"allow_pickle", "np.load(path, allow_pickle=True)")  # negative control
+
+
+def test_netcdf_without_its_package(slash_result, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5netcdf", None)
+    with pytest.raises(OutputError, match=r'pip install "mechattn\[netcdf\]"'):
+        slash_result.save(tmp_path / "result.nc")
 
 
 def test_another_schema_is_refused(slash_result, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.results.storage.SCHEMA", 99)
+    monkeypatch.setattr("mechattn.results.schema.SCHEMA", 99)
     slash_result.save(tmp_path / "result.zarr")
     monkeypatch.undo()
     with pytest.raises(OutputError, match="has schema 99"):

@@ -1,0 +1,102 @@
+"""What is refused before the first forward pass: conditions, analyses and sequences that a model cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError, PromptError, PromptTooLong
+from mechattn.model import hooks
+from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+
+
+def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
+    """The conditions by name, the baseline first."""
+    if conditions is not None and not isinstance(conditions, Mapping):
+        raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
+    given = dict(conditions or {})
+    for name, condition in given.items():
+        if not callable(getattr(condition, "apply", None)):
+            raise OptionError(f"the condition {name!r} is a {type(condition).__name__}; give MeaninglessTokens(…), say")
+    return {BASELINE: given.pop(BASELINE, Baseline()), **given}
+
+
+def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
+    """The analyses, one at least, each name once."""
+    if isinstance(analyses, Analysis):
+        analyses = [analyses]
+    made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
+    names = [analysis.name for analysis in made]
+    if not made or len(set(names)) < len(names):
+        raise OptionError(f"analyses={names}: give at least one, and each name once")
+    return made
+
+
+def check_sequences(
+    prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
+) -> None:
+    """Every sequence fits the model, and every analysis can measure it."""
+    limit, size = model.cfg.n_ctx, model.cfg.d_vocab
+    for name, sequence in made.items():
+        where = f'prompt {prompt.id} ("{prompt.excerpt}")'
+        inserted = int(sequence.inserted.sum())
+        if name == BASELINE and (inserted or sequence.knocked or sequence.interventions):
+            does = "inserts tokens" if inserted else "intervenes"
+            raise OptionError(
+                f'the condition "baseline" {does}; every comparison is with it, so give this another name'
+            )
+        if len(sequence) > limit:
+            raise PromptTooLong(
+                f'{where} has {len(sequence):,} tokens with the condition "{name}" ({inserted} inserted); '
+                f"{model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer tokens"
+            )
+        if len(sequence) < 2:
+            raise PromptError(f"{where} is a single token: no query comes after it, so nothing can be measured")
+        if not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < size:
+            raise PromptError(f"{where} holds a token id outside of the vocabulary (0 to {size - 1})")
+        for analysis in analyses:
+            if problem := analysis.problem(sequence):
+                raise PromptError(f"{where} {problem}")
+
+
+def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+    """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
+    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.knocked})
+    layers = hooks.attention_layers(model)
+    if hides and len(layers) < model.cfg.n_layers:
+        raise OptionError(
+            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the others would "
+            f"carry on tokens that attention cannot see: leave out {', '.join(map(repr, hides))}"
+        )
+    kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
+    if kept and not hooks.takes_position_ids(model):
+        raise OptionError(
+            f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does), so "
+            f"the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
+        )
+    negative = {n: -int(s.position_ids.min()) for made in sequences for n, s in made.items() if s.keeps_positions}
+    if kept and hasattr(model, "pos_embed") and max(negative.values()) > 0:
+        name = max(negative, key=lambda condition: negative[condition])
+        raise OptionError(
+            f"{model.cfg.model_name} has learned positions, and {name!r} needs {negative[name]} before the first: "
+            "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
+        )
+
+
+def check_interventions(model: Any, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
+    """Every intervention can act on this model, and on the prompts that it is for."""
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for prompt, made in zip(ids, sequences, strict=True):
+        for sequence in made.values():
+            for intervention in sequence.interventions:
+                found.setdefault(id(intervention), (intervention, []))[1].append(prompt)
+            if sequence.knocked and sequence.knocked.layers is not None:
+                hooks.chosen_layers(model, sequence.knocked.layers)
+    for intervention, prompts in found.values():
+        intervention.check(model, prompts)

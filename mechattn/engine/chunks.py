@@ -1,0 +1,136 @@
+"""A run that survives: computed a chunk at a time, each kept as it is done, and merged when all are there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from mechattn.engine.executor import Executor, ExecutorName, executor_named
+from mechattn.engine.job import Job
+from mechattn.engine.parts import Parts, open_parts
+from mechattn.errors import Interrupted, OptionError
+from mechattn.results.merge import merge_results
+from mechattn.results.result import Result
+from mechattn.results.storage import as_place, check_result_place, is_address, save_result
+
+Shard = tuple[int, int]
+WHOLE: Shard = (1, 1)
+
+
+def run_job(
+    job: Job,
+    path: str | Path,
+    *,
+    shard: str | None = None,
+    executor: ExecutorName | Executor = "local",
+    address: str | None = None,
+    workers: int | None = None,
+) -> Result:
+    """Compute a job, keep it at a place, and return it. The same call goes on where another one was stopped.
+
+    Args:
+        job: What is computed.
+        path: Where the result goes, as for ``Result.save``; finished chunks are kept beside it until then.
+        shard: "3/16" computes the third of 16 shares of the chunks: 3, 19, 35 … by their numbers from 1.
+        executor: "local", "ray", or one of your own.
+        address: Of a Ray cluster; a cluster of this machine is started without it.
+        workers: How many there are in a cluster; one for each GPU, or core, without it.
+
+    Raises:
+        MechattnError: Something cannot be used, the place is taken, or the work was interrupted.
+    """
+    made = executor_named(executor, address, workers) if isinstance(executor, str) else executor
+    with computed(job, path, parse_shard(shard), made) as result:
+        return result
+
+
+@contextmanager
+def computed(job: Job, path: str | Path, shard: Shard, executor: Executor) -> Iterator[Result]:
+    """The result of a job, stored; its parts are thrown away when the ``with`` ends well."""
+    path = shard_place(path, shard)
+    check_result_place(path)
+    chunks = _of_shard(job, shard)
+    with open_parts(parts_folder(path), job) as parts:
+        _sweep(path)
+        _compute(job, chunks, parts, executor)
+        result = merge_results([parts.read(chunk) for chunk in chunks])
+        save_result(result, path)
+        yield result
+        parts.remove()
+
+
+def parse_shard(text: str | None) -> Shard:
+    """The number of a shard and how many there are, from "3/16".
+
+    Raises:
+        OptionError: It isn't written like that.
+    """
+    if text is None:
+        return WHOLE
+    found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise OptionError(f'shard {text!r}: write the third of sixteen as "3/16"')
+    return int(found[1]), int(found[2])
+
+
+def shard_place(path: str | Path, shard: Shard) -> str | Path:
+    """Where the result of a shard goes: "llama.zarr" gives "llama-3-of-16.zarr"."""
+    if shard == WHOLE:
+        return path
+    head, _, last = str(path).rpartition("/")
+    name = PurePosixPath(last)
+    return f"{head}{'/' if head else ''}{name.stem}-{shard[0]}-of-{shard[1]}{name.suffix}"
+
+
+def parts_folder(path: str | Path) -> Path:
+    """Where finished chunks are kept: beside the result, or in this folder for a result at an address."""
+    place = as_place(path)
+    name = str(place).rstrip("/").rpartition("/")[2] if is_address(path) else Path(place).name
+    folder = Path.cwd() if is_address(path) else Path(place).parent
+    return folder / f"{name}.parts"
+
+
+def _of_shard(job: Job, shard: Shard) -> list[int]:
+    number, of = shard
+    chunks = list(range(len(job.chunks)))[number - 1 :: of]
+    if not chunks:
+        raise OptionError(
+            f"shard {number}/{of} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} are "
+            f"{len(job.chunks)} chunks. Ask for fewer shards, or for smaller chunks"
+        )
+    return chunks
+
+
+def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> None:
+    """Compute the chunks that aren't there."""
+    from tqdm.auto import tqdm
+
+    done = [chunk for chunk in parts.done() if chunk in chunks]
+    todo = [chunk for chunk in chunks if chunk not in done]
+    if not todo:
+        return
+    before = done[:1]
+    bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, disable=len(chunks) == 1)
+    try:
+        with bar:
+            for chunk, content in executor.parts(job, todo):
+                if before:
+                    parts.check_same(before.pop(), content)
+                parts.write(chunk, content)
+                bar.update()
+    except KeyboardInterrupt:
+        have = len(set(parts.done()) & set(chunks))
+        raise Interrupted(
+            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}: the same command goes on"
+        ) from None
+
+
+def _sweep(path: str | Path) -> None:
+    """Throw away what a process left that was killed while it wrote this result; nobody else writes it now."""
+    place = as_place(path)
+    if isinstance(place, Path):
+        for left in place.parent.glob(f".{place.name}.*"):
+            shutil.rmtree(left, ignore_errors=True)

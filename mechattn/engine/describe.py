@@ -1,0 +1,96 @@
+"""What a run writes beside its numbers: the tokens that the model read, and where the numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.axes import SEGMENTS
+from mechattn.model import hooks
+from mechattn.model.fingerprint import revision, weights_hash
+from mechattn.model.known import Known, known
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+from mechattn.results import provenance
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_UNITS = {"tokens": "token id", "origin": "position in the baseline", "segment_index": "index in segments"}
+
+
+def sequences_dataset(
+    model: Any,
+    prompts: Seq[Prompt],
+    conditions: list[str],
+    sequences: Seq[Mapping[str, Sequence]],
+    places: Seq[int],
+) -> xr.Dataset:
+    """The tokens that the model read, their segments and origins, and the texts of the first prompt's tokens."""
+    import xarray as xr
+
+    longest = max(len(s) for made in sequences for s in made.values())
+    shape = (len(prompts), len(conditions), longest)
+    arrays = {name: np.full(shape, -2, dtype=np.int32) for name in ("tokens", "origin", "segment_index")}
+    for i, made in enumerate(sequences):
+        for j, sequence in enumerate(made.values()):
+            arrays["tokens"][i, j, : len(sequence)] = sequence.tokens
+            arrays["origin"][i, j, : len(sequence)] = sequence.origin
+            arrays["segment_index"][i, j, : len(sequence)] = sequence.segment
+    texts = np.full(shape[1:], "", dtype=object)
+    for j, sequence in enumerate(sequences[0].values()):
+        texts[j, : len(sequence)] = _token_texts(model, sequence.tokens)
+    dims = ("prompt", "condition", "pos")
+    variables: dict[str, Any] = {name: (dims, array, {"units": _UNITS[name]}) for name, array in arrays.items()}
+    variables["first_prompt_text"] = (dims[1:], texts.astype(np.dtypes.StringDType()), {"units": "text"})
+    variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
+    made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
+    return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
+
+
+def _token_texts(model: Any, tokens: Tensor) -> list[str]:
+    """Each token as text; its id where the model has no tokenizer."""
+    if model.tokenizer is None:
+        return [str(t) for t in tokens.tolist()]
+    return [model.tokenizer.decode([t]) for t in tokens.tolist()]
+
+
+def described(
+    model: Any, prompts: Seq[Prompt], named: Mapping[str, Condition], analyses: Seq[Analysis], layers: list[int]
+) -> dict[str, Any]:
+    """The model, the prompts and the options: what decides the numbers, and when and where they were computed."""
+    parameters = next(model.parameters())
+    about = known(model) or Known()
+    return {
+        "model": {
+            "name": str(model.cfg.model_name),
+            "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+            "parameters": hooks.count_parameters(model if about.native is None else about.native),
+            "heads": int(model.cfg.n_heads),
+            "layers": int(model.cfg.n_layers),
+            "dtype": str(parameters.dtype).removeprefix("torch."),
+            "device": str(parameters.device),
+            "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
+            "hooked_by": type(model).__name__,
+            "revision": revision(model),
+            "weights": about.weights,
+            "weights_hash": weights_hash(model),
+            "verified": about.verified,
+            "not_verified": about.report.not_checked if about.report else [],
+            "mended": list(about.mended),
+        },
+        "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
+        "conditions": {name: repr(condition) for name, condition in named.items()},
+        "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
+        "measured_layers": layers,
+        "threads": torch.get_num_threads(),
+        "versions": provenance.versions(),
+        "time": provenance.now(),
+    }

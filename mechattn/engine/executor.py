@@ -1,0 +1,40 @@
+"""What computes the chunks of a job: this process, or the workers of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from mechattn.engine.job import Job
+from mechattn.engine.local import Local
+from mechattn.errors import OptionError
+
+ExecutorName = Literal["local", "ray"]
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Computes chunks somewhere."""
+
+    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
+        """Each chunk's number and packed result, in whatever order they come."""
+        ...
+
+
+def executor_named(name: ExecutorName, address: str | None = None, workers: int | None = None) -> Executor:
+    """The executor of a name.
+
+    Raises:
+        OptionError: There is no such executor, its package is not installed, or an option is not for it.
+    """
+    if name not in get_args(ExecutorName):
+        raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
+    if name == "ray":
+        from mechattn.engine.ray import Ray
+
+        return Ray(address, workers)
+    if address is not None or workers is not None:
+        given = "address" if address is not None else "workers"
+        raise OptionError(f'{given} is for a cluster: say executor="ray" too, or leave it out')
+    return Local()

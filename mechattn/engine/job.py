@@ -1,0 +1,147 @@
+"""A run that can be computed in chunks, anywhere: everything that decides its numbers, and the worker that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.engine.collect import Positions
+from mechattn.engine.forward import Engine
+from mechattn.engine.prepare import Ready, planned
+from mechattn.errors import OptionError
+from mechattn.model.load import dtype_named, load_model
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.results import provenance
+from mechattn.results.packed import packed
+
+CHUNK = 64  # prompts
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of ``run`` in a form that is sent to other processes, and cut into chunks of prompts.
+
+    Where the chunks begin depends on ``chunk`` alone, and batches never reach over two of them: so the numbers depend
+    neither on how many workers or shards there are, nor on what was interrupted.
+
+    Args:
+        model: A name or directory that every worker can load.
+        prompts: All prompts of the run, of all shards.
+        conditions: As for ``run``.
+        analyses: As for ``run``.
+        layers: As for ``run``.
+        seed: As for ``run``.
+        positions: As for ``run``.
+        memory: As for ``run``.
+        engine: As for ``run``.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        verify: As for ``load_model``.
+        chunk: Prompts a chunk.
+        threads: Of torch, in each worker: they change the last bits of the numbers. None leaves them as they are.
+        require: Is given the model and the layers when it is loaded, and refuses what it cannot be used for.
+        command: Recorded with the result.
+    """
+
+    model: str
+    prompts: Seq[Prompt]
+    conditions: Mapping[str, Condition] | None = None
+    analyses: Seq[Analysis] | Analysis | None = None
+    layers: Seq[int] | int | None = None
+    seed: int = 0
+    positions: Positions = "moments"
+    memory: str = "2GiB"
+    engine: Engine = "auto"
+    dtype: str = "auto"
+    verify: bool = True
+    chunk: int = CHUNK
+    threads: int | None = None
+    require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
+    command: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+        object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
+
+    @property
+    def chunks(self) -> list[range]:
+        """The places of the prompts of each chunk."""
+        starts = range(0, len(self.prompts), self.chunk)
+        return [range(start, min(start + self.chunk, len(self.prompts))) for start in starts]
+
+    def decides(self) -> dict[str, Any]:
+        """What decides the numbers, as texts that can be compared with those of another day."""
+        named = {name: repr(condition) for name, condition in (self.conditions or {}).items()}
+        options = ("model", "layers", "seed", "positions", "memory", "engine", "dtype", "verify", "chunk", "threads")
+        return {
+            **{name: repr(getattr(self, name)) for name in options},
+            "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
+            "conditions": named,
+            "analyses": repr(self.analyses),
+            "versions": provenance.versions(),
+        }
+
+
+class Worker:
+    """Loads a job's model once, and computes any of its chunks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = load_model(job.model, dtype=dtype_named(job.dtype), verify=job.verify)
+        self.plan = planned(
+            self.model,
+            job.conditions,
+            job.analyses,
+            layers=job.layers,
+            seed=job.seed,
+            positions=job.positions,
+            memory=job.memory,
+            engine=job.engine,
+        )
+        if job.require is not None:
+            job.require(self.model, self.plan.layers)
+
+    @cached_property
+    def ready(self) -> Ready:
+        """Calibrated for all prompts of the job, so that every worker finds the same."""
+        return self.plan.ready(self.job.prompts)
+
+    def check(self, chunk: int) -> None:
+        """Refuse a chunk whose prompts cannot be used, without running the model on them."""
+        self.plan.sequences(self._prompts(chunk))
+
+    def part(self, chunk: int) -> bytes:
+        """The result of a chunk, as ``results.packed`` packs it."""
+        prompts = self._prompts(chunk)
+        sequences = self.plan.sequences(prompts)
+        alone = len(self.job.chunks) == 1
+        made = self.ready.measured(prompts, sequences, self.job.chunks[chunk], progress=alone)
+        about = {"chunk": self.job.chunk, "command": self.job.command}
+        return packed(replace(made, provenance={**made.provenance, **about}))
+
+    def _prompts(self, chunk: int) -> list[Prompt]:
+        return [self.job.prompts[place] for place in self.job.chunks[chunk]]
+
+
+def with_threads(threads: int | None) -> AbstractContextManager[None]:
+    """As many threads of torch for the length of a ``with``; as they are for None."""
+    return nullcontext() if threads is None else _threads(threads)
+
+
+@contextmanager
+def _threads(threads: int) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,23 @@
+"""Chunks computed one after the other in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from mechattn.engine.job import Job, Worker, with_threads
+
+
+@dataclass(frozen=True)
+class Local:
+    """The executor of a laptop, or of one job of an array."""
+
+    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
+        """Each chunk's number and packed result; all prompts are checked before the first is measured."""
+        with with_threads(job.threads):
+            worker = Worker(job)
+            for chunk in chunks:
+                worker.check(chunk)
+            for chunk in chunks:
+                yield chunk, worker.part(chunk)

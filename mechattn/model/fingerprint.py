@@ -1,0 +1,45 @@
+"""Which weights these are: the revision that was loaded, and a hash of the parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.model.known import Known, known
+
+_WHOLE = 2**20  # numbers of a parameter that are hashed one by one; of a larger one as many, spread evenly
+
+
+def weights_hash(model: Any) -> str:
+    """A hash of names, shapes, dtypes and values of all parameters and buffers that are stored with a model.
+
+    Of a parameter with more than 2^20 numbers as many are looked at, spread evenly, so that 8 billion cost about a
+    second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix.
+    """
+    about = known(model) or Known()
+    stored = (model if about.native is None else about.native).state_dict()
+    made = hashlib.sha256()
+    for name in sorted(stored):
+        if isinstance(stored[name], Tensor):
+            made.update(f"{name} {tuple(stored[name].shape)} {stored[name].dtype}".encode())
+            made.update(_sample(stored[name]))
+    return made.hexdigest()[:16]
+
+
+def revision(model: Any) -> str | None:
+    """The commit of the hub that the weights come from; None for a directory, a toy or a model object."""
+    about = known(model) or Known()
+    found = getattr(getattr(about.native, "config", None), "_commit_hash", None)
+    return None if found is None else str(found)
+
+
+def _sample(values: Tensor) -> bytes:
+    if values.is_meta:  # offloaded to a disk: known by its name and shape alone
+        return b"meta"
+    flat = values.detach().reshape(-1)
+    if len(flat) > _WHOLE:
+        flat = flat[:: -(-len(flat) // _WHOLE)]
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if len(flat) else b""

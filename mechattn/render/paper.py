@@ -1,0 +1,115 @@
+"""Figures for a paper: column width, its font size, colours that survive colour blindness, as PDF, SVG or PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mechattn.errors import OptionError, OutputError
+from mechattn.render.theme import FONT, OTHERS, THIRD, WITH, WITHOUT, faint
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Column = Literal["single", "double"]
+_INCHES = {"single": 3.35, "double": 6.9}  # 85 and 175 mm, the columns of most journals
+_PIXELS = 96  # to the inch, as SVG and PDF count them
+_POINTS = 8
+_FORMATS = (".pdf", ".svg", ".png")
+# Okabe and Ito (2008), "Color universal design".
+_SAFE = dict(
+    zip(
+        (WITHOUT, WITH, THIRD, *OTHERS),
+        ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00", "#000000"),
+        strict=True,
+    )
+)
+
+
+def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
+    """A copy of a figure for a paper: 85 or 175 mm wide, text of 8 points, the colours of Okabe and Ito.
+
+    Args:
+        figure: A figure of ``mechattn.render``; it stays as it is.
+        column: "single" or "double".
+        title: Keep the title; a paper has a caption.
+
+    Raises:
+        OptionError: There is no such column.
+    """
+    import plotly.graph_objects as go
+
+    if column not in _INCHES:
+        raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _INCHES))}")
+    across = len({tuple(axis.domain) for axis in figure.select_xaxes() if axis.domain})
+    if column == "single" and across > 2:
+        raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or take column='double'")
+    made, size = go.Figure(figure), _POINTS * _PIXELS / 72
+    made.data = []
+    made.add_traces([_recoloured(trace.to_plotly_json()) for trace in figure.data])  # arrays stay arrays in this one
+    made.layout.shapes = [_recoloured(shape.to_plotly_json()) for shape in figure.layout.shapes]
+    width, height = _INCHES[column] * _PIXELS, max(230.0, 0.72 * (figure.layout.height or 450))
+    legend = dict(orientation="h", x=1, xanchor="right", y=1, yref="container", yanchor="top", font_size=size)
+    made.update_layout(
+        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
+        margin=dict(l=50, r=10, t=62 if title else 44, b=38), legend=legend,
+    )  # fmt: skip
+    made.update_annotations(font_size=size)
+    axis = dict(title_standoff=4, title_font_size=size, tickfont_size=0.9 * size)
+    made.update_xaxes(**axis)
+    made.update_yaxes(**axis)
+    bar = dict(thickness=9, title_font_size=size, tickfont_size=0.9 * size, nticks=5)
+    made.update_traces(colorbar=bar, selector=dict(type="heatmap"))
+    made.update_layout(title_text=figure.layout.title.text if title else "", title_font_size=1.2 * size)
+    return made
+
+
+def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:
+    """Write a figure for a paper as PDF, SVG or PNG (300 dots to the inch).
+
+    Args:
+        figure: A figure of ``mechattn.render``.
+        path: A file that ends with .pdf, .svg or .png.
+        column: "single" (85 mm) or "double" (175 mm).
+        title: Keep the title.
+
+    Raises:
+        OptionError: Another kind of file.
+        OutputError: What draws it is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in _FORMATS:
+        raise OptionError(f'"{path.name}" should end with {", ".join(_FORMATS)}')
+    made = for_paper(figure, column, title=title)
+    try:
+        import kaleido  # noqa: F401
+    except ImportError:
+        raise OutputError('static figures need kaleido: pip install "mechattn[images]"') from None
+    from choreographer.errors import ChromeNotFoundError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.write_image(path, scale=300 / _PIXELS if path.suffix == ".png" else 1)
+    except (ChromeNotFoundError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Chrome" not in str(error):
+            raise
+        raise OutputError(
+            "static figures are drawn by Chromium, and there is none: apt install chromium (Debian, Ubuntu), brew "
+            "install chromium (macOS), or plotly_get_chrome; BROWSER_PATH names one elsewhere"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+    return path
+
+
+def _recoloured(value: Any) -> Any:
+    """Our colours, strong and faint, as those of Okabe and Ito, wherever they stand."""
+    if isinstance(value, dict):
+        return {key: _recoloured(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_recoloured(part) for part in value]
+    if not isinstance(value, str) or not value.startswith(("#", "rgba")):
+        return value
+    for ours, safe in _SAFE.items():
+        value = value.replace(ours, safe).replace(faint(ours).rsplit(",", 1)[0], faint(safe).rsplit(",", 1)[0])
+    return value

@@ -1,0 +1,97 @@
+"""What a figure says, as a sentence with its number and interval; it travels with the figure and stands under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.results.compare import overall_change
+from mechattn.results.result import Result
+from mechattn.stats.intervals import FEWEST, Interval, t_interval
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    import xarray as xr
+
+
+def says(figure: go.Figure, *sentences: str) -> go.Figure:
+    """The figure with what it says, for :func:`said`; plotly keeps it as ``layout.meta``."""
+    return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
+
+
+def said(figure: go.Figure) -> str:
+    """What a figure says; nothing where it was not drawn by this library."""
+    meta: Any = figure.layout.meta
+    return str(meta.get("says", "")) if isinstance(meta, dict) else ""
+
+
+def percent(change: float | np.ndarray) -> str:
+    """A relative change in percent, with its sign."""
+    rounded = round(100 * float(change), 1) + 0.0  # no minus zero
+    return f"{rounded:+.1f}\u00a0%".replace("-", "−")
+
+
+def percent_words(interval: Interval) -> str:
+    """A relative change with its interval."""
+    return f"{percent(interval.estimate)} [{percent(interval.low)}, {percent(interval.high)}]"
+
+
+def number_words(interval: Interval, units: str = "") -> str:
+    """A number with its interval, to three digits."""
+    shown = [f"{float(value):.3g}".replace("-", "−") for value in interval]
+    words = f"{shown[0]} [{shown[1]}, {shown[2]}]" if np.isfinite(interval.low) else shown[0]
+    return f"{words} {units}".rstrip()
+
+
+def mean_words(values: xr.DataArray, units: str = "") -> str:
+    """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
+    each = values.mean([dim for dim in values.dims if dim != "prompt"]).values.astype(np.float64)
+    if len(each) < FEWEST:
+        return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
+    return number_words(t_interval(each), units)
+
+
+def change_words(
+    result: Result,
+    condition: str,
+    quantity: str = "received",
+    segment: str = "question",
+    layer: int | None = None,
+    heads: Seq[int] | None = None,
+    prompts: np.ndarray | None = None,
+) -> str:
+    """The relative change of a quantity from the baseline with its interval, and that of its null; "" if it has none.
+
+    Args:
+        result: A result.
+        condition: Compared with the baseline.
+        quantity: A positive quantity of each head.
+        segment: The segment that it is about.
+        layer: One layer; the mean over all by default.
+        heads: Some heads; the mean over all by default.
+        prompts: Some prompts; all by default.
+    """
+    if condition == BASELINE:
+        return ""
+    try:
+        change, null = overall_change(_part(result, heads, prompts), condition, quantity, segment, layer)
+    except OptionError:  # too few prompts for an interval, or not every prompt has the segment
+        return ""
+    beside = "" if null is None else f" (uniform attention: {percent(null.estimate)})"
+    return percent_words(change) + beside
+
+
+def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:
+    """The result of some heads and prompts alone."""
+    wanted = {"head": None if heads is None else list(heads), "prompt": prompts}
+    chosen = {dim: at for dim, at in wanted.items() if at is not None}
+    made = {
+        name: data.isel({dim: at for dim, at in chosen.items() if dim in data.dims})
+        for name, data in result.datasets.items()
+    }
+    return replace(result, datasets=made)

@@ -1,0 +1,84 @@
+"""The command ``mechattn report``: a page of stored results with the figures that their analyses have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from mechattn import render
+from mechattn.page import flat, results_page, verdicts
+from mechattn.results.result import Result
+from mechattn.results.storage import check_writable, load_result
+
+Figures = list[tuple[Callable, Mapping[str, Any]]]
+
+
+def report(
+    places: Seq[str | Path],
+    out: str | Path,
+    layer: int | None = None,
+    heads: Seq[int] | int = 3,
+    command: str = "",
+) -> list[str]:
+    """Write one page of stored results with every figure that they can show; returns what could not be shown, and why.
+
+    Args:
+        places: Where the results are.
+        out: The HTML file.
+        layer: The layer of the figures that show one; the first that was measured by default.
+        heads: The heads of received attention, from 0; or how many to choose on one half of the prompts.
+        command: What was typed.
+
+    Raises:
+        MechattnError: A result cannot be read, the page cannot be written, or there is nothing to compare.
+    """
+    check_writable(out)
+    results = [load_result(place) for place in places]
+    for result in results:
+        result.condition()  # refuses a result of the baseline alone
+    missing: list[str] = []
+    results_page(results, out, figures_of(results[0], layer, heads), command, missing)
+    return missing
+
+
+def figures_of(result: Result, layer: int | None, heads: Seq[int] | int) -> Figures:
+    """The figures that go with the analyses of a result, and their options."""
+    condition = result.condition()
+    layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
+    if isinstance(heads, int) and "received_per_prompt" not in result.datasets.get("received_attention", {}):
+        heads = list(range(min(heads, int(result.provenance["model"]["heads"]))))  # nothing to choose them from
+    several: dict[str, Figures] = {
+        "received_attention": [
+            (render.received_attention, {"layer": layer, "heads": heads}),
+            (render.change_map, {"condition": condition}),
+            (render.two_by_two, {"conditions": result.conditions[1:]}),
+        ],
+        "affine_shift": [(render.scale_by_layer, {"condition": condition}), (render.shift_rank, {})],
+        "mlp_activations": [
+            (render.activation_metrics, {"layer": layer}),
+            (render.activation_histogram, {"layer": layer}),
+            (render.agreement, {"condition": condition, "layer": layer}),
+        ],
+        "attention_focus": [(render.heads_by_layer, {"quantity": name}) for name in ("self_share", "first_share")],
+        "head_updates": [
+            (render.update_histogram, {"condition": condition}),
+            (render.update_map, {"condition": condition}),
+        ],
+        "attention_sinks": [(render.by_layer, {"quantity": "span_mass"})],
+        "block_updates": [(render.by_layer, {"quantity": "block_magnitude"})],
+    }
+    return [figure for name, figures in several.items() if name in result.datasets for figure in figures]
+
+
+def summary(result: Result) -> str:
+    """A stored result in words: what it is, its verdicts, its quantities with their sizes, where it comes from."""
+    lines = [repr(result), "", *verdicts(result), ""]
+    for name, dataset in result.datasets.items():
+        lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")
+        for quantity, variable in dataset.items():
+            units = f" ({variable.attrs['units']})" if "units" in variable.attrs else ""
+            lines.append(f"  {quantity}{units}: {', '.join(map(str, variable.dims))}")
+    lines += ["", *(f"{name}: {value}" for name, value in flat(result.provenance))]
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""Results of parts of the same prompts as one result, whatever the order in which they are merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.results.provenance import added_hash
+from mechattn.results.result import Result
+from mechattn.stats.moments import Moments
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_GROW = ("pos", "key", "original_key")  # as long as the longest prompt
+_FIRST = "first_prompt_text"
+_FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
+# Everything else in the provenance has to agree, since it changes the numbers, or their meaning.
+_NAMED_BY_PART = ("model.device", "threads", "versions.python", "command", "engine_reason")
+
+
+def merge_results(results: Seq[Result]) -> Result:
+    """One result of all prompts, from results of some prompts each.
+
+    Any order and any tree of merges gives the values of one pass over all prompts: each prompt's own exactly, moments
+    over prompts to 1e-10 (Chan, Golub and LeVeque 1979). Prompts stand in the order of their places in the whole run.
+
+    Raises:
+        OptionError: They don't belong together (another model, other conditions, options …), or a prompt is in two.
+    """
+    if not results:
+        raise OptionError("there are no results to merge; give one at least")
+    if len(results) == 1:
+        return results[0]
+    results = sorted(results, key=lambda result: _keys(result)[0])
+    provenance = reduce(_merged_provenance, (_plain(result) for result in results))
+    for other in results[1:]:
+        _check_datasets(results[0], other)
+    _check_prompts(results)
+    order = _order(results)
+    datasets = {name: _merged([result[name] for result in results], order) for name in results[0].datasets}
+    return Result(datasets, provenance)
+
+
+def _keys(result: Result) -> list[tuple[int, str]]:
+    """The place and the id of each prompt."""
+    sequences = result["sequences"]
+    if "place" not in sequences:
+        raise OptionError(
+            "a result that an earlier version stored doesn't say which of all prompts it holds, so it cannot be "
+            "merged; run it again"
+        )
+    return list(zip(sequences.place.values.tolist(), map(str, sequences.prompt.values), strict=True))
+
+
+def _order(results: Seq[Result]) -> np.ndarray:
+    """Where each prompt of the whole stands when the results are put one after the other."""
+    keys = [key for result in results for key in _keys(result)]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _check_prompts(results: Seq[Result]) -> None:
+    seen: set[str] = set()
+    for result in results:
+        ids = [str(prompt) for prompt in result["sequences"].prompt.values]
+        if twice := [prompt for prompt in ids if prompt in seen]:
+            raise OptionError(
+                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); every prompt "
+                "counts once: give each result its own prompts, with ids of their own"
+            )
+        seen.update(ids)
+
+
+def _check_datasets(one: Result, other: Result) -> None:
+    """The same variables with the same meaning and, beside the prompts, the same coordinates."""
+    _agree("the analyses", sorted(one.datasets), sorted(other.datasets))
+    for name, ours in one.datasets.items():
+        theirs = other[name]
+        _agree(f"the variables of {name}", sorted(map(str, ours)), sorted(map(str, theirs)))
+        _agree(f"the attributes of {name}", ours.attrs, theirs.attrs)
+        for variable in ours:
+            where = f"{name}.{variable}"
+            _agree(f"the dimensions of {where}", ours[variable].dims, theirs[variable].dims)
+            _agree(f"the attributes of {where}", ours[variable].attrs, theirs[variable].attrs)
+        for dim in ours.dims:
+            if dim != "prompt" and dim not in _GROW:
+                _agree(f"{dim} of {name}", _labels(ours, dim), _labels(theirs, dim))
+
+
+def _labels(dataset: xr.Dataset, dim: Any) -> Any:
+    return dataset[dim].values.tolist() if dim in dataset.coords else dataset.sizes[dim]
+
+
+def _agree(what: str, one: Any, other: Any) -> None:
+    if one != other:
+        raise OptionError(f"these results don't belong together: {what} is {one!r} in one and {other!r} in another")
+
+
+def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
+    """One dataset of all prompts."""
+    import xarray as xr
+
+    first = parts[0]
+    sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
+    made: dict[Any, Any] = {}
+    for name in (str(name) for name in first if f"{name}_n" in first and f"{name}_variance" in first):
+        made |= _moments(parts, name)
+    for name in (str(name) for name in first if name not in made):
+        arrays = [part[name] for part in parts]
+        many = "prompt" in first[name].dims
+        made[name] = _stacked(arrays, sizes, order) if many else _of_first(arrays, sizes, name)
+    ids = [str(prompt) for part in parts for prompt in part.prompt.values]
+    coords = {dim: first[dim].values for dim in first.coords if dim not in (*_GROW, "prompt")}
+    coords |= {dim: np.arange(sizes[dim]) for dim in _GROW if dim in first.coords}
+    variables = {name: (first[name].dims, made[name], first[name].attrs) for name in first}
+    return xr.Dataset(variables, {"prompt": [ids[at] for at in order], **coords}, first.attrs)
+
+
+def _stacked(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], order: np.ndarray) -> np.ndarray:
+    """Each prompt's own values, padded to the longest, in the order of the whole."""
+    axis = arrays[0].get_axis_num("prompt")
+    wide = [_padded(array.values, [sizes[dim] if dim != "prompt" else None for dim in array.dims]) for array in arrays]
+    return np.take(np.concatenate(wide, axis=axis), order, axis=axis)
+
+
+def _padded(values: np.ndarray, wanted: Seq[int | None]) -> np.ndarray:
+    missing = [(0, 0 if size is None else size - have) for size, have in zip(wanted, values.shape, strict=True)]
+    if not any(after for _, after in missing):
+        return values
+    if values.dtype.kind in "TOU":
+        values = values.astype(np.dtypes.StringDType())
+    return np.pad(values, missing, constant_values=_FILL[values.dtype.kind])
+
+
+def _moments(parts: Seq[xr.Dataset], name: str) -> dict[str, np.ndarray]:
+    """Mean, variance and n over all prompts; the last axis is the one that grows."""
+    each = (
+        Moments.from_statistics(*(part[f"{name}{suffix}"].values for suffix in ("_n", "", "_variance")))
+        for part in parts
+    )
+    merged = reduce(Moments.merge, each)
+    return {name: merged.known_mean, f"{name}_variance": merged.variance, f"{name}_n": merged.n}
+
+
+def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) -> np.ndarray:
+    """The texts of the first prompt's tokens; anything else that is not of one prompt has to be the same."""
+    made = [_padded(array.values, [sizes[dim] for dim in array.dims]) for array in arrays]
+    if name != _FIRST and not all(np.array_equal(made[0], other, equal_nan=True) for other in made[1:]):
+        raise OptionError(
+            f"{name} has no dimension prompt, and differs between the results: what it is of all prompts is not known"
+        )
+    return made[0]
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    """The provenance as it is stored, where every key is a text."""
+    made: dict[str, Any] = json.loads(json.dumps(result.provenance))
+    return made
+
+
+def _merged_provenance(one: dict[str, Any], other: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """What both have in common; what may differ as a list of all values; what counts as a sum."""
+    made: dict[str, Any] = {}
+    for name in [*one, *(name for name in other if name not in one)]:
+        path = f"{where}{name}"
+        ours, theirs = one.get(name), other.get(name)
+        if path in _ADDED:
+            made[name] = _ADDED[path](ours, theirs)
+        elif path in _NAMED_BY_PART:
+            made[name] = _collected(ours, theirs)
+        elif isinstance(ours, dict) and isinstance(theirs, dict):
+            made[name] = _merged_provenance(ours, theirs, f"{path}.")
+        else:
+            _agree(path, ours, theirs)
+            made[name] = ours
+    return made
+
+
+def _collected(one: Any, other: Any) -> Any:
+    """All values, each once; a single one stays itself."""
+    values = [value for some in (one, other) for value in (some if isinstance(some, list) else [some])]
+    unique = {json.dumps(value): value for value in values if value is not None}
+    found = [unique[key] for key in sorted(unique)]
+    return found[0] if len(found) == 1 else found
+
+
+def _span(one: Any, other: Any) -> list[str]:
+    """The first and the last time."""
+    times = [time for some in (one, other) for time in (some if isinstance(some, list) else [some])]
+    return [min(times), max(times)]
+
+
+def _concatenated(one: Any, other: Any) -> list:
+    return sorted([*(one or []), *(other or [])], key=json.dumps)
+
+
+_ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
+    "prompts.count": lambda one, other: one + other,
+    "prompts.hash": added_hash,
+    "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
+    "time": _span,
+    "halved": _concatenated,
+    "model.verified": lambda one, other: bool(one and other),
+    "model.not_verified": lambda one, other: sorted({*(one or []), *(other or [])}),
+}

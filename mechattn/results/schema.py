@@ -1,0 +1,154 @@
+"""How a result is laid out when it is stored: a tree of datasets, a digest of what they hold, and the schema's number.
+
+Schema 2: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout`` and ``digest``.
+Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it is read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import MechattnError, OutputError
+from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+SCHEMA = 2
+_TEXT = "TUO"  # kinds of arrays that hold texts
+
+
+def as_tree(result: Result, text: Any) -> xr.DataTree:
+    """A result as a tree of datasets.
+
+    Args:
+        result: The result.
+        text: The dtype of texts: Zarr and NetCDF take different ones.
+    """
+    import xarray as xr
+
+    about = json.dumps(result.provenance)
+    tree = xr.DataTree.from_dict({f"/{name}": _with_texts(one, text) for name, one in result.datasets.items()})
+    tree.attrs = {
+        "mechattn_schema": SCHEMA,
+        "provenance": about,
+        "layout": layout(result.datasets),
+        "digest": digest(result.datasets, about),
+    }
+    return tree
+
+
+def from_tree(tree: xr.DataTree, where: object) -> Result:
+    """A result from its tree, checked against its digest.
+
+    Raises:
+        OutputError: This is no result, one of another schema, or one that was changed after it was written.
+    """
+    found = tree.attrs.get("mechattn_schema")
+    if found is None:
+        raise OutputError(f"{where} holds no result of mechattn: it says no schema")
+    if found not in _READERS:
+        known = " and ".join(map(str, _READERS))
+        raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
+    try:
+        about = json.loads(tree.attrs["provenance"])
+        about["model"]["name"], about["prompts"]["hash"], about["conditions"], about["analyses"]
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise OutputError(f"the result at {where} says not where it comes from ({error!r}): it is damaged") from None
+    return _READERS[found](tree, about, where)
+
+
+def layout(datasets: Mapping[str, xr.Dataset]) -> str:
+    """A hash of names, dimensions, shapes, kinds and attributes; nothing is read for it."""
+    made = hashlib.blake2b(digest_size=16)
+    for header, _ in _variables(datasets):
+        made.update(header)
+    return made.hexdigest()
+
+
+def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
+    """A hash of every array, its name, dimensions and attributes, and of the provenance's text."""
+    made = hashlib.blake2b(provenance.encode("utf-8", "backslashreplace"), digest_size=16)
+    for header, variable in _variables(datasets):
+        made.update(header)
+        if variable.dtype.kind in _TEXT:
+            made.update(json.dumps([str(text) for text in variable.values.flat]).encode())
+        else:
+            values = np.ascontiguousarray(variable.values)
+            made.update(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+    return made.hexdigest()
+
+
+def _variables(datasets: Mapping[str, xr.Dataset]) -> Iterator[tuple[bytes, xr.Variable]]:
+    for name in sorted(datasets):
+        for label, variable in sorted(datasets[name].variables.items(), key=lambda item: str(item[0])):
+            kind = "text" if variable.dtype.kind in _TEXT else variable.dtype.newbyteorder("<").str
+            parts = [name, str(label), variable.dims, variable.shape, kind, _plain(variable.attrs)]
+            yield json.dumps(parts, sort_keys=True).encode(), variable
+        yield json.dumps([name, _plain(datasets[name].attrs)], sort_keys=True).encode(), _nothing()
+
+
+def _nothing() -> xr.Variable:
+    import xarray as xr
+
+    return xr.Variable((), np.int8(0))
+
+
+def _read_2(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
+    lazy = _datasets(tree)
+    if layout(lazy) != tree.attrs.get("layout"):  # before anything is read: a changed shape could ask for any memory
+        raise OutputError(f"the result at {where} is damaged: its variables are not those that were written; {_REDO}")
+    datasets = {name: dataset.load() for name, dataset in lazy.items()}
+    if digest(datasets, tree.attrs["provenance"]) != tree.attrs.get("digest"):
+        raise OutputError(f"the result at {where} is damaged: its numbers are not those that were written; {_REDO}")
+    return Result(datasets, about)
+
+
+def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
+    datasets = {name: dataset.load() for name, dataset in _datasets(tree).items()}
+    if "sequences" not in datasets or not {"prompt", "condition"} <= set(datasets["sequences"].dims):
+        raise OutputError(f"the result at {where} is damaged: its sequences are missing; {_REDO}")
+    return Result(datasets, about | {"stored_schema": 1})
+
+
+_REDO = "run it again, or take it from a copy"
+_READERS = {1: _read_1, 2: _read_2}
+
+
+def _datasets(tree: xr.DataTree) -> dict[str, xr.Dataset]:
+    """The datasets of a tree as a run makes them, not loaded yet."""
+    found = {}
+    for name, node in tree.children.items():
+        dataset = node.to_dataset().drop_encoding()
+        dataset.attrs = _plain(dataset.attrs)
+        for variable in dataset.variables.values():
+            variable.attrs = _plain(variable.attrs)
+        found[str(name)] = dataset
+    return found
+
+
+def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:
+    """Attributes as numbers, texts and lists of them: NetCDF gives back numbers of numpy."""
+    return {
+        str(name): value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+        for name, value in attributes.items()
+    }
+
+
+def _with_texts(dataset: xr.Dataset, text: Any) -> xr.Dataset:
+    made = {n: (v.dims, v.values.astype(text), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in _TEXT}
+    coords = {name: value for name, value in made.items() if name in dataset.coords}
+    return dataset.drop_encoding().assign_coords(coords).assign({n: v for n, v in made.items() if n not in coords})
+
+
+def read_errors(where: object, error: Exception) -> MechattnError:
+    """What a reader of files found, as a sentence; an error of ours stays itself."""
+    if isinstance(error, MechattnError):
+        return error
+    reason = str(error).splitlines()[0] if str(error) else "no reason given"
+    return OutputError(f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}")

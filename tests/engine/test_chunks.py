@@ -1,0 +1,259 @@
+"""A run in chunks: the same bytes however it was cut, interrupted or damaged, and a sentence where it cannot go on."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import count
+
+import pytest
+
+import mechattn as ma
+from mechattn.engine.chunks import parse_shard, parts_folder, shard_place
+from mechattn.engine.job import Worker
+from mechattn.engine.local import Local
+from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
+from mechattn.results.schema import digest
+
+
+@pytest.fixture(scope="module")
+def job(prompts):
+    """Eleven prompts in six chunks."""
+    conditions = {"slash": ma.MeaninglessTokens(count=5), "random": ma.RandomTokens(count=5)}
+    return ma.Job("toy:llama", prompts[:11], conditions, layers=[0, 2], seed=3, chunk=2, verify=False, command="a test")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job, tmp_path_factory):
+    return ma.run_job(job, tmp_path_factory.mktemp("undisturbed") / "r.zarr")
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Computes some chunks, and then something happens."""
+
+    after: int
+    error: BaseException
+
+    def parts(self, job, chunks):
+        made = Local().parts(job, chunks)
+        for number in count():
+            if number == self.after:
+                raise self.error
+            yield next(made)
+
+
+def stopped(job, path, after=2, error=None):
+    with pytest.raises((RuntimeError, Interrupted)) as raised:
+        ma.run_job(job, path, executor=Stops(after, error or RuntimeError("power cut")))
+    return raised.value
+
+
+def numbered(prompts):
+    return [ma.Prompt(f"Tom has {n} apples.", id=str(n)) for n in range(prompts)]
+
+
+def numbers(result):
+    return digest(result.datasets)
+
+
+def test_it_is_one_pass_over_the_same_chunks(job, undisturbed, toy):
+    parts = []
+    for places in job.chunks:
+        some = [job.prompts[place] for place in places]
+        options = {"layers": job.layers, "seed": job.seed, "places": places, "progress": False}
+        parts.append(ma.run(toy, some, job.conditions, **options))
+    merged = ma.merge_results(parts)
+    assert numbers(merged) == numbers(undisturbed)
+    assert undisturbed.provenance["prompts"] == ma.run(toy, job.prompts, progress=False).provenance["prompts"]
+    assert (undisturbed.provenance["chunk"], undisturbed.provenance["command"]) == (2, "a test")
+
+
+def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
+    made = ma.run_job(replace(job, chunk=64), tmp_path / "r.zarr")
+    options = {"layers": job.layers, "seed": job.seed, "progress": False}
+    assert numbers(made) == numbers(ma.run(toy, job.prompts, job.conditions, **options))
+    assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
+
+
+def test_shards_in_any_order_are_the_whole(job, undisturbed, tmp_path):
+    for number in (3, 1, 2):
+        ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/3")
+    names = [f"r-{number}-of-3.zarr" for number in (2, 3, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    merged = ma.merge_results([ma.load_result(tmp_path / name) for name in names])
+    for name, dataset in undisturbed.datasets.items():
+        for variable in dataset:
+            ours, theirs = merged[name][variable], dataset[variable]
+            if "prompt" in theirs.dims or theirs.dtype.kind not in "f":
+                assert ours.identical(theirs), variable
+            else:
+                assert abs(ours - theirs).max() < 1e-10
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".nc"])
+def test_after_a_crash_the_same_call_goes_on(job, undisturbed, tmp_path, suffix, monkeypatch):
+    path = tmp_path / f"r{suffix}"
+    stopped(job, path)
+    assert not path.exists()
+    computed = []
+    part = Worker.part
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+    assert computed == [2, 3, 4, 5]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_ctrl_c_says_how_far_it_came(job, undisturbed, tmp_path):
+    error = stopped(job, tmp_path / "r.zarr", 3, KeyboardInterrupt())
+    assert str(error).startswith("stopped; 3 of 6 chunks are done and kept in ")
+    assert "the same command goes on" in str(error)
+    assert numbers(ma.run_job(job, tmp_path / "r.zarr")) == numbers(undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "renamed"])
+def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path, damage, capsys):
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 3)
+    part = sorted(parts_folder(path).glob("*.zip"))[1]
+    content = bytearray(part.read_bytes())
+    if damage == "renamed":
+        part.rename(part.with_name("00005-" + part.name.split("-")[1].replace("0", "1").replace("2", "3")))
+    else:
+        content[len(content) // 2] ^= 1
+        part.write_bytes({"flip": content, "cut": content[:-9], "empty": b""}[damage])
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+    assert "is damaged (its checksum is another): it is computed again" in capsys.readouterr().err
+
+
+def test_what_a_killed_writer_leaves_is_swept(job, undisturbed, tmp_path):
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 1)
+    (parts_folder(path) / "00001.new").write_bytes(b"half a chu")
+    (tmp_path / ".r.zarr.abc123" / "new.zarr").mkdir(parents=True)
+    (parts_folder(path) / "job.json").write_text('{"model": ')
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 4}, "seed was 3 and is now 4"),
+        ({"chunk": 3}, "chunk was 2 and is now 3"),
+        ({"conditions": {"slash": ma.MeaninglessTokens(count=6)}}, "conditions was"),
+        ({"analyses": [ma.ReceivedAttention(queries="all")]}, "analyses was None"),
+        ({"prompts": [ma.Prompt("Tom has 3 apples.")]}, "prompts was 11 with the hash .* and is now 1 with the hash"),
+        ({"dtype": "bfloat16"}, "dtype was 'auto'"),
+    ],
+)
+def test_parts_of_another_run_are_refused_by_name(job, tmp_path, change, field):
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 1)
+    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*delete this folder"):
+        ma.run_job(replace(job, **change), path)
+    assert len(list(parts_folder(path).glob("*.zip"))) == 1
+
+
+def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
+    file, path = tmp_path / "p.jsonl", tmp_path / "r.zarr"
+    rows = [json.dumps({"question": f"Tom has {n} apples. How many?"}) for n in range(4)]
+    file.write_text("\n".join(rows))
+    stopped(replace(job, prompts=ma.load_prompts(str(file))), path, 1)
+    file.write_text("\n".join([*rows[:3], rows[3].replace("Tom", "Tim")]))
+    with pytest.raises(OptionError, match="prompts was 4 with the hash"):
+        ma.run_job(replace(job, prompts=ma.load_prompts(str(file))), path)
+
+
+def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint):
+    """In its place, so that only the weights tell: after one chunk, not at the end."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder, path = tmp_path / "model", tmp_path / "r.zarr"
+    shutil.copytree(checkpoint, folder)
+    mine = replace(job, model=str(folder), prompts=numbered(3), chunk=1)
+    stopped(mine, path, 1)
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in sorted(weights) if "q_proj" in n)
+    weights[name][0, 0] += 0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OptionError, match=r"are of another run\. .*model\.weights_hash is"):
+        ma.run_job(mine, path)
+    assert len(list(parts_folder(path).glob("*.zip"))) == 1
+
+
+def test_two_processes_on_one_result(job, tmp_path):
+    from filelock import FileLock
+
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 1)
+    with FileLock(parts_folder(path) / "lock"), pytest.raises(OutputError, match="another process is computing this"):
+        ma.run_job(job, path)
+    assert not path.exists()
+
+
+def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch):
+    import errno
+    from pathlib import Path
+
+    path, write, written = tmp_path / "r.zarr", Path.write_bytes, []
+
+    def full(self, content):
+        if self.suffix == ".new" and len(written) == 2:
+            write(self, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(self)
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match=r"chunk 2 could not be kept in .*No space left on device.*make room"):
+        ma.run_job(job, path)
+    monkeypatch.undo()
+    assert len(list(parts_folder(path).glob("*.zip"))) == 2
+    assert not list(parts_folder(path).glob("*.new"))
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+
+
+def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.engine.prepare.measure_batch", None)
+    with pytest.raises(PromptTooLong, match="prompt 6 "):
+        ma.run_job(
+            replace(job, prompts=[*numbered(6), ma.Prompt("word " * 1200, id="6")]),
+            tmp_path / "r.zarr",
+        )
+
+
+def test_every_shard_calibrates_for_the_whole_run(job, tmp_path, monkeypatch):
+    """What an analysis learns from the prompts does not depend on the shard."""
+    seen = []
+    calibrated = ma.MlpActivations.calibrated
+
+    def spy(self, model, layers, measured):
+        seen.append(len(measured))
+        return calibrated(self, model, layers, measured)
+
+    monkeypatch.setattr(ma.MlpActivations, "calibrated", spy)
+    mine = replace(job, analyses=[ma.MlpActivations()], chunk=4)
+    shards = [ma.run_job(mine, tmp_path / "r.zarr", shard=f"{n}/2") for n in (1, 2)]
+    assert seen == [11, 11]  # once a process, not once a chunk
+    assert ma.merge_results(shards)["mlp_activations"].sizes["prompt"] == 11
+
+
+@pytest.mark.parametrize("shard", ["3", "0/4", "5/4", "a/b", "1/0", "-1/2", ""])
+def test_a_shard_that_is_none(shard):
+    with pytest.raises(OptionError, match='write the third of sixteen as "3/16"'):
+        parse_shard(shard)
+
+
+def test_a_shard_without_chunks(job, tmp_path):
+    with pytest.raises(OptionError, match=r"shard 7/7 has nothing to do: 11 prompts in chunks of 2 are 6 chunks"):
+        ma.run_job(job, tmp_path / "r.zarr", shard="7/7")
+
+
+def test_places():
+    assert shard_place("out/llama.zarr", (3, 16)) == "out/llama-3-of-16.zarr"
+    assert shard_place("s3://b/llama.v2.zarr", (1, 2)) == "s3://b/llama.v2-1-of-2.zarr"
+    assert shard_place("llama.nc", (1, 1)) == "llama.nc"
+    assert parts_folder("s3://b/llama.zarr").name == "llama.zarr.parts"
+    assert str(parts_folder("/a/b.nc")) == "/a/b.nc.parts"

@@ -1,0 +1,74 @@
+"""Figures for a paper: their width, their colours, their files; a sentence where nothing can draw them."""
+
+import json
+import shutil
+
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError, OutputError
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def figure(slash_result):
+    return ma.render.received_attention(slash_result, 0, [1, 2, 3])
+
+
+def test_width_fonts_and_colours(figure):
+    before = json.loads(figure.to_json())
+    made = ma.render.for_paper(figure)
+    assert made.layout.width == pytest.approx(6.9 * 96)
+    assert made.layout.font.size == pytest.approx(8 * 96 / 72)
+    colours = {trace.line.color for trace in made.data if trace.line.color}
+    assert colours == {"#0072B2", "#D55E00"}
+    assert {trace.fillcolor for trace in made.data if trace.fillcolor} == {
+        "rgba(0, 114, 178, 0.2)",
+        "rgba(213, 94, 0, 0.2)",
+    }
+    assert not made.layout.title.text
+    assert "toy:llama" in ma.render.for_paper(figure, title=True).layout.title.text
+    assert json.loads(figure.to_json()) == before, "the figure itself stays as it is"
+    assert [list(t.y) for t in made.data] == [list(t.y) for t in figure.data]
+
+
+def test_what_cannot_be_a_column(figure):
+    with pytest.raises(OptionError, match="3 panels side by side are too narrow"):
+        ma.render.for_paper(figure, "single")
+    with pytest.raises(OptionError, match="choose 'single' or 'double'"):
+        ma.render.for_paper(figure, "triple")
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize(("suffix", "starts"), [("pdf", b"%PDF"), ("svg", b"<svg"), ("png", b"\x89PNG")])
+def test_files(slash_result, tmp_path, suffix, starts):
+    path = ma.render.write_image(ma.render.change_map(slash_result), tmp_path / "a" / f"map.{suffix}", "single")
+    data = path.read_bytes()
+    assert data.startswith(starts)
+    if suffix == "svg":
+        assert b'width="321.6' in data
+        assert b"layer" in data
+    if suffix == "png":
+        assert int.from_bytes(data[16:20]) == pytest.approx(3.35 * 300, abs=2), "85 mm at 300 dots to the inch"
+
+
+def test_another_kind_of_file(figure, tmp_path):
+    with pytest.raises(OptionError, match=r"should end with \.pdf, \.svg, \.png"):
+        ma.render.write_image(figure, tmp_path / "figure.docx")
+
+
+def test_without_chromium_a_sentence(figure, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("BROWSER_PATH", raising=False)
+    monkeypatch.setattr("choreographer.browsers.chromium.chromium_based_browsers", {}, raising=False)
+    with pytest.raises(OutputError, match="apt install chromium"):
+        ma.render.write_image(figure, tmp_path / "figure.png")
+    assert not (tmp_path / "figure.png").exists()
+
+
+def test_without_kaleido_a_sentence(figure, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "kaleido", None)
+    with pytest.raises(OutputError, match=r"mechattn\[images\]"):
+        ma.render.write_image(figure, tmp_path / "figure.png")

@@ -1,0 +1,95 @@
+"""The sentence under a figure holds the number that the result holds, with its interval."""
+
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import mechattn as ma
+from mechattn.config import FIGURES
+from mechattn.render.words import change_words, mean_words, said
+
+CONDITIONS = {
+    "slash": ma.MeaninglessTokens("/", 20),
+    "sentence": ma.RandomSentence(20),
+    "masked": ma.MeaninglessTokens("/", 20).masked(),
+}
+ANALYSES = [
+    ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.HeadUpdates(per_query=True),
+    ma.AttentionSinks(),
+]  # fmt: skip
+OPTIONS = {
+    "received_attention": {"layer": 0, "heads": [1, 2]},
+    "agreement": {"condition": "slash"},
+    "two_by_two": {"conditions": ["slash", "masked"]},
+    "by_layer": {"quantity": "span_mass"},
+}
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, positions="prompts", progress=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"sweep"}))
+def test_every_figure_says_its_number_with_an_interval(result, name):
+    words = said(FIGURES[name](result, **OPTIONS.get(name, {})))
+    assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
+    assert "nan" not in words
+
+
+def test_a_sweep_says_it_too(toy, prompts):
+    result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]), progress=False)
+    assert re.search(r"count=20: [−+].*\[.*\] \(uniform attention: −", said(ma.render.sweep(result)))
+
+
+def interval_by_hand(ratios):
+    """Percent change and its t interval from each prompt's log-ratio, in plain numpy."""
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
+    return [100 * np.expm1(v) for v in (logs.mean(), logs.mean() - half, logs.mean() + half)]
+
+
+def numbers(words):
+    return [float(n.replace("−", "-")) for n in re.findall(r"[+−]\d+\.\d", words)]
+
+
+def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are_drawn(result):
+    at = result["received_attention"].received_by_segment.sel(segment="question", layer=1)
+    each = at.isel(head=[1, 5]).mean("head")
+    expected = interval_by_hand(each.sel(condition="slash").values / each.sel(condition="baseline").values)
+    shown = numbers(said(ma.render.received_attention(result, 1, [1, 5], "slash")))
+    np.testing.assert_allclose(shown[:3], expected, atol=0.051)
+    others = numbers(said(ma.render.received_attention(result, 1, [0, 5], "slash")))
+    assert np.abs(np.array(others[:3]) - expected).max() > 0.1, "another head has another number"
+    half = numbers(change_words(result, "slash", layer=1, heads=[1, 5], prompts=np.arange(1, 8, 2)))
+    by_half = each.isel(prompt=np.arange(1, 8, 2))
+    expected = interval_by_hand(by_half.sel(condition="slash").values / by_half.sel(condition="baseline").values)
+    np.testing.assert_allclose(half[:3], expected, atol=0.051)
+
+
+def test_a_mean_over_prompts(result):
+    values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
+    each = values.mean(["layer", "head"]).values.astype(np.float64)
+    half = stats.t.ppf(0.975, 7) * each.std(ddof=1) / np.sqrt(8)
+    shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(values))]
+    np.testing.assert_allclose(shown, [each.mean(), each.mean() - half, each.mean() + half], rtol=6e-3)
+    assert "[" not in mean_words(values.isel(prompt=[0, 1])), "two prompts have no interval"
+
+
+def test_the_verdict_names_its_matched_control(result):
+    from mechattn.render.received_attention import matched_control
+
+    assert matched_control(result, "slash") == "sentence"
+    assert matched_control(result, "sentence") is None, "a control has no control"
+    words = ma.render.verdict_words(result, "slash", control="sentence")
+    control = ma.render.verdict_words(result, "sentence").split(" with")[0].removeprefix("Question attention ")
+    assert f"{control} with the matched control “sentence”" in words
+
+
+def test_another_length_is_no_matched_control(toy, prompts):
+    from mechattn.render.received_attention import matched_control
+
+    conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(20)}
+    assert matched_control(ma.run(toy, prompts[:3], conditions, progress=False), "slash") is None

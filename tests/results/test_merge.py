@@ -1,0 +1,79 @@
+"""Results that don't belong together are refused, naming the field; what may differ is listed."""
+
+from dataclasses import replace
+
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+
+
+@pytest.fixture(scope="module")
+def halves(toy, prompts):
+    """Two results of one run."""
+
+    def run(chosen, conditions=None, **options):
+        some = [prompts[i] for i in chosen]
+        conditions = conditions or {"slash": ma.MeaninglessTokens(count=5)}
+        return ma.run(toy, some, conditions, layers=[0], progress=False, places=chosen, **options)
+
+    return run
+
+
+def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts):
+    first = halves([0, 1])
+    for other, field in (
+        (halves([2, 3], {"slash": ma.MeaninglessTokens(count=6)}), r"conditions\.slash is .*count=5.*count=6"),
+        (halves([2, 3], {"dash": ma.MeaninglessTokens(count=5)}), r"conditions\.slash is .* and None in another"),
+        (halves([2, 3], seed=1), "seed is 0 in one and 1 in another"),
+        (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
+        (halves([2, 3], positions="prompts"), "positions is 'moments'"),
+        (halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]), r"analyses\.received_attention\.queries is"),
+        (ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1], progress=False), "layers is"),
+    ):
+        with pytest.raises(OptionError, match=f"don't belong together: .*{field}"):
+            first.merge(other)
+
+
+def test_other_weights_are_refused(halves, prompts):
+    import torch
+
+    first, hooked = halves([0, 1]), ma.load_model("toy:llama")
+    with torch.no_grad():
+        hooked.blocks[1].attn.q.weight[0, 0] += 1e-3
+    conditions = {"slash": ma.MeaninglessTokens(count=5)}
+    other = ma.run(hooked, prompts[2:4], conditions, layers=[0], progress=False, places=[2, 3])
+    with pytest.raises(OptionError, match=r"model\.weights_hash is"):
+        first.merge(other)
+
+
+def test_devices_and_times_are_listed(halves):
+    first, second = halves([0, 1]), halves([2, 3])
+    about = {**second.provenance, "time": "2001-01-01T00:00:00+00:00", "threads": 99}
+    about["model"] = {**about["model"], "device": "cuda:7", "verified": False}
+    merged = first.merge(replace(second, provenance=about))
+    assert merged.provenance["time"][0].startswith("2001")
+    assert 99 in merged.provenance["threads"]
+    assert merged.provenance["model"]["device"] == ["cpu", "cuda:7"]
+    assert merged.provenance["model"]["verified"] is False
+    assert merged.provenance["seconds"] == pytest.approx(sum(r.provenance["seconds"] for r in (first, second)))
+
+
+def test_other_versions_are_refused(halves):
+    first, second = halves([0, 1]), halves([2, 3])
+    about = {**second.provenance, "versions": {**second.provenance["versions"], "torch": "1.0"}}
+    with pytest.raises(OptionError, match=r"versions\.torch is .* and '1\.0' in another"):
+        first.merge(replace(second, provenance=about))
+
+
+def test_nothing_to_merge_and_one_alone(halves):
+    with pytest.raises(OptionError, match="no results to merge"):
+        ma.merge_results([])
+    one = halves([1])
+    assert ma.merge_results([one]) is one
+
+
+def test_places_that_are_none(halves, toy, prompts):
+    for places in ([0], [1, 0], [2, 2], [-1, 0]):
+        with pytest.raises(OptionError, match="places: give each of the 2 prompts"):
+            ma.run(toy, prompts[:2], progress=False, places=places)
