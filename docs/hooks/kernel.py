@@ -1,5 +1,6 @@
 """Runs in the kernel of each tutorial before its first cell: figures as plain divs, files in a scratch folder."""
 
+import html
 import os
 import warnings
 
@@ -19,6 +20,16 @@ class Divs(MimetypeRenderer):
 plotly.io.renderers["divs"] = Divs()
 plotly.io.renderers.default = "divs"
 os.chdir(os.environ["TUTORIALS_SCRATCH"])
+
+
+def frame(view: object) -> str:
+    """A view as it would be saved, not packed as for a notebook: the site replaces its script by the shared one."""
+    style = f"width:100%;height:{view.height}px;border:0"
+    return f'<iframe srcdoc="{html.escape(view.page())}" style="{style}"></iframe>'
+
+
+formatter = get_ipython().display_formatter.formatters["text/html"]
+formatter.for_type_by_name("mechattn.render.view", "View", frame)
 
 # A progress bar is for somebody who waits; on a page it is noise.
 warnings.filterwarnings("ignore", message="IProgress not found")
