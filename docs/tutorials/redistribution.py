@@ -29,6 +29,9 @@ conditions = {
 }
 result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], positions="prompts")
 
+# %%
+slash.apply(prompts[0], model)  # what the model reads; the inserted span is marked
+
 # %% [markdown]
 # ## 1. Do question tokens receive less, and less than what?
 #

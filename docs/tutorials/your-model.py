@@ -6,7 +6,6 @@
 # control there is.
 
 # %%
-import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,7 @@ config = LlamaConfig(
     bos_token_id=tokenizer.bos_token_id,
     eos_token_id=tokenizer.eos_token_id,
 )
-folder = tempfile.mkdtemp()
+folder = "random-llama"  # in the current folder
 LlamaForCausalLM(config).save_pretrained(folder)
 tokenizer.save_pretrained(folder)
 
@@ -40,7 +39,7 @@ tokenizer.save_pretrained(folder)
 
 # %%
 random_llama = ma.load_model(folder, tokenizer=tokenizer)
-print(ma.verify_model(random_llama))
+ma.verify_model(random_llama)
 
 # %% [markdown]
 # An object of transformers and a bridge of your own are taken as they are, and verified too. Booting changes a model
@@ -53,8 +52,9 @@ from_object = ma.load_model(LlamaForCausalLM.from_pretrained(folder), tokenizer=
 bridge = TransformerBridge.boot_transformers(folder, tokenizer=tokenizer)
 bridge.enable_compatibility_mode(no_processing=True)  # hook names of HookedTransformer, raw weights
 tokens = torch.tensor([[tokenizer.bos_token_id, 5, 6, 7, 8]])
-for other in (from_object, ma.load_model(bridge)):
-    print(f"largest difference of the logits: {float((other(tokens) - random_llama(tokens)).abs().max()):.0e}")
+with torch.no_grad():
+    for other in (from_object, ma.load_model(bridge)):
+        print(f"largest difference of the logits: {float((other(tokens) - random_llama(tokens)).abs().max()):.0e}")
 
 # %% [markdown]
 # ## Measure it beside a trained one
