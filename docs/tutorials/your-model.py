@@ -27,8 +27,8 @@ config = LlamaConfig(
     eos_token_id=tokenizer.eos_token_id,
 )
 folder = "random-llama"  # in the current folder
-LlamaForCausalLM(config).save_pretrained(folder)
 tokenizer.save_pretrained(folder)
+LlamaForCausalLM(config).save_pretrained(folder)
 
 # %% [markdown]
 # ## Load and verify
