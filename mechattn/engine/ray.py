@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -75,89 +76,92 @@ class _Actors:
     ray: Any
     job: Job
     count: int
-    busy: dict[Any, tuple[Any, int]] = field(default_factory=dict)  # by the reference of what comes
+    busy: dict[Any, tuple[Any, int | None]] = field(default_factory=dict)  # by what is to come; None: loads the model
     idle: list[Any] = field(default_factory=list)
+    lost: Counter[int | None] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.gpu = self.ray.cluster_resources().get("GPU", 0) >= 1
         self.stored = self.ray.put(self.job)  # once, however many actors there are
-        self.idle = [self._new() for _ in range(self.count)]
+        for _ in range(self.count):
+            self._start()
 
     def each(self, task: _Task, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Do a task for every chunk; one at a time an actor, so that no results pile up."""
-        waiting, tries = list(reversed(chunks)), dict.fromkeys(chunks, 0)
-        while waiting or self.busy:
+        """Do a task for every chunk; one at a time an actor, so that no results pile up.
+
+        Only an actor that has loaded the model gets a chunk: one that the cluster has no room for holds up nobody.
+        """
+        waiting = list(reversed(chunks))
+        while waiting or any(chunk is not None for _, chunk in self.busy.values()):
             while waiting and self.idle:
                 self._give(task, waiting.pop())
-            if not waiting and task == "part":
-                self._dismiss()  # those that are queued for want of room would never get theirs
             (come,), _ = self.ray.wait(list(self.busy), num_returns=1)
             actor, chunk = self.busy.pop(come)
             try:
                 made = self.ray.get(come)
             except self.ray.exceptions.RayActorError as error:
-                tries[chunk] += 1
-                _check_tries(self.job, chunk, tries[chunk], error)
-                waiting.append(chunk)
-                self.idle.append(self._new())
+                self._replace(chunk, error)
+                waiting += [] if chunk is None else [chunk]
                 continue
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, MechattnError) else error from None
             self.idle.append(actor)
-            yield chunk, made
+            if chunk is not None:
+                yield chunk, made
 
     def end(self) -> None:
         """Let all actors go; the cluster stays."""
-        for actor, _ in self.busy.values():
+        for actor in [*self.idle, *(actor for actor, _ in self.busy.values())]:
             self.ray.kill(actor)
-        self.busy.clear()
-        self._dismiss()
 
     def _give(self, task: _Task, chunk: int) -> None:
         actor = self.idle.pop(0)
         method = actor.check if task == "check" else actor.part
         self.busy[method.remote(chunk)] = actor, chunk
 
-    def _dismiss(self) -> None:
-        for actor in self.idle:
-            self.ray.kill(actor)
-        self.idle.clear()
-
-    def _new(self) -> Any:
+    def _start(self) -> None:
         threads = self.job.threads or 1
         options: dict[str, Any] = {"num_cpus": 1 if self.gpu else threads, "num_gpus": 1 if self.gpu else 0}
         environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
         made = self.ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment)
-        return made.remote(self.stored)
+        actor = made.remote(self.stored)
+        self.busy[actor.load.remote()] = actor, None
+
+    def _replace(self, chunk: int | None, error: Exception) -> None:
+        self.lost[chunk] += 1
+        if self.lost[chunk] >= TRIES:
+            raise OutputError(_lost(self.job, chunk, error)) from error
+        self._start()
 
 
 class _Actor:
-    """A worker in a process of the cluster. The model is loaded with the first chunk, so that its refusal is heard."""
+    """A worker in a process of the cluster."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.worker = job, None
+        self.job = job
+
+    def load(self) -> None:
+        """Load the model; not when the actor is made, where a refusal would not be heard."""
+        import torch
+
+        torch.set_num_threads(self.job.threads or 1)
+        self.worker = Worker(self.job)
 
     def check(self, chunk: int) -> None:
-        self._loaded().check(chunk)
+        """As of ``Worker``."""
+        self.worker.check(chunk)
 
     def part(self, chunk: int) -> bytes:
-        return self._loaded().part(chunk)
-
-    def _loaded(self) -> Worker:
-        if self.worker is None:
-            import torch
-
-            torch.set_num_threads(self.job.threads or 1)
-            self.worker = Worker(self.job)
-        return self.worker
+        """As of ``Worker``."""
+        return self.worker.part(chunk)
 
 
-def _check_tries(job: Job, chunk: int, tries: int, error: Exception) -> None:
-    if tries >= TRIES:
-        places = job.chunks[chunk]
-        reason = str(error).strip().splitlines()[0]
-        raise OutputError(
-            f"chunk {chunk} (prompts {places[0]} to {places[-1]}) has lost its worker {tries} times, perhaps for want "
-            f"of memory ({reason}); the chunks before are kept. Give it fewer conditions or more memory, and give the "
-            "same command again"
-        ) from error
+def _lost(job: Job, chunk: int | None, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0]
+    if chunk is None:
+        return f"{TRIES} workers have died while they loaded {job.model!r}, perhaps for want of memory ({reason})"
+    places = job.chunks[chunk]
+    return (
+        f"chunk {chunk} (prompts {places[0]} to {places[-1]}) has lost its worker {TRIES} times, perhaps for want of "
+        f"memory ({reason}); what is done is kept. Give it fewer conditions or more memory, and the same command again"
+    )

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -38,8 +40,8 @@ def local(job, tmp_path_factory):
 
 
 @dataclass(frozen=True)
-class KillsOnce:
-    """Ray's executor, whose first worker is killed with SIGKILL when the first chunk has come."""
+class Kills:
+    """Ray's executor; a worker that is at work is killed with SIGKILL when the first chunk has come."""
 
     killed: list
 
@@ -47,28 +49,31 @@ class KillsOnce:
         for chunk, made in Ray(workers=2).parts(job, chunks):
             yield chunk, made
             if not self.killed:
-                self.killed.append(busy_worker())
+                self.killed.append(at_work()[0])
                 os.kill(self.killed[0], signal.SIGKILL)
 
 
-def busy_worker():
-    """The process of an actor; Ray names it after its class and method."""
-    from ray.util.state import list_actors  # needs no dashboard where the processes tell it themselves
+def at_work():
+    """The processes of this cluster's actors that compute a chunk now; Ray names them after what they do."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        ours = {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
+        found = [pid for pid, (parent, words) in processes().items() if parent in ours and "_Actor.part" in words]
+        if found:
+            return found
+        time.sleep(0.005)
+    raise AssertionError("no worker was at work")
 
-    del list_actors
-    return next(pid for pid in children() if "_Actor" in title(pid))
 
-
-def children():
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
-def title(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as words:
-            return words.read().decode(errors="replace")
-    except OSError:
-        return ""
+def processes():
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found[pid] = parent, Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path):
@@ -76,3 +81,31 @@ def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path)
     assert digest(made.datasets) == local
     assert made.provenance["threads"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes under /proc")
+def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
+    killed = []
+    made = ma.run_job(job, tmp_path / "r.zarr", executor=Kills(killed))
+    assert len(killed) == 1
+    assert digest(made.datasets) == local
+
+
+def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.engine.ray.TRIES", 2)
+    dies = replace(job, require=lambda model, layers: os._exit(1))
+    with pytest.raises(OutputError, match="2 workers have died while they loaded 'toy:llama'"):
+        ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
+
+
+def test_a_refusal_of_a_worker_is_the_refusal_of_the_run(cluster, job, tmp_path):
+    long = replace(job, prompts=[*job.prompts, ma.Prompt("word " * 1200, id="long")])
+    with pytest.raises(PromptTooLong, match=r"prompt long .*toy:llama takes 1,024"):
+        ma.run_job(long, tmp_path / "r.zarr", executor="ray", workers=8)  # more than there is room for
+    assert not list((tmp_path / "r.zarr.parts").glob("*.zip")), "found before the first chunk was measured"
+
+
+def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OptionError, match=r'executor="ray" needs Ray: pip install "mechattn\[ray\]"'):
+        ma.run_job(job, tmp_path / "r.zarr", executor="ray")
