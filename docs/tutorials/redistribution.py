@@ -1,41 +1,99 @@
-"""From a model to a conclusion: what 55 meaningless tokens before the question do to attention.
+# %% [markdown]
+# # Redistribution: from a model to a conclusion
+#
+# 55 meaningless tokens stand between the system prompt and the question. What do they do to attention? This tutorial
+# asks what a reviewer would: against which null, in which heads, against which control, dilution or distance.
+#
+# The model is `toy:llama`, a toy of 1.0 M parameters that comes with the package. For your model change one line; the
+# numbers below are the toy's and say nothing about yours.
 
-python docs/tutorials/redistribution.py            # writes out/redistribution.html
-"""
-
-from pathlib import Path
-
+# %%
 import mechattn as ma
 
 model = ma.load_model("toy:llama")  # or "Qwen/Qwen2.5-Math-7B"; verified against its own attention
 system = "Solve the problem step by step. End with the word Answer and the number."
 prompts = ma.load_prompts("word-problems", limit=64, system=system)
 
+# %% [markdown]
+# Four conditions beside the baseline. The sentence is the matched control: as many tokens, another one for each
+# prompt. The last two part the two things that inserted tokens do ([prompts and
+# conditions](../concepts/conditions.md)).
+
+# %%
 slash = ma.MeaninglessTokens("/", count=55)
 conditions = {
     "slash": slash,
-    "sentence": ma.RandomSentence(count=55),  # the control: a sentence of the same length, drawn for each prompt
-    "masked": slash.masked(),  # moved apart, no attention taken
+    "sentence": ma.RandomSentence(count=55),
+    "masked": slash.masked(),  # tokens moved apart, no attention taken
     "unshifted": slash.unshifted(),  # attention taken, nothing moved
 }
 result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], positions="prompts")
 
-# 1. Question tokens receive less. Less than a head that is blind to content would leave them?
+# %% [markdown]
+# ## 1. Do question tokens receive less, and less than what?
+#
+# $$\text{received}[k] = \operatorname{mean}_{q > k} A[q, k]$$
+#
+# A head with uniform attention loses attention to the question too, by definition: more keys share the same sum of 1.
+# So the change stands beside that of uniform attention.
+
+# %%
 print(ma.render.verdict_words(result, "slash"))
 
-# 2. Which heads? Found on one half of the prompts, reported on the other.
+# %%
+ma.render.received_attention(result, layer=0, heads=3, condition="slash")
+
+# %% [markdown]
+# The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, red with
+# them; in the row below stands the sequence itself, the inserted span shaded.
+#
+# ## 2. Which heads?
+#
+# Found on one half of the prompts, reported on the other; each row is a log-ratio with its interval, its value under
+# uniform attention (`null`) and its q-value.
+
+# %%
 heads = result.compare("slash", quantity="received", select="half")
 print(heads[["layer", "head", "difference", "low", "high", "null", "q"]].head().round(3).to_string(index=False))
 
-# 3. Is it the slashes, or anything of that length? Against the matched control.
+# %% [markdown]
+# ## 3. Is it the slashes, or anything of that length?
+
+# %%
 against = result.compare("slash", to="sentence", quantity="received")
-print(f"slash against sentence: {(against.q < 0.05).sum()} of {len(against)} heads differ")
+print(f"slash against sentence: {(against.q < 0.05).sum()} of {len(against)} heads differ,")
+print(f"mean log-ratio {against.difference.mean():+.3f}; slash against baseline {heads.difference.mean():+.3f}")
 
-# 4. Dilution, or distance? The 2 × 2, in layer 0.
-error = result["affine_shift"].relative_error.sel(segment="question", layer=0).mean(("prompt", "head"))
-print(f"missed by λ · output + Σσ: {float(error.sel(condition='slash')):.3f}; with kept positions: "
-      f"{float(error.sel(condition='unshifted')):.5f}")  # fmt: skip
+# %% [markdown]
+# ## 4. Dilution, or distance?
 
-figure = ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
-Path("out").mkdir(exist_ok=True)
-figure.write_html("out/redistribution.html", include_plotlyjs=True)
+# %%
+for name in ("masked", "unshifted"):
+    print(ma.render.verdict_words(result, name).split(";")[0])
+
+# %%
+ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
+
+# %% [markdown]
+# ## 5. Is the output scaled and shifted, as the paper writes?
+#
+# $\text{output}' = \lambda \, \text{output} + \sum\sigma$ leaves two terms out ([the affine
+# reading](../concepts/affine-shift.md)). How much of the output's norm is missed in layer 0, and below it?
+
+# %%
+error = result["affine_shift"].relative_error.sel(segment="question").mean(("prompt", "head"))
+for layer in error.layer.values:
+    print(f"layer {layer}: missed {100 * float(error.sel(condition='slash', layer=layer)):.1f} %, with kept positions "
+          f"{100 * float(error.sel(condition='unshifted', layer=layer)):.1f} %")  # fmt: skip
+
+# %% [markdown]
+# ## What it says
+#
+# - The question receives 30.3 % less attention, but a head that is blind to content would leave it 53.6 % less: the
+#   toy attends to the slashes *less* than by chance, in all 32 heads. "Attention falls" is true, and no finding.
+# - A sentence of the same length does nearly the same. Most heads (28) tell the two apart, as 64 paired prompts see
+#   small differences; but the difference, +0.020, is a twentieth of the effect itself, so this is not about slashes.
+# - Masked tokens, which only move the question away from the system prompt, change 2.7 %; tokens that only take
+#   attention change 31.6 %. It is dilution.
+# - In layer 0 the published form misses 6.8 % of the output, and nothing at all if positions are kept. Deeper it
+#   misses more, with kept positions too: there the original tokens themselves have changed.

@@ -1,0 +1,86 @@
+"""What mkdocs does beside its plugins: kernels for the tutorials, one copy of each script, nothing from the network."""
+
+import ast
+import html
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+SCRIPTS = ("plotly", "circuitsvis")
+scratch = tempfile.TemporaryDirectory(prefix="mechattn-docs-")
+
+
+def on_config(config):
+    """Kernels start with docs/hooks/kernel.py, in a scratch folder."""
+    startup = Path(scratch.name, "ipython", "profile_default", "startup")
+    startup.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).with_name("kernel.py"), startup / "00-site.py")
+    files = Path(scratch.name, "files")
+    files.mkdir(exist_ok=True)
+    os.environ |= {"IPYTHONDIR": str(startup.parents[1]), "TUTORIALS_SCRATCH": str(files)}
+    os.environ |= {"JUPYTER_PLATFORM_DIRS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1"}
+    return config
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Where a page says «rooms», every file of the package with the first line of its docstring."""
+    return markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
+
+
+def on_post_page(output, page, config):
+    """A tutorial's page: no link to a CDN, and one copy of each script for the whole site."""
+    if "jupyter-wrapper" not in output:
+        return output
+    up = "../" * page.url.count("/")
+    tags = {name: f'<script src="{up}assets/{name}.min.js"></script>' for name in SCRIPTS}
+
+    def shared(frame: re.Match) -> str:
+        text = html.unescape(frame[1])
+        for name, tag in tags.items():
+            text = text.replace(f"<script>{_script(name)}</script>", tag)
+        text = text.replace("</head>", "<style>:root { color-scheme: light dark }</style></head>", 1)
+        return f'srcdoc="{html.escape(text)}"'
+
+    output = re.sub(r'srcdoc="([^"]*)"', shared, _without_cdn(output))
+    output = re.sub(r'href="((?!\w+:)[^"#]+)\.(?:md|py)(#[^"]*)?"', r'href="\1.html\2"', output)  # nobody else does
+    figures = tags["plotly"] if "plotly-graph-div" in output else ""
+    return output.replace("</head>", f"{figures}</head>", 1)
+
+
+def on_post_build(config):
+    """The scripts, as installed; the theme's loader of mermaid, which no page uses, is pointed nowhere."""
+    for name in SCRIPTS:
+        Path(config.site_dir, "assets", f"{name}.min.js").write_text(_script(name), encoding="utf-8")
+    for bundle in Path(config.site_dir, "assets", "javascripts").glob("bundle.*.js"):
+        text = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/javascript,", bundle.read_text(encoding="utf-8"))
+        bundle.write_text(text, encoding="utf-8")
+
+
+def _rooms() -> str:
+    package, lines = Path(__file__).parents[2] / "mechattn", []
+    for room in sorted({path.parent for path in package.rglob("*.py")}):
+        modules = sorted(path for path in room.glob("*.py") if path.name != "__init__.py")
+        if modules:
+            name = room.relative_to(package.parent).as_posix()
+            lines.append(f"\n### {name}\n\n| file | what is in it |\n|---|---|")
+            lines += [f"| `{path.name}` | {_first_line(path)} |" for path in modules]
+    return "\n".join(lines)
+
+
+def _first_line(path: Path) -> str:
+    words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return words.split("\n\n")[0].replace("\n", " ").replace("|", "\\|").replace("``", "`")
+
+
+def _script(name: str) -> str:
+    from mechattn.render.view import view_script
+
+    return view_script(name)
+
+
+def _without_cdn(output: str) -> str:
+    """What nbconvert adds for MathJax and mermaid: neither is used, and both point at a CDN."""
+    output = re.sub(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", output, flags=re.DOTALL)
+    return re.sub(r'<script type="module">(?:(?!</script>).)*?mermaid.*?</script>', "", output, flags=re.DOTALL)

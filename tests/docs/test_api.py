@@ -1,0 +1,41 @@
+"""Every public name, and every function of mechattn.render, is on exactly one page of the API."""
+
+import inspect
+import re
+from pathlib import Path
+
+import mechattn as ma
+
+API = Path(__file__).parents[2] / "docs" / "api"
+
+
+def listed() -> list[str]:
+    pages = [path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md"))]
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+
+
+def public() -> list[str]:
+    """Where each public name is defined."""
+    names = {f"mechattn.{home}.{name}" for name, home in ma._HOME.items() if home}
+    for name in vars(ma.render):
+        thing = getattr(ma.render, name)
+        if (inspect.isfunction(thing) or inspect.isclass(thing)) and thing.__module__.startswith("mechattn.render."):
+            names.add(f"{thing.__module__}.{name}")
+    return sorted(names)
+
+
+def test_each_public_name_is_on_one_page():
+    once = listed()
+    assert len(public()) > 55
+    assert not {name: once.count(name) for name in public() if once.count(name) != 1}
+
+
+def test_nothing_is_listed_twice():
+    assert len(listed()) == len(set(listed()))
+
+
+def test_each_page_says_what_it_is_about():
+    for path in API.glob("*.md"):
+        head = path.read_text(encoding="utf-8").split(":::")[0]
+        assert head.startswith("# "), path
+        assert len(head.splitlines()) >= 4, path

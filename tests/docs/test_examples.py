@@ -1,0 +1,53 @@
+"""The examples of the gotchas and the recipes run, and the tests that pages name are there."""
+
+import re
+from pathlib import Path
+
+import plotly.io
+import pytest
+
+import mechattn as ma
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for folder in ("gotchas", "how-to") for path in (DOCS / folder).glob("*.md"))
+GOTCHAS = sorted(path for path in (DOCS / "gotchas").glob("*.md") if path.stem != "index")
+
+
+def examples(page: Path) -> list[str]:
+    """Blocks of python; those marked "py" need what is not here, such as a GPU."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plotly.io, "show", lambda *args, **kwargs: None)
+    names = {
+        "__name__": "example",
+        "ma": ma,
+        "model": ma.load_model("toy:llama"),
+        "prompts": ma.load_prompts("word-problems", limit=12),
+        "slash": ma.MeaninglessTokens("/", count=55),
+    }
+    for block in examples(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", GOTCHAS, ids=lambda path: path.stem)
+def test_a_gotcha_has_all_its_parts_and_names_tests_that_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for part in ("**Symptom.** ", "**Why.** ", "**What mechattn does.** ", "**Shown by**"):
+        assert part in text, part
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert named
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, test)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    written = [p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in (".md", ".py")]
+    pages = [p for p in written if not p.startswith(("hooks/", "assets/"))]
+    assert len(pages) > 50
+    assert not [page for page in pages if page not in listed]

@@ -1,0 +1,211 @@
+"""The built site: every link leads somewhere, nothing is asked of the network, pages are small and draw what they hold.
+
+``make docs`` builds it. Without it these tests are skipped with the reason, but fail in CI (CI=true).
+"""
+
+import os
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+SITE = Path(__file__).parents[2] / "site"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MIB = 2**20
+
+
+def needed(there: object, sentence: str) -> None:
+    if not there:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(sentence)
+
+
+@pytest.fixture(scope="module")
+def site():
+    needed(
+        (SITE / "index.html").is_file(), "no site/index.html: run `make docs` first, these tests look at what it built"
+    )
+    return SITE
+
+
+@pytest.fixture(scope="module")
+def browser():
+    needed(CHROMIUM, "no Chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+class Page(HTMLParser):
+    """The ids of a page, what it links to, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.links, self.loads = set(), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
+            self.loads.append(given.get("href", ""))
+        elif given.get("src"):
+            self.loads.append(given["src"])
+        if given.get("srcdoc"):
+            self.loads += Page(given["srcdoc"]).loads
+
+
+def broken(site: Path) -> tuple[list[str], set[str]]:
+    """Links and loaded files that lead nowhere, and the external links, which are not followed."""
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    faults, external = [], set()
+    for path, page in pages.items():
+        if path.name == "404.html":  # served from any folder, so its links begin at the root
+            continue
+        for link in [*page.links, *page.loads]:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https", "mailto"):
+                external.add(link)
+                continue
+            if parts.scheme in ("data", "javascript", "blob"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                faults.append(f"{path.relative_to(site)}: {link}")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+                faults.append(f"{path.relative_to(site)}: {link} (no such anchor)")
+    return faults, external
+
+
+def test_every_link_leads_somewhere(site):
+    faults, external = broken(site)
+    assert not faults, "\n".join(faults)
+    assert external
+    print(*sorted(external), sep="\n")
+
+
+def test_a_link_to_nowhere_is_found(tmp_path):
+    (tmp_path / "index.html").write_text('<h2 id="here">x</h2><a href="other.html#there">a</a><a href="#here">b</a>')
+    (tmp_path / "other.html").write_text('<a href="gone.html">c</a><img src="gone.png"><a href="index.html#here">d</a>')
+    assert broken(tmp_path)[0] == [
+        "index.html: other.html#there (no such anchor)",
+        "other.html: gone.html",
+        "other.html: gone.png",
+    ]
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for path in site.rglob("*.html"):
+        elsewhere = [url for url in Page(path.read_text(encoding="utf-8")).loads if re.match(r"(https?:)?//", url)]
+        assert not elsewhere, (path, elsewhere)
+    for path in [*site.rglob("*.css"), *(site / "assets" / "javascripts").rglob("*.js")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"url\(\s*['\"]?(https?:)?//|@import\s+['\"]?(https?:)?//", text), path
+        assert not re.search(r"unpkg\.com|cdnjs|jsdelivr|cdn\.plot|fonts\.g", text), path
+
+
+def test_pages_are_small(site):
+    for path in site.rglob("*.html"):
+        assert path.stat().st_size < 3 * MIB, path
+    assert sum(path.stat().st_size for path in (site / "assets" / "katex").rglob("*")) < 1.5 * MIB
+    assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 40 * MIB
+
+
+@pytest.fixture
+def opened(browser, site):
+    """Opens a page of the site, the network cut; fails if it asks for anything else or reports an error."""
+    asked, errors = [], []
+    context = browser.new_context(offline=True, viewport={"width": 1300, "height": 1000})
+    page = context.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+
+    def open_page(name):
+        page.goto((site / name).as_uri())
+        page.wait_for_timeout(2000)
+        return page
+
+    yield open_page
+    context.close()
+    elsewhere = [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))]
+    assert not elsewhere, elsewhere
+    assert not errors, errors
+
+
+def test_home(opened):
+    page = opened("index.html")
+    assert page.locator("h1").first.inner_text().startswith("mechattn")
+    assert page.locator("nav a").count() > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "formulas"),
+    [("concepts/affine-shift", 10), ("concepts/attention-focus", 8), ("concepts/interventions", 10)],
+)
+def test_formulas_are_set(opened, name, formulas):
+    page = opened(f"{name}.html")
+    assert page.locator(".katex").count() >= formulas
+    assert page.locator(".katex-error").count() == 0
+    shown = page.locator("article").inner_text()
+    assert "\\(" not in shown
+    assert "$" not in shown
+    fonts = page.evaluate("[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)")
+    assert any("KaTeX" in font for font in fonts), fonts
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [("redistribution", 2), ("controls", 1), ("arm", 2), ("focus", 3), ("your-model", 0), ("cluster", 0)],
+)
+def test_a_tutorial_was_run_and_drew_its_figures(opened, name, figures):
+    page = opened(f"tutorials/{name}.html")
+    assert page.locator(".js-plotly-plot .main-svg").count() >= figures
+    assert page.locator(".js-plotly-plot").count() == figures
+    assert page.locator(".jp-OutputArea-output pre").count() > 0
+    assert "What it says" in page.locator("article").inner_text()
+    assert page.locator(".katex-error").count() == 0
+    shown = page.locator(".jp-OutputArea").all_inner_texts()
+    assert "Traceback" not in "".join(shown)
+
+
+def test_the_view_in_a_tutorial_draws(opened):
+    frame = opened("tutorials/focus.html").frame_locator("iframe").first
+    assert frame.locator(".js-plotly-plot").count() >= 1
+    frame.locator("input[type=range]").first.focus()
+    before = frame.locator("body").inner_text()
+    frame.locator("input[type=range]").first.press("ArrowRight")
+    assert frame.locator("body").inner_text() != before
+
+
+def test_the_api_has_signatures(opened):
+    page = opened("api/models-and-prompts.html")
+    assert page.locator(".doc-object").count() > 10
+    assert "load_model" in page.locator("article").inner_text()
+
+
+def test_search_works_without_a_server(opened):
+    page = opened("index.html")
+    page.locator("input.md-search__input").click()
+    page.keyboard.type("uniform attention", delay=20)
+    page.wait_for_timeout(3000)
+    assert page.locator(".md-search-result__item").count() > 3
+
+
+def test_a_phone_scrolls_down_only(browser, site):
+    context = browser.new_context(offline=True, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    page = context.new_page()
+    for name in ("index.html", "concepts/affine-shift.html", "tutorials/arm.html", "families.html", "comparison.html"):
+        page.goto((site / name).as_uri())
+        page.wait_for_timeout(800)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
+    context.close()
