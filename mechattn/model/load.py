@@ -251,7 +251,7 @@ def _safetensors_only(name: str) -> Iterator[None]:
             "save_pretrained, or say pickled_weights=True if you trust it"
         ) from error
     finally:
-        PreTrainedModel.from_pretrained = given
+        PreTrainedModel.from_pretrained = given  # type: ignore[method-assign]
 
 
 @contextmanager
