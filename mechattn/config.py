@@ -327,5 +327,8 @@ def _all_words(error: ValidationError, where: str = "") -> str:
 
 def _words(error: Any) -> str:
     if error["type"] == "extra_forbidden":
-        return "there is no such key here"
+        *section, name = error["loc"]
+        known = {(): Config, ("prompts",): Prompts, ("output",): Output, ("evaluation",): EvaluationSection}
+        fields = known[tuple(section)].model_fields if tuple(section) in known else {}
+        return f"there is no such key here{_near(str(name), fields)}"
     return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")

@@ -9,6 +9,14 @@ class ModelError(MechattnError):
     """A model or its tokenizer cannot be loaded or used."""
 
 
+class RowError(ModelError):
+    """A row of a batch shows something that cannot be; ``row`` says which."""
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 class PromptError(MechattnError):
     """A prompt, or a file of prompts, cannot be used."""
 

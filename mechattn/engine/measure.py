@@ -28,7 +28,7 @@ from mechattn.axes import BASELINE
 from mechattn.engine.collect import TakesValues
 from mechattn.engine.forward import Forward
 from mechattn.engine.pairs import PairedLayer, paired_layer
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Acted, Intervention
@@ -60,7 +60,8 @@ def measure_batch(
         prompt_ids: The id of every prompt of the run, for interventions.
     """
     placed = batch.to(next(model.parameters()).device)
-    one = _Pass(model, batch, placed, windows, pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None)
+    pairs = pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None
+    one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
     sums = _Sums(one, list(zip(analyses, collectors, strict=True)))
     rows = _Rows(one, sums)
     with ExitStack() as stack:
@@ -69,7 +70,10 @@ def measure_batch(
             stack.enter_context(intervention.acting(model, partial(_same, acted)))
         stack.enter_context(mlps.looking())
         stack.enter_context(_captured(one, sums))
-        forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
+        try:
+            forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
+        except RowError as error:
+            raise ModelError(f"{one.name(error.row)}: {error}") from error
     sums.check()
 
 
@@ -106,6 +110,13 @@ class _Pass:
     placed: Batch
     windows: Mapping[int, int | None]
     pairs: Pairs | None
+    prompt_ids: tuple[str, ...] = ()
+
+    def name(self, row: int) -> str:
+        """A row of the batch, for messages."""
+        prompt, condition = self.batch.rows[row]
+        known = self.prompt_ids[prompt] if prompt < len(self.prompt_ids) else f"number {prompt}"
+        return f'prompt {known} with the condition "{condition}"'
 
 
 class _Sums:
@@ -162,7 +173,7 @@ class _Sums:
             return
         del self.open[number, layer]
         self.closed.add((number, layer))
-        _refuse_nan(self.one.model, layer, made)
+        _refuse_nan(self.one, layer, made)
         analysis, collector = self.taken[number]
         collector.add(layer, self.one.batch, analysis.values(made, self.one.placed.at(layer), self.one.windows[layer]))
 
@@ -286,9 +297,11 @@ class _Mlps:
             self.sums.seen(number, layer, "mlps")
 
 
-def _refuse_nan(model: Any, layer: int, sums: Sums) -> None:
+def _refuse_nan(one: _Pass, layer: int, sums: Sums) -> None:
     for value in sums.values():
         if value.is_floating_point() and not value.isfinite().all():
+            row = int((~value.isfinite()).nonzero()[0, 0])
             raise ModelError(
-                f"layer {layer} of {model.cfg.model_name} gives NaN or infinity; try another dtype, such as float32"
+                f"layer {layer} of {one.model.cfg.model_name} gives NaN or infinity for {one.name(row)}; try another "
+                "dtype, such as float32"
             )

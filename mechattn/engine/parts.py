@@ -34,7 +34,7 @@ class Parts:
         found = []
         for path in sorted(self.folder.glob("*.zip")):
             chunk, _, checksum = path.stem.partition("-")
-            if chunk.isdecimal() and _checksum(path.read_bytes()) == checksum:
+            if chunk.isdecimal() and _checksum(int(chunk), path.read_bytes()) == checksum:
                 found.append(int(chunk))
             else:
                 _say(f"{path} is damaged (its checksum is another): it is computed again")
@@ -50,7 +50,7 @@ class Parts:
         new = self.folder / f"{chunk:05d}.new"
         try:
             new.write_bytes(content)
-            os.replace(new, self.folder / f"{chunk:05d}-{_checksum(content)}.zip")
+            os.replace(new, self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip")
         except OSError as error:
             new.unlink(missing_ok=True)
             raise OutputError(
@@ -140,8 +140,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 300 else text[:299] + "…"
 
 
-def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def _checksum(chunk: int, content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8, key=str(chunk).encode()).hexdigest()
 
 
 def _say(sentence: str) -> None:

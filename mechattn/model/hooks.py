@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Cut
 
@@ -98,16 +98,17 @@ def check_pattern(
     gives NaN is found here too.
 
     Raises:
-        ModelError: Naming the layer, the head and the figure.
+        ModelError: Naming the layer, the head and the figure; a RowError where it is of one row of the batch.
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
     bad = ~((sums < 1.01) & (sums > (-0.01 if has_sinks(model) else 0.99)))
     if bad.any():
         row, head, query = bad.nonzero()[0].tolist()
-        raise ModelError(
+        raise RowError(
             f"layer {layer}, head {head}: the attention of query {query} sums to {float(sums[row, head, query]):.4f}, "
-            "not to 1; the model gives NaN or infinity there (try another dtype), or its hook shows no probabilities"
+            "not to 1; the model gives NaN or infinity there (try another dtype), or its hook shows no probabilities",
+            row,
         )
     length = pattern.shape[-1]
     unseen = ~visible_keys(torch.arange(length, device=pattern.device), length, window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ def load_model(
     dtype: Dtype = "auto",
     device: str | torch.device | None = None,
     verify: bool = True,
+    pickled_weights: bool = False,
     **options: Any,
 ) -> Any:
     """Load a model as a hooked transformer with the raw weights, verified against its own attention.
@@ -47,8 +48,9 @@ def load_model(
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it where they differ. A
             model that was verified already is verified again when another model was made since: booting one can
             change classes that both use. With False it stays unverified, and its results say so.
+        pickled_weights: Load a checkpoint that has no safetensors too. A pickle can run code: only from who you trust.
         **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``device_map``, ``n_devices``,
-            ``max_memory``, ``n_ctx``, ``revision`` or ``trust_remote_code``.
+            ``max_memory``, ``n_ctx``, ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
 
     Returns:
         A ``TransformerBridge`` in compatibility mode, or the hooked model that was given.
@@ -65,7 +67,8 @@ def load_model(
     if isinstance(model, torch.nn.Module):
         made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        made = _from_name(str(model), tokenizer, dtype, device, options)
+        with nullcontext() if pickled_weights else _safetensors_only(str(model)):
+            made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
             f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
@@ -225,6 +228,30 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     native, why = native_twin(bridge)
     remember(bridge, Known(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
     return bridge
+
+
+@contextmanager
+def _safetensors_only(name: str) -> Iterator[None]:
+    """For the length of a ``with`` transformers reads no pickle; TransformerLens hands on no option that says so."""
+    from transformers import PreTrainedModel
+
+    given = PreTrainedModel.__dict__["from_pretrained"]
+
+    def only(cls: Any, *arguments: Any, **options: Any) -> Any:
+        return given.__func__(cls, *arguments, **{**options, "use_safetensors": True})
+
+    PreTrainedModel.from_pretrained = classmethod(only)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    except ModelError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise ModelError(
+            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
+            "save_pretrained, or say pickled_weights=True if you trust it"
+        ) from error
+    finally:
+        PreTrainedModel.from_pretrained = given  # type: ignore[method-assign]
 
 
 @contextmanager

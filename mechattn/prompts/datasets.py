@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 
 from mechattn.errors import OptionError, PromptError
@@ -13,6 +13,7 @@ from mechattn.prompts.prompt import Prompt, Template, check_template
 
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
+_LONGEST = 4 * 2**20  # bytes of a line; beyond a million tokens
 
 
 def load_prompts(
@@ -81,30 +82,60 @@ def load_prompts(
 def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:
     if field not in row:
         raise PromptError(
-            f"prompt {index} of {source} has no field {field!r}; its fields are {', '.join(map(repr, row))}. "
+            f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
             f"Say which one holds it: {option}=…"
         )
     if not isinstance(row[field], str) or not row[field].strip():
-        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {row[field]!r}")
+        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(row[field])}")
+    if any("\ud800" <= character <= "\udfff" for character in row[field]):
+        raise PromptError(f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is no text")
     return row[field]
+
+
+def _short_names(row: dict) -> str:
+    names = [_short(name) for name in row]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict]:
     if not path.is_file():
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict] = []
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(rows) == limit:
-                    break
-                if line.strip():
-                    rows.append(_json_row(line, path, number))
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            rows.append(_json_row(line, path, number))
+        if len(rows) == limit:
+            break
     if not rows:
         raise PromptError(f"{path} is empty: it holds no prompts")
     return rows
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file, none of which can fill the memory."""
+    try:
+        with open(path, "rb") as lines:
+            for number in count(1):
+                line = lines.readline(_LONGEST + 1)
+                if not line:
+                    return
+                if len(line) > _LONGEST:
+                    raise PromptError(
+                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB; a line holds one prompt, and "
+                        "no model takes one as long as that: is this a .jsonl file?"
+                    )
+                yield line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start}); store it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _json_row(line: str, path: Path, number: int) -> dict:

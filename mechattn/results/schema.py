@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SCHEMA = 2
-_TEXT = "TUO"  # kinds of arrays that hold texts
+TEXT = "TUO"  # kinds of arrays that hold texts
 
 
 def as_tree(result: Result, text: Any) -> xr.DataTree:
@@ -76,7 +76,7 @@ def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
     made = hashlib.blake2b(provenance.encode("utf-8", "backslashreplace"), digest_size=16)
     for header, variable in _variables(datasets):
         made.update(header)
-        if variable.dtype.kind in _TEXT:
+        if variable.dtype.kind in TEXT:
             made.update(json.dumps([str(text) for text in variable.values.flat]).encode())
         else:
             values = np.ascontiguousarray(variable.values)
@@ -87,7 +87,7 @@ def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
 def _variables(datasets: Mapping[str, xr.Dataset]) -> Iterator[tuple[bytes, xr.Variable]]:
     for name in sorted(datasets):
         for label, variable in sorted(datasets[name].variables.items(), key=lambda item: str(item[0])):
-            kind = "text" if variable.dtype.kind in _TEXT else variable.dtype.newbyteorder("<").str
+            kind = "text" if variable.dtype.kind in TEXT else variable.dtype.newbyteorder("<").str
             parts = [name, str(label), variable.dims, variable.shape, kind, _plain(variable.attrs)]
             yield json.dumps(parts, sort_keys=True).encode(), variable
         yield json.dumps([name, _plain(datasets[name].attrs)], sort_keys=True).encode(), _nothing()
@@ -141,7 +141,7 @@ def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _with_texts(dataset: xr.Dataset, text: Any) -> xr.Dataset:
-    made = {n: (v.dims, v.values.astype(text), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in _TEXT}
+    made = {n: (v.dims, v.values.astype(text), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in TEXT}
     coords = {name: value for name, value in made.items() if name in dataset.coords}
     return dataset.drop_encoding().assign_coords(coords).assign({n: v for n, v in made.items() if n not in coords})
 

@@ -3,7 +3,8 @@
 import pytest
 
 import mechattn as ma
-from mechattn.errors import OptionError
+from mechattn.errors import MechattnError, OptionError, PromptError
+from mechattn.from_config import run_from_config
 
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
@@ -18,3 +19,48 @@ def test_executors_that_are_none(prompts, tmp_path):
         ma.run_job(job, tmp_path / "r.zarr", executor="dask")
     with pytest.raises(OptionError, match='workers is for a cluster: say executor="ray" too'):
         ma.run_job(job, tmp_path / "r.zarr", workers=2)
+
+
+def test_a_line_that_is_not_utf8_or_far_too_long_is_named(tmp_path):
+    path = tmp_path / "p.jsonl"
+    good = b'{"question": "Tom has 3 apples."}\n'
+    path.write_bytes(good * 2 + '{"question": "é"}\n'.encode("latin-1") + good)
+    with pytest.raises(PromptError, match=r"line 3 of .*p\.jsonl is not UTF-8 text .*store it as UTF-8"):
+        ma.load_prompts(str(path))
+    assert len(ma.load_prompts(str(path), limit=2)) == 2
+    path.write_bytes(good + b'{"question": "' + b"x" * 10_000_000 + b'"}\n' + good)
+    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl is longer than 4 MiB"):
+        ma.load_prompts(str(path))
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "Tom has 3 apples \\ud83d"}\n')
+    with pytest.raises(PromptError, match="holds half of a surrogate pair"):
+        ma.load_prompts(str(path))
+    path.write_text('{"question": "Tom has 3 apples \\ud83c\\udf4e"}\n')  # a whole one is an apple
+    assert ma.load_prompts(str(path))[0].question.endswith("\U0001f34e")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("chunk = 0", r"chunk: Input should be greater than or equal to 1"),
+        ("threads = -1", r"threads: Input should be greater"),
+        ('executor = "dask"', r"executor: Input should be 'local' or 'ray'"),
+        ("workers = 2", r'workers is for a cluster: say executor="ray" too'),
+        ("chnk = 3", r"chnk: there is no such key here \(did you mean 'chunk'\?\)"),
+        ("dtpye = 'auto'", r"did you mean 'dtype'"),
+        ("[prompts]\nsource = 'word-problems'\nlmit = 3", r"prompts\.lmit: .*did you mean 'limit'"),
+        ("[output]\nresult = 'r.txt'", r'"r\.txt" should end with "\.zarr"'),
+    ],
+)
+def test_keys_of_a_config(tmp_path, keys, message):
+    path = tmp_path / "config.toml"
+    lines = ["model = 'toy:llama'", keys.partition("[")[0]]
+    sections = {"[prompts]": "source = 'word-problems'", "[output]": "result = 'r.zarr'"}
+    for name, line in sections.items():
+        lines.append(keys if keys.startswith(name) else f"{name}\n{line}")
+    path.write_text("\n".join(lines))
+    with pytest.raises(MechattnError, match=message):
+        run_from_config(path)

@@ -1,0 +1,62 @@
+"""A checkpoint runs no code: pickled weights and code of its own are refused unless they are asked for."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mechattn as ma
+from mechattn.errors import ModelError
+
+
+class Runs:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.fixture
+def pickled(checkpoint, tmp_path):
+    """The checkpoint with its weights as a pickle."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(checkpoint, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_pickled_weights_are_refused_unless_asked_for(pickled, checkpoint):
+    with pytest.raises(ModelError, match=r"safetensors.*is a pickle, which can run code.*pickled_weights=True"):
+        ma.load_model(str(pickled))
+    loaded = ma.load_model(str(pickled), pickled_weights=True)
+    tokens = torch.tensor([[1, 5, 9, 2]])
+    assert torch.equal(loaded(tokens), ma.load_model(str(checkpoint))(tokens))
+
+
+def test_a_pickle_that_runs_code_is_not_read(pickled, tmp_path):
+    torch.save({"x": Runs(tmp_path / "ran")}, pickled / "pytorch_model.bin")
+    for options in ({}, {"pickled_weights": True}):
+        with pytest.raises(ModelError):
+            ma.load_model(str(pickled), **options)
+    assert not (tmp_path / "ran").exists()
+    torch.load(pickled / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "ran").exists(), "negative control: the pickle does run code"
+
+
+def test_code_of_a_checkpoint_is_not_run_unless_asked_for(checkpoint, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(ModelError, match=r"trust_remote_code|not give it"):
+        ma.load_model(str(folder))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,111 @@
+"""A local Ray cluster of two workers gives the bytes of a local run, also when a worker is killed in the middle."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import mechattn as ma
+from mechattn.engine.ray import Ray
+from mechattn.results.schema import digest
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    path = os.pathsep.join(p for p in sys.path if p)
+    ray.init(
+        address="local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def job(prompts):
+    conditions = {"slash": ma.MeaninglessTokens(count=5)}
+    return ma.Job("toy:llama", prompts, conditions, seed=3, chunk=2, verify=False, threads=1)
+
+
+@pytest.fixture(scope="module")
+def local(job, tmp_path_factory):
+    return digest(ma.run_job(job, tmp_path_factory.mktemp("local") / "r.zarr").datasets)
+
+
+@dataclass(frozen=True)
+class Kills:
+    """Ray's executor; a worker that is at work is killed with SIGKILL when the first chunk has come."""
+
+    killed: list
+
+    def parts(self, job, chunks):
+        for chunk, made in Ray(workers=2).parts(job, chunks):
+            yield chunk, made
+            if not self.killed:
+                self.killed.append(at_work()[0])
+                os.kill(self.killed[0], signal.SIGKILL)
+
+
+def at_work():
+    """The processes of this cluster's actors that compute a chunk now; Ray names them after what they do."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        ours = {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
+        found = [pid for pid, (parent, words) in processes().items() if parent in ours and "_Actor.part" in words]
+        if found:
+            return found
+        time.sleep(0.005)
+    raise AssertionError("no worker was at work")
+
+
+def processes():
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found[pid] = parent, Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path):
+    made = ma.run_job(job, tmp_path / "r.zarr", executor="ray", workers=2)
+    assert digest(made.datasets) == local
+    assert made.provenance["threads"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes under /proc")
+def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
+    killed = []
+    made = ma.run_job(job, tmp_path / "r.zarr", executor=Kills(killed))
+    assert len(killed) == 1
+    assert digest(made.datasets) == local
+
+
+def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.engine.ray.TRIES", 2)
+    dies = replace(job, require=lambda model, layers: os._exit(1))
+    with pytest.raises(OutputError, match="2 workers have died while they loaded 'toy:llama'"):
+        ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
+
+
+def test_a_refusal_of_a_worker_is_the_refusal_of_the_run(cluster, job, tmp_path):
+    long = replace(job, prompts=[*job.prompts, ma.Prompt("word " * 1200, id="long")])
+    with pytest.raises(PromptTooLong, match=r"prompt long .*toy:llama takes 1,024"):
+        ma.run_job(long, tmp_path / "r.zarr", executor="ray", workers=8)  # more than there is room for
+    assert not list((tmp_path / "r.zarr.parts").glob("*.zip")), "found before the first chunk was measured"
+
+
+def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OptionError, match=r'executor="ray" needs Ray: pip install "mechattn\[ray\]"'):
+        ma.run_job(job, tmp_path / "r.zarr", executor="ray")

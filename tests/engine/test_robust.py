@@ -1,0 +1,93 @@
+"""What happens when the memory is full, or a model gives NaN."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.engine import prepare
+from mechattn.engine.halve import is_out_of_memory
+from mechattn.errors import ModelError
+
+CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
+ANALYSES = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
+
+
+def full(rows, error, layer, monkeypatch):
+    """Memory that holds no batch of more than some rows; it is full in the middle of a pass, after some layers."""
+    measure_batch, sizes = prepare.measure_batch, []
+
+    class Fails:
+        def __init__(self, collector):
+            self.collector = collector
+
+        def add(self, at, batch, values):
+            if len(batch.rows) > rows and at == layer:
+                raise error
+            self.collector.add(at, batch, values)
+
+    def measured(model, batch, forward, windows, analyses, collectors, ids):
+        sizes.append(len(batch.rows))
+        measure_batch(model, batch, forward, windows, analyses, [Fails(c) for c in collectors], ids)
+
+    monkeypatch.setattr(prepare, "measure_batch", measured)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."),
+        MemoryError(),
+    ],
+)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, error, layer, monkeypatch):
+    whole = ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+    sizes = full(6, error, layer, monkeypatch)
+    halved = ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+    assert max(sizes) > 6
+    assert whole.provenance["halved"] == []
+    said = halved.provenance["halved"]
+    assert len(said) == sum(size > 6 for size in sizes)
+    assert max(one["prompts"] for one in said) == max(sizes) // 2
+    assert said[0]["first"] in [prompt.id for prompt in prompts]
+    for name, dataset in whole.datasets.items():
+        for variable in dataset:
+            if dataset[variable].dtype.kind in "fi":
+                ours, theirs = halved[name][variable].values, dataset[variable].values
+                np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-4, equal_nan=True, err_msg=variable)
+    n = halved["received_attention"].received_n.sel(condition="baseline", layer=0, key=1)
+    assert (n == len(prompts)).all(), "no prompt is counted twice"
+
+
+def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
+    full(0, MemoryError("16 GiB"), 0, monkeypatch)
+    with pytest.raises(ModelError, match=r"the memory does not hold .* alone with all its conditions \(16 GiB\)"):
+        ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+
+
+def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch):
+    full(0, RuntimeError("shapes cannot be multiplied"), 0, monkeypatch)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize("engine", ["streaming", "hooks"])
+def test_nan_names_the_layer_and_the_prompt(engine):
+    model = ma.load_model("toy:llama")
+    prompts = [ma.Prompt("Tom has 3 apples.", id="a"), ma.Prompt("Tom has 3 books now.", id="b")]
+    token = next(iter(set(model.tokenizer(" books")["input_ids"]) - set(model.tokenizer(" apples")["input_ids"])))
+    options = {"conditions": CONDITIONS, "layers": [1, 2], "engine": engine, "progress": False}
+    assert ma.run(model, prompts, **options).provenance["prompts"]["count"] == 2  # probes the model, too
+    with torch.no_grad():
+        model.embed.weight[token] = math.nan
+    assert ma.run(model, prompts[:1], **options).provenance["prompts"]["count"] == 1
+    said = {"streaming": "layer 1 of toy:llama gives NaN or infinity for ", "hooks": ""}[engine]
+    with pytest.raises(ModelError, match=rf'{said}prompt b with the condition "baseline"') as raised:
+        ma.run(model, prompts, **options)
+    assert "layer 1" in str(raised.value)
