@@ -94,7 +94,7 @@ print(ma.render.verdict_words(whole))
 # ## On a cluster
 #
 # The same again, with [Ray](https://www.ray.io) handing out the chunks (`pip install "mechattn[ray]"`); without an
-# address a cluster of this machine is started. This page does not run it.
+# address a cluster of this machine is started. This page does not run it; the tests do (`tests/distributed`).
 #
 # ```sh
 # mechattn run slash.toml --executor ray --address auto --workers 16
