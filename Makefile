@@ -1,5 +1,6 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
+# make fuzz      10,000 inputs each for configs, files of prompts, stored results (some minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # Each of them creates the environment in .venv first, from requirements.lock, with nothing but python3.
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine
 
-.PHONY: figures test test-compat lint docs cards bench lock clean
+.PHONY: figures test test-compat fuzz lint docs cards bench lock clean
 
 figures: .venv/installed
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about 15 seconds)."
@@ -24,6 +25,9 @@ test-compat: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
 	PYTHONPATH=out/compat $(BIN)/python -m pytest tests/compat
+
+fuzz: .venv/installed
+	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -43,6 +47,7 @@ bench: .venv/installed
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384
 	$(BIN)/python experiments/benchmarks/generate.py
+	$(BIN)/python experiments/benchmarks/workers.py
 
 .venv/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; say which one: make PYTHON=python3.12 …")'

@@ -328,7 +328,8 @@ def _all_words(error: ValidationError, where: str = "") -> str:
 def _words(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         *section, name = error["loc"]
-        known = {(): Config, ("prompts",): Prompts, ("output",): Output, ("evaluation",): EvaluationSection}
-        fields = known[tuple(section)].model_fields if tuple(section) in known else {}
-        return f"there is no such key here{_near(str(name), fields)}"
+        known: dict[tuple, type[BaseModel]] = {(): Config, ("prompts",): Prompts, ("output",): Output}
+        known[("evaluation",)] = EvaluationSection
+        near = _near(str(name), known[tuple(section)].model_fields) if tuple(section) in known else ""
+        return f"there is no such key here{near}"
     return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")

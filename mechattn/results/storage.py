@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from mechattn.results.schema import as_tree, from_tree, read_errors
 if TYPE_CHECKING:
     import xarray as xr
 
+_SEAL, _BYTES = b"mechattn checksum ", 16  # after the end of a NetCDF file, where HDF5 looks at nothing
 _COMPLETE = "complete"  # written last at an address, where nothing can be renamed
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
 
@@ -85,7 +87,7 @@ def save_result(result: Result, path: str | Path) -> None:
     if isinstance(place, str):
         _save_at_address(result, place)
     elif place.suffix == ".nc":
-        write_whole(place, lambda new: as_tree(result, object).to_netcdf(new, engine="h5netcdf"))
+        write_whole(place, lambda new: _write_netcdf(result, new))
     else:
         write_whole(place, lambda new: as_tree(result, _text()).to_zarr(new, consolidated=False))
 
@@ -102,8 +104,9 @@ def load_result(path: str | Path) -> Result:
     is_file = Path(str(place)).suffix == ".nc"
     if isinstance(place, Path) and not (place.is_file() if is_file else (place / "zarr.json").exists()):
         raise OutputError(f"there is no stored result at {path}")
-    if is_file:
+    if isinstance(place, Path) and is_file:
         _check_netcdf()
+        _check_seal(place)
     kind: dict[str, Any] = {"engine": "h5netcdf"} if is_file else {"engine": "zarr", "consolidated": False}
     try:
         if isinstance(place, str) and not _filesystem(place).exists(f"{place}/zarr.json"):
@@ -141,6 +144,33 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
+
+
+def _write_netcdf(result: Result, path: Path) -> None:
+    """The file, and after its end a checksum: the HDF5 library can crash on a damaged file, so it must not see one."""
+    as_tree(result, object).to_netcdf(path, engine="h5netcdf")
+    seal = _SEAL + _checksum(path, path.stat().st_size)
+    with open(path, "ab") as out:
+        out.write(seal)
+
+
+def _check_seal(path: Path) -> None:
+    size = path.stat().st_size - len(_SEAL) - _BYTES
+    with open(path, "rb") as stored:
+        stored.seek(max(size, 0))
+        whole = stored.read() == _SEAL + _checksum(path, size)
+    if not whole:
+        raise OutputError(f"the result at {path} is damaged, or was not written by mechattn: its checksum is another")
+
+
+def _checksum(path: Path, size: int) -> bytes:
+    """Of the first bytes of a file."""
+    made = hashlib.blake2b(digest_size=_BYTES)
+    with open(path, "rb") as stored:
+        while size > 0 and (some := stored.read(min(size, 2**20))):
+            made.update(some)
+            size -= len(some)
+    return made.digest()
 
 
 def _save_at_address(result: Result, address: str) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def local(job, tmp_path_factory):
 
 @dataclass(frozen=True)
 class Kills:
-    """Ray's executor; a worker that is at work is killed with SIGKILL when the first chunk has come."""
+    """Ray's executor; a worker, at work if one is, is killed with SIGKILL when the first chunk has come."""
 
     killed: list
 
@@ -49,20 +48,16 @@ class Kills:
         for chunk, made in Ray(workers=2).parts(job, chunks):
             yield chunk, made
             if not self.killed:
-                self.killed.append(at_work()[0])
+                self.killed.append(workers()[0])
                 os.kill(self.killed[0], signal.SIGKILL)
 
 
-def at_work():
-    """The processes of this cluster's actors that compute a chunk now; Ray names them after what they do."""
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        ours = {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
-        found = [pid for pid, (parent, words) in processes().items() if parent in ours and "_Actor.part" in words]
-        if found:
-            return found
-        time.sleep(0.005)
-    raise AssertionError("no worker was at work")
+def workers():
+    """The processes of this cluster's actors, those first that compute a chunk; Ray names them after what they do."""
+    found = processes()
+    ours = {pid for pid, (parent, _) in found.items() if parent == os.getpid()}
+    named = [(words, pid) for pid, (parent, words) in found.items() if parent in ours and "ray::_Actor" in words]
+    return [pid for _, pid in sorted(named, reverse=True)]
 
 
 def processes():

@@ -139,6 +139,10 @@ def test_a_changed_byte_is_found(slash_result, tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(OutputError, match=r"damaged|cannot be read"):
         ma.load_result(tmp_path / name)
+    if name.endswith(".nc"):
+        path.write_bytes(content[:-1])
+        with pytest.raises(OutputError, match="its checksum is another"):
+            ma.load_result(path)
 
 
 @pytest.mark.parametrize("change", ["values", "shape", "attribute", "provenance"])
