@@ -15,10 +15,12 @@ figures: .venv/installed
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about 15 seconds)."
 	$(BIN)/mechattn figures --out out/figures
 
+# Two processes of one thread each: faster than one of two, as toys are small.
 test: .venv/installed
 	@echo "Shapes and types of the tensor code are checked at run time in all tests but those of bad input."
-	$(BIN)/python -m pytest --ignore tests/bad_input --ignore tests/compat --jaxtyping-packages=$(CHECKED),beartype.beartype
-	$(BIN)/python -m pytest tests/bad_input
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/bad_input --ignore tests/compat \
+	  --jaxtyping-packages=$(CHECKED),beartype.beartype
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/bad_input
 
 # It runs on the same torch and transformers, so it needs no second environment, only a place on the path.
 test-compat: .venv/installed

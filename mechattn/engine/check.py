@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from difflib import get_close_matches
 from typing import Any
 
-from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.analysis import Analysis, CaptureAnalysis
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, PromptError, PromptTooLong
@@ -36,6 +37,26 @@ def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
     if not made or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
     return made
+
+
+def check_captures(model: Any, analyses: Seq[Analysis], layers: Seq[int]) -> None:
+    """Every hook that an analysis captures is there in every layer.
+
+    Raises:
+        OptionError: One is not, with its nearest neighbour.
+    """
+    known = model.hook_dict if any(isinstance(analysis, CaptureAnalysis) for analysis in analyses) else {}
+    for analysis in analyses:
+        for name in analysis.captures if isinstance(analysis, CaptureAnalysis) else ():
+            missing = [layer for layer in layers if f"blocks.{layer}.{name}" not in known]
+            if missing:
+                prefix = f"blocks.{missing[0]}."
+                near = get_close_matches(name, [k.removeprefix(prefix) for k in known if k.startswith(prefix)], 1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise OptionError(
+                    f"{analysis.name} captures {name!r}, which layer {missing[0]} of {model.cfg.model_name} doesn't "
+                    f"have{hint}; model.hook_dict lists what there is"
+                )
 
 
 def check_sequences(

@@ -10,7 +10,14 @@ from functools import partial
 from typing import Any
 
 from mechattn.analysis.analysis import Analysis, Calibrates
-from mechattn.engine.check import check_interventions, check_sequences, check_variants, with_baseline, with_names
+from mechattn.engine.check import (
+    check_captures,
+    check_interventions,
+    check_sequences,
+    check_variants,
+    with_baseline,
+    with_names,
+)
 from mechattn.engine.collect import Collector, Positions, TakesValues
 from mechattn.engine.describe import described, sequences_dataset
 from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
@@ -60,6 +67,7 @@ class Plan:
         found = [
             a.calibrated(self.model, self.layers, measured) if isinstance(a, Calibrates) else a for a in self.analyses
         ]
+        check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.engine)
         return Ready(replace(self, analyses=found), forward, why)
 

@@ -38,7 +38,7 @@ class View:
         script = f"<script>{view_script(self.script)}</script>" if self.script else ""
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention</title>'
-            f"<style>body {{ font-family: {FONT}; color-scheme: light dark }}</style></head>"
+            f"<style>:root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}</style></head>"
             f"<body>{script}{self.body}</body></html>"
         )
 

@@ -1,9 +1,13 @@
 """Focus, updates, sinks and scores: what cannot be measured is said in words, before the model runs."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 import mechattn as ma
+from mechattn.analysis.analysis import Quantity
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
 from mechattn.model.architectures import tiny_model
 
@@ -114,3 +118,30 @@ def test_an_evaluation_without_log_probabilities(toy, tmp_path):
         with pytest.raises(OptionError, match="give"):
             call()
     assert issubclass(OptionError, MechattnError)
+
+
+@dataclass(frozen=True)
+class _Misspelt:
+    """An analysis of one's own whose hook doesn't exist."""
+
+    name: str = "misspelt"
+    captures: tuple[str, ...] = ("hook_resid_pree",)
+    options: Mapping[str, object] = field(default_factory=dict)
+    quantities: Mapping[str, Quantity] = field(default_factory=lambda: {"norm": Quantity((), "norm", "a norm")})
+
+    def problem(self, sequence):
+        return None
+
+    def start(self, batch, heads):
+        return {}
+
+    def add_captures(self, sums, captures):
+        raise AssertionError("the model ran")
+
+    def values(self, sums):
+        return {}
+
+
+def test_a_misspelt_hook_is_refused(no_forward):
+    with pytest.raises(OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"):
+        ma.run(no_forward, PROMPT, analyses=_Misspelt(), progress=False)
