@@ -10,6 +10,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.engine.ray import Ray
+from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.results.schema import digest
 
 ray = pytest.importorskip("ray")

@@ -1,0 +1,111 @@
+"""Bytes and seconds of a large run, from the shapes that the code stores and a few constants, as a table.
+
+    python experiments/benchmarks/growth.py
+
+``tests/distributed/test_growth.py`` compares the bytes with those of real results, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+
+RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
+PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
+GPUS = 8
+PART_SECONDS = 0.02  # to read a part of a toy (0.014 measured on a busy core); the rest grows with its bytes
+PART_RATE = 1.1e8  # bytes a second that are read, checked and merged (measured, 360 MiB in 3 parts, a busy core)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What counts of a model."""
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    d_model: int
+
+
+MODELS = (Model("Llama-3.1-8B", 8.0e9, 32, 32, 4096), Model("a 70B (Llama-3.1)", 70.6e9, 80, 64, 8192))
+
+
+def stored_bytes(
+    analyses: Sequence[Any], model: Model, prompts: int, conditions: int, length: int, inserted: int, positions: str
+) -> dict[str, int]:
+    """Bytes of the arrays in memory, by what they are; compression on disk comes on top.
+
+    Args:
+        analyses: Whose quantities are counted.
+        model: Layers and heads.
+        prompts: All of the same length.
+        conditions: With the baseline.
+        length: Tokens of a prompt without insertion.
+        inserted: Tokens that the longest condition inserts.
+        positions: As for ``run``.
+    """
+    sizes = {"head": model.heads, "segment": len(SEGMENTS), "to_segment": len(SEGMENTS), "other_condition": conditions}
+    longest = length + inserted
+    found = {"each prompt's values": 0, "moments by position": 0, "each prompt's positions": 0}
+    for analysis in analyses:
+        sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
+        for quantity in analysis.quantities.values():
+            cells = conditions * model.layers * prod(sizes[dim] for dim in quantity.dims if dim != "key")
+            if "key" not in quantity.dims:
+                wide = 8 if "other_condition" in quantity.dims else 4  # products of changes are summed in float64
+                found["each prompt's values"] += wide * prompts * cells
+                continue
+            found["moments by position"] += 3 * 8 * cells * (longest + length)
+            if positions == "prompts":
+                found["each prompt's positions"] += 4 * prompts * cells * (longest + length)
+    found["the tokens that were read"] = prompts * (3 * 4 * conditions * longest + 8)
+    return found
+
+
+def seconds(model: Model, tokens: float) -> float:
+    """Of all GPUs together: 2 FLOP a parameter and token; at some hundred tokens attention's own adds a percent."""
+    return RATIO * 2 * model.parameters * tokens / (PEAK * SHARE)
+
+
+def main() -> None:
+    """100,000 prompts under 6 conditions."""
+    prompts, conditions, length, inserted = 100_000, 6, 180, 55
+    tokens = prompts * (length + (conditions - 1) * (length + inserted))
+    print(f"{prompts:,} prompts of {length} tokens, {conditions} conditions, five with {inserted} more; {GPUS} GPUs\n")
+    print("| | " + " | ".join(model.name for model in MODELS) + " |\n|---|" + "---|" * len(MODELS))
+    sets = {
+        "ReceivedAttention": [ma.ReceivedAttention()],
+        "… and AffineShift, MlpActivations, AttentionFocus": [
+            ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(),
+        ],
+    }  # fmt: skip
+    row("GPU hours", [seconds(model, tokens) / 3600 for model in MODELS], "{:.1f} h")
+    row(f"on {GPUS} GPUs", [seconds(model, tokens) / 3600 / GPUS for model in MODELS], "{:.1f} h")
+    for name, analyses in sets.items():
+        counted = [stored_bytes(analyses, m, prompts, conditions, length, inserted, "prompts") for m in MODELS]
+        for part in counted[0]:
+            row(f"{name}: {part}", [count[part] / 2**30 for count in counted], "{:.3g} GiB")
+    for chunk in (64, 1024):
+        for name, analyses in sets.items():
+            parts = [
+                sum(stored_bytes(analyses, m, chunk, conditions, length, inserted, "moments").values()) for m in MODELS
+            ]
+            chunks = prompts / chunk
+            row(f"{name}: a part of {chunk} prompts", [size / 2**20 for size in parts], "{:,.0f} MiB")
+            row("all parts", [size * chunks / 2**30 for size in parts], "{:,.0f} GiB")
+            row("merging them", [chunks * (PART_SECONDS + size / PART_RATE) / 60 for size in parts], "{:.0f} min")
+
+
+def row(name: str, values: list[float], form: str) -> None:
+    """A line of the table."""
+    print(f"| {name} | " + " | ".join(form.format(value) for value in values) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The bytes that are foretold for a large run are those of a small one."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import mechattn as ma
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "benchmarks" / "growth.py"
+
+
+@pytest.fixture(scope="module")
+def growth():
+    spec = importlib.util.spec_from_file_location("growth", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["growth"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("positions", ["moments", "prompts"])
+def test_the_bytes_are_those_of_a_result(growth, toy, positions):
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus()]
+    tokens = torch.arange(5, 5 + 3 * 20).reshape(3, 20)  # prompts of one length
+    tokens[:, 0] = toy.tokenizer.bos_token_id
+    conditions = {"slash": ma.MeaninglessTokens(count=7, place="start")}
+    result = ma.run(toy, tokens, conditions, analyses, positions=positions, progress=False)
+    real = sum(
+        dataset[name].nbytes
+        for dataset in result.datasets.values()
+        for name in dataset
+        if dataset[name].dtype.kind in "fi"
+    )
+    model = growth.Model("toy", 1e6, toy.cfg.n_layers, toy.cfg.n_heads, toy.cfg.d_model)
+    foretold = growth.stored_bytes(analyses, model, 3, 2, 20, 7, positions)
+    assert sum(foretold.values()) == real
+
+
+def test_the_table_is_written(growth, capsys):
+    growth.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("| on 8 GPUs | ") for line in lines)
