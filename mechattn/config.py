@@ -276,6 +276,11 @@ def _check_figures(config: Config) -> None:
         for name in ("layer", "head"):
             if not isinstance(shown.get(name, 0) or 0, int):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
+        for name in ("condition", "reading"):
+            if not isinstance(shown.get(name) or "", str):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
+        if not all(isinstance(name, str) for name in shown.get("conditions") or []):
+            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")
         for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
             if name not in conditions and name != BASELINE:
                 raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
@@ -300,7 +305,7 @@ def _check_names(figure: Figure, where: str) -> None:
 def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
     if "reading" in shown:
-        if shown["reading"] not in _READINGS:
+        if not isinstance(shown["reading"], str) or shown["reading"] not in _READINGS:
             raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(_READINGS)}")
         return [_READINGS[shown["reading"]]]
     if "quantity" not in shown:

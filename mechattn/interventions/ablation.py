@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +18,8 @@ from mechattn.model.head_outputs import changing_z, check_layers, heads_of
 @dataclass(frozen=True)
 class HeadMeans:
     """Each head's output before W_O, its mean over the tokens of some prompts; see :func:`mechattn.head_means`."""
+
+    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}  # a config can name HeadAblation, without means
 
     by_layer: Mapping[int, Float[Tensor, "head d_head"]]
     prompts: int

@@ -3,6 +3,7 @@
 import pytest
 
 import mechattn as ma
+from mechattn.config import read_config
 from mechattn.errors import MechattnError, OptionError, PromptError
 from mechattn.from_config import run_from_config
 
@@ -64,3 +65,23 @@ def test_keys_of_a_config(tmp_path, keys, message):
     path.write_text("\n".join(lines))
     with pytest.raises(MechattnError, match=message):
         run_from_config(path)
+
+
+@pytest.mark.parametrize("keys", ["condition = ['slash']", "reading = []", "reading = {}", "condition = {a = 1}"])
+def test_a_list_where_a_figure_takes_one_name(tmp_path, keys):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
+        f"[[analyses]]\nkind = 'HeadUpdates'\n[[figures]]\nkind = 'update_map'\n{keys}\n"
+    )
+    with pytest.raises(OptionError, match=r"figures\[0\]\.(condition|reading) = "):
+        run_from_config(path)
+
+
+def test_a_config_can_ablate_heads(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
+        "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
+    )
+    assert "heads=((0, 1),)" in repr(read_config(path).made_conditions()["off"])
