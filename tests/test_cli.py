@@ -84,7 +84,7 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 40\n'
+        'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 160\n'
         '[output]\nresult = "r.zarr"\n'
     )
     command = [sys.executable, "-c", "from mechattn.cli import main; main()", "run", str(config), "--shard", "1/2"]
@@ -95,14 +95,14 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert re.search(r"mechattn: stopped; \d+ of 10 chunks are done and kept in .*: the same command goes on", said)
+    assert re.search(r"mechattn: stopped; \d+ of 40 chunks are done and kept in .*: the same command goes on", said)
     assert "Traceback" not in said
     for shard in ("1/2", "2/2"):
         done = mechattn("run", config, "--shard", shard, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     done = mechattn("merge", "all.nc", "r-2-of-2.zarr", "r-1-of-2.zarr", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "all.nc")["sequences"].prompt.values.tolist() == [str(i) for i in range(40)]
+    assert ma.load_result(tmp_path / "all.nc")["sequences"].prompt.values.tolist() == [str(i) for i in range(160)]
     again = mechattn("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr", cwd=tmp_path)
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
