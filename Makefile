@@ -12,7 +12,7 @@ CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model
 .PHONY: figures test test-compat fuzz lint docs cards bench lock clean
 
 figures: .venv/installed
-	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about 15 seconds)."
+	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
 # Two processes of one thread each: faster than one of two, as toys are small.
@@ -53,7 +53,7 @@ bench: .venv/installed
 
 .venv/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; say which one: make PYTHON=python3.12 …")'
-	@echo "Creating the environment in .venv (some minutes; about 1.5 GB with the CPU build of torch)."
+	@echo "Creating the environment in .venv (some minutes; about 2.6 GB with the CPU build of torch)."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .

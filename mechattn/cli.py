@@ -15,6 +15,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          is the hooked model the model?
   mechattn run experiments/gsm8k/config.toml          a whole experiment from a file
+  mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
   mechattn evaluate CONFIG.toml                       does it change the answers?
   mechattn show RESULT.zarr                           what a stored result holds, in the terminal
   mechattn report RESULT.zarr                         the same as a page with figures

@@ -89,10 +89,10 @@ def _sections(
     short = {"slash": MeaninglessTokens("/", count=VIEW_TOKENS)}
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
     one = run(hooked, shortest, short, [AttentionMap()], layers=layer, seed=seed, progress=False)
-    note = f"The shortest of the prompts with {VIEW_TOKENS} inserted tokens. Click a head to enlarge it."
-    sections.append(
-        view_section(attention_pattern(one, layer, heads, "slash"), f"{name}: one prompt's attention", note)
-    )
+    with_them = f"with {VIEW_TOKENS} “/”, so that the cells can be seen"
+    note = f"The shortest of the prompts {with_them}. Click a head to enlarge it."
+    title = f"{name}: one prompt's attention, {VIEW_TOKENS} “/”"
+    sections.append(view_section(attention_pattern(one, layer, heads, "slash"), title, note))
     difference = pattern_difference(one, layer, heads)
     note = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
-    return [*sections, view_section(difference, f"{name}: how one prompt's attention changes", note)]
+    return [*sections, view_section(difference, f"{name}: how {VIEW_TOKENS} “/” change one prompt's attention", note)]

@@ -80,7 +80,8 @@ def drawn_section(
     """
     figure = draw(results, **options)
     of = [results] if isinstance(results, Result) else list(results)
-    title = figure.layout.title.text.split("<br>")[0]
+    title, _, under = figure.layout.title.text.partition("<br>")  # the first line is the section's heading
+    figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by the data" if isinstance(options["heads"], int) else "heads chosen by hand"
         title += f", layer {options['layer']}, {how}, condition “{of[0].condition(options.get('condition'))}”"

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mechattn import render
+from mechattn.errors import OptionError
 from mechattn.page import flat, results_page, verdicts
+from mechattn.render.received_attention import check_heads
 from mechattn.results.result import Result
 from mechattn.results.storage import check_writable, load_result
 
@@ -38,6 +40,10 @@ def report(
     results = [load_result(place) for place in places]
     for result in results:
         result.condition()  # refuses a result of the baseline alone
+        measured, count = result.provenance["measured_layers"], int(result.provenance["model"]["heads"])
+        if layer is not None and layer not in measured:
+            raise OptionError(f"layer {layer} was not measured; the result has {measured}")
+        check_heads([0] if isinstance(heads, int) else heads, count)
     missing: list[str] = []
     results_page(results, out, figures_of(results[0], layer, heads), command, missing)
     return missing
@@ -77,8 +83,11 @@ def summary(result: Result) -> str:
     lines = [repr(result), "", *verdicts(result), ""]
     for name, dataset in result.datasets.items():
         lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")
-        for quantity, variable in dataset.items():
-            units = f" ({variable.attrs['units']})" if "units" in variable.attrs else ""
-            lines.append(f"  {quantity}{units}: {', '.join(map(str, variable.dims))}")
+        for quantity in sorted(map(str, dataset)):
+            if not quantity.endswith(("_variance", "_n")):  # over prompts, beside each mean
+                about = dataset[quantity].attrs
+                units = f" ({about['units']})" if "units" in about else ""
+                what = f": {about['description']}" if "description" in about else ""
+                lines.append(f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}")
     lines += ["", *(f"{name}: {value}" for name, value in flat(result.provenance))]
     return "\n".join(lines)

@@ -134,7 +134,7 @@ def test_show_and_report(slash_result, tmp_path):
     slash_result.save(tmp_path / "r.zarr")
     shown = mechattn("show", tmp_path / "r.zarr").stdout
     assert ma.render.verdict_words(slash_result) in shown
-    assert "received_by_segment (probability): prompt, condition, layer, head, segment" in shown
+    assert "received_by_segment (probability) [prompt, condition, layer, head, segment]: " in shown
     done = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "a" / "page.html").read_text()
@@ -149,6 +149,11 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Not shown: change_map: " in done.stderr
     assert "no verdict, since" in (tmp_path / "page.html").read_text()
+    before = (tmp_path / "page.html").read_bytes()
+    refused = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html", "--layer", 9)
+    assert refused.returncode == 2
+    assert "layer 9 was not measured" in refused.stderr
+    assert (tmp_path / "page.html").read_bytes() == before, "a wrong option leaves the page as it was"
     missing = mechattn("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
     assert missing.returncode == 2
     assert "there is no stored result at" in missing.stderr

@@ -53,3 +53,9 @@ def test_what_verify_is_said_to_print():
         )
     mended = next(line for line in quoted.splitlines() if line.startswith("mended"))
     assert mended.removesuffix(" …") in report
+
+
+def test_nothing_was_left_to_be_filled_in():
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"@[A-Z]+@|<<<<<<<|>>>>>>>|TODO", text), path

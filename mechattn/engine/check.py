@@ -24,15 +24,21 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
     given = dict(conditions or {})
     for name, condition in given.items():
         if not callable(getattr(condition, "apply", None)):
-            raise OptionError(f"the condition {name!r} is a {type(condition).__name__}; give MeaninglessTokens(…), say")
+            what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
+            hint = what or "ma.MeaninglessTokens(…), say"
+            raise OptionError(f"the condition {name!r} is of type {type(condition).__name__}; give {hint}")
     return {BASELINE: given.pop(BASELINE, Baseline()), **given}
 
 
 def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
     """The analyses, one at least, each name once."""
-    if isinstance(analyses, Analysis):
-        analyses = [analyses]
+    if isinstance(analyses, (Analysis, str, type)):
+        analyses = [analyses]  # a text or a class is refused below
     made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
+    for given in made:
+        if isinstance(given, type) or not isinstance(given, Analysis):
+            what = given.__name__ if isinstance(given, type) else repr(given)
+            raise OptionError(f"analyses holds {what}, which is no analysis; give ma.ReceivedAttention(), say, with ()")
     names = [analysis.name for analysis in made]
     if not made or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")

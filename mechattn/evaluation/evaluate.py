@@ -235,7 +235,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
         lines = path.read_bytes().rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
-        raise OutputError(f"{path} is no evaluation: {error}") from None
+        reason = "its first line says not where it comes from" if isinstance(error, KeyError) else error
+        raise OutputError(f"{path} is no evaluation: {reason}; give another name, or move it away") from None
     found: dict[Key, Answered] = {}
     for number, line in enumerate(lines[1:], 2):
         try:

@@ -50,12 +50,17 @@ class Answered:
     logprob: float = float("nan")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """All answers of a run, and where they come from."""
 
     answers: tuple[Answered, ...]
     provenance: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        right = ", ".join(f"{name} {100 * self.right(name).mean():.1f} %" for name in self.conditions)
+        problems = len({answer.prompt for answer in self.answers})
+        return f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
 
     @property
     def conditions(self) -> list[str]:

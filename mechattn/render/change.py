@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, headed, model_caption, quantity_words
-from mechattn.render.words import change_words, says
+from mechattn.render.words import change_words, percent, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def change_map(
     result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
-    """Layer × head: how far a quantity changed beyond its null; a dot where Benjamini-Hochberg q < 0.05 over the map.
+    """Layer × head: the change of a quantity less that of its null; a dot where q < 0.05 (Benjamini-Hochberg, the map).
+
+    Red: it rose more, or fell less, than the null; blue: it fell further, or rose less.
 
     Args:
         result: A result.
@@ -46,16 +48,21 @@ def change_map(
     )
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
-    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change beyond the null"
+    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change relative to its null"
     figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
     far = table.loc[table.beyond.abs().idxmax()]
+    parts = [far.difference, far.low, far.high, far.null]
+    if table.scale.iloc[0] == "log-ratio":
+        value, low, high, null = (percent(np.expm1(part)) for part in parts)
+    else:
+        value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     return says(
         figure,
-        f"{int(sure.values.sum())} of {sure.size} heads differ from the null at q < 0.05. The one furthest from it is "
-        f"layer {far.layer:.0f} head {far['head']:.0f}: {far.difference:+.3f} [{far.low:+.3f}, {far.high:+.3f}], null "
-        f"{far.null:+.3f} ({far.scale}). It was chosen for its size, so its interval is too short.",
+        f"{int(sure.values.sum())} of {sure.size} heads differ from the null at q < 0.05. Furthest from it is layer "
+        f"{far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}], null {null}; it was picked as the largest "
+        f'of {sure.size}, so its interval is too optimistic (select="half" gives an honest one).',
     )
 
 
@@ -71,7 +78,7 @@ def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str)
         customdata=np.dstack([wide["difference"].values, wide["q"].values]),
         hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
         "<br>q = %{customdata[1]:.2g}<extra></extra>",
-        colorbar=dict(title=unit),
+        colorbar=dict(title=f"{unit}<br>less null"),
     )  # fmt: skip
     layer, head = np.nonzero(sure.values)
     marks = go.Scatter(

@@ -48,6 +48,8 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made.data = []
     made.add_traces([_recoloured(trace.to_plotly_json()) for trace in figure.data])  # arrays stay arrays in this one
     made.layout.shapes = [_recoloured(shape.to_plotly_json()) for shape in figure.layout.shapes]
+    title = title or bool(figure.layout.sliders)  # which says what the slider showed
+    made.layout.sliders = None
     width, height = _INCHES[column] * _PIXELS, max(230.0, 0.72 * (figure.layout.height or 450))
     legend = dict(orientation="h", x=1, xanchor="right", y=1, yref="container", yanchor="top", font_size=size)
     made.update_layout(

@@ -32,7 +32,8 @@ def received_attention(
 ) -> go.Figure:
     """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
 
-    Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded.
+    Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded. Dotted:
+    what uniform attention would give, as some of the fall is there by definition.
     Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than half of the prompts have, or
     fewer than 10 of them (all, below 10 prompts), is hidden.
 
@@ -74,12 +75,35 @@ def received_attention(
             colour = WITHOUT if name == BASELINE else WITH
             for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
+            null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
+            figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
     _label(figure, len(heads), span, words)
-    over = f"mean over {len(shown)} prompts, bands: pointwise 95 % intervals; heads {how}{where}"
+    over = f"mean over {len(shown)} prompts, pointwise 95 % bands; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
     change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
-    return says(figure, f"The question's tokens receive {change} in {which} with “{condition}”." if change else "")
+    words = (
+        f"Attention received by the question's tokens in {which} with “{condition}”: {change}, {len(shown)} prompts."
+    )
+    return says(figure, words if change else "")
+
+
+def _null_line(
+    dataset: xr.Dataset, quantity: str, condition: str, layer: int, prompts: np.ndarray, keys: np.ndarray,
+    label: str, colour: str,
+) -> go.Scatter:  # fmt: skip
+    """What every head would give these keys if it attended uniformly, dotted: no change is surprising without it."""
+    import plotly.graph_objects as go
+
+    name = quantity.replace("received", "received_uniform", 1)
+    if len(prompts) < dataset.sizes["prompt"]:
+        values = dataset[f"{name}_per_prompt"].isel(prompt=prompts).mean("prompt")
+    else:
+        values = dataset[name]
+    return go.Scatter(
+        x=keys, y=values.sel(condition=condition, layer=layer).values[keys], name=f"uniform, {label}", mode="lines",
+        line=dict(color=colour, width=1.3, dash="dot"), legendgroup=f"uniform, {label}", hovertemplate="%{y:.4f}",
+    )  # fmt: skip
 
 
 def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words: str) -> None:
@@ -137,12 +161,17 @@ def verdict_words(
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment)
     beside = "" if control is None else _control_words(result, control, segment)
+    beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. {verdict.n} prompts; {int(verdict.beyond.sum())} of "
-        f"{verdict.beyond.size} heads fall further than the uniform null, {int(verdict.above.sum())} less far "
-        "(q < 0.05)."
+        f"attention {percent(verdict.null.estimate)}. Mean over {_heads_words(result)}, {verdict.n} prompts; {beyond} "
+        f"of {verdict.beyond.size} heads fall further than the uniform null, {above} less far (q < 0.05)."
     )
+
+
+def _heads_words(result: Result) -> str:
+    sizes = result[NAME].sizes
+    return f"{sizes['layer']} layers × {sizes['head']} heads"
 
 
 def matched_control(result: Result, condition: str) -> str | None:

@@ -29,8 +29,8 @@ def headed(top: int, height: int) -> dict:
         height: Of the figure, in pixels.
     """
     return LAYOUT | {
-        "title": dict(x=0.03, y=1 - 14 / height, yanchor="top"),
-        "legend": dict(orientation="h", x=0.03, xref="container", y=1 - 62 / height, yref="container", yanchor="top"),
+        "title": dict(x=0.03, y=1 - 20 / height, yanchor="top"),
+        "legend": dict(orientation="h", x=0.03, xref="container", y=1 - 66 / height, yref="container", yanchor="top"),
         "margin": dict(l=80, r=20, t=top, b=60),
         "height": height,
     }

@@ -67,10 +67,10 @@ def compare(
         "segment": segment or "all",
         "family": f"{int(cells.sum())} tests: {' × '.join(map(str, difference.dims[1:]))}",
         "null": "uniform attention" if null is not None else "no difference",
-        "smallest_q": 2.0 ** (1 - numbers.n) if numbers.n <= 12 else 0.0,
+        "smallest_q": max(2.0 ** (1 - numbers.n), 0.0 if numbers.n <= 12 else 1 / (resamples + 1)),
         "level": level,
         "select": select or "none",
-        "models": f"{_model(result)}, {_model(other)}",
+        "models": ", ".join(sorted({_model(result), _model(other)})),
     }
     return table
 
@@ -115,7 +115,9 @@ def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndar
     index = np.argwhere(cells)
     labels = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
     made = pd.DataFrame(labels | means | {name: getattr(numbers, name) for name in _COLUMNS})
-    return made.assign(n=numbers.n)
+    made = made.assign(n=numbers.n)
+    first = [*labels, "difference", "low", "high", "null", "q", "n"]  # what a table that is cut off should still show
+    return made[[*first, *(name for name in made if name not in first)]]
 
 
 def overall_change(

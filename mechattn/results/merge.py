@@ -36,6 +36,9 @@ def merge_results(results: Seq[Result]) -> Result:
     """
     if not results:
         raise OptionError("there are no results to merge; give one at least")
+    for result in results:
+        if not isinstance(result, Result):
+            raise OptionError(f"{result!r} is no result; load it first: ma.load_result({str(result)!r})")
     if len(results) == 1:
         return results[0]
     results = sorted(results, key=lambda result: _keys(result)[0])

@@ -103,7 +103,10 @@ def load_result(path: str | Path) -> Result:
     place = as_place(path)
     is_file = Path(str(place)).suffix == ".nc"
     if isinstance(place, Path) and not (place.is_file() if is_file else (place / "zarr.json").exists()):
-        raise OutputError(f"there is no stored result at {path}")
+        within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
+        hint = f"; there is {', '.join(within)} in it" if within else ""
+        there = ": what is there is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
+        raise OutputError(f"there is no stored result at {path}{there}{hint}")
     if isinstance(place, Path) and is_file:
         _check_netcdf()
         _check_seal(place)

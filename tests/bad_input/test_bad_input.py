@@ -467,3 +467,23 @@ def _inline(value):
     if isinstance(value, list):
         return "[" + ", ".join(map(_inline, value)) + "]"
     return json.dumps(value)
+
+
+@pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention, [ma.ReceivedAttention], [3]])
+def test_what_is_no_analysis(no_forward, given):
+    with pytest.raises(OptionError, match=r"which is no analysis; give ma\.ReceivedAttention\(\), say, with \(\)"):
+        ma.run(no_forward, "Tom has 3 apples.", analyses=given, progress=False)
+
+
+def test_an_intervention_in_the_place_of_a_condition(no_forward):
+    with pytest.raises(OptionError, match=r"give ma\.Baseline\(intervention=ma\.ARM\(…\)\)"):
+        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.ARM()}, progress=False)
+
+
+def test_a_path_in_the_place_of_a_result(toy, tmp_path):
+    result = ma.run(toy, "Tom has 3 apples.", progress=False)
+    with pytest.raises(OptionError, match=r"load it first: ma\.load_result\('r\.zarr'\)"):
+        result.merge("r.zarr")
+    result.save(tmp_path / "r.zarr")
+    with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
+        ma.load_result(tmp_path)

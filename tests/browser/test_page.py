@@ -64,7 +64,11 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     assert page.locator(".tokens .inserted").count() == 55 + 1  # the key names the segment too
     assert page.locator(".js-plotly-plot .scatterlayer path.js-line").count() >= 9
     assert "L0H1" in page.locator(".view").inner_text()
-    assert page.locator("figcaption").first.inner_text().startswith("The question's tokens receive −")
+    assert (
+        page.locator("figcaption")
+        .first.inner_text()
+        .startswith("Attention received by the question's tokens in layer 0 heads")
+    )
     assert len(set(page.screenshot())) > 50
 
 

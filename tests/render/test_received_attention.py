@@ -17,14 +17,31 @@ def lines(figure):
 def test_lines_are_the_means_over_prompts(slash_result):
     figure = ma.render.received_attention(slash_result, layer=1, heads=[2, 5, 7])
     dataset = slash_result["received_attention"].sel(layer=1, head=5)
-    top = [t for t in lines(figure) if t.xaxis == "x2"]
+    top = [t for t in lines(figure) if t.xaxis == "x2" and t.line.dash is None]
     assert [t.name for t in top] == ["w/o Meaningless tokens", "w/ Meaningless tokens"]
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
         np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
-    assert len(lines(figure)) == 3 * 3
+    assert len(lines(figure)) == 2 * 3 * 3, "each line and its null"
     assert "toy, 1.0 M parameters" in figure.layout.title.text
     assert "pointwise" in figure.layout.title.text
+
+
+def test_uniform_attention_is_drawn_beside_each_line(slash_result):
+    """A loop: a key that q ≥ k can see among q + 1 keys gets 1 / (q + 1) from each original query after it."""
+    figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
+    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, w/ Meaningless tokens")
+    origin = slash_result["sequences"].origin.sel(condition="slash").values
+    each = []
+    for row in origin:
+        places = [at for at, where in enumerate(row) if where >= 0]
+        each.append({int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan]) for k in places})
+    for x, y in zip(null.x, null.y, strict=True):
+        assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
+    half = ma.render.received_attention(slash_result, layer=0, heads=1)
+    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, w/ Meaningless tokens")
+    for x, y in zip(null.x, null.y, strict=True):
+        assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
 
 
 def test_bands_are_t_intervals(slash_result):
