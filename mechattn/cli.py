@@ -66,7 +66,7 @@ def figures(
     for name in models:
         model_place(name)  # a name that is nothing is refused before anything is said
     toys = all(name.startswith("toy:") for name in models)
-    takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU minutes for a model of billions of parameters"
+    takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU tens of minutes for billions of parameters"
     typer.echo(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
     typer.echo(f"Open {page} in a browser; it needs no network.")
