@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -88,7 +89,9 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
         '[output]\nresult = "r.zarr"\n'
     )
     command = [sys.executable, "-c", "from mechattn.cli import main; main()", "run", str(config), "--shard", "1/2"]
-    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A shell that starts the tests in the background lets them ignore SIGINT, and what they start inherits that.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     until = time.monotonic() + 120
     while not list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip")) and time.monotonic() < until:
         time.sleep(0.002)
