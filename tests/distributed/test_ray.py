@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import ray
 
 import mechattn as ma
 from mechattn.engine.ray import Ray
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.results.schema import digest
-
-ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")

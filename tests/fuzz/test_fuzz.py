@@ -157,8 +157,10 @@ def test_the_good_config_is_read(tmp_path):
 @fuzz
 @given(text=TEXT | st.from_regex(r"-?\d+/?\d*[KMG]?iB?"))
 def test_small_languages(text):
-    for parse in (parse_shard, memory_bytes):
-        refused_or(parse, text)
+    shard, budget = refused_or(parse_shard, text), refused_or(memory_bytes, text)
+    assert shard is None or 1 <= shard[0] <= shard[1], "a share that there is"
+    assert budget is None or budget >= 0
+    assert shard is None or budget is None, "nothing is both"
 
 
 LINE = st.one_of(
