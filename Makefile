@@ -47,7 +47,7 @@ cards: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target out/bench \
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
-	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384
+	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384 --out out/bench.md
 	$(BIN)/python experiments/benchmarks/generate.py
 	$(BIN)/python experiments/benchmarks/workers.py
 

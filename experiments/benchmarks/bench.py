@@ -1,9 +1,9 @@
 """The cost of received attention of every layer and head: this library's engines, their limit, and their peers.
 
-One process, interleaved runs after a warm-up, medians; the peak memory of each in a process of its own. The limit is a
-plain forward pass of transformers with SDPA, without cache and with the logits of one position.
+One process, interleaved runs after a warm-up, medians of ratios with intervals; the peak memory of each in a process of
+its own. The limit is a plain forward pass of transformers with SDPA, without cache and with the logits of one position.
 
-    python experiments/benchmarks/bench.py --out experiments/benchmarks/2026-11-21-cpu.md
+    python experiments/benchmarks/bench.py --out experiments/benchmarks/2026-11-22-cpu.md
     python experiments/benchmarks/bench.py --lengths 256 1024 --kv-heads 12 --engines sdpa streaming
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import binom
 
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
@@ -243,26 +244,46 @@ def needs(name: str, length: int, shape: str) -> float:
     return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
 
 
-def times(args: argparse.Namespace) -> tuple[dict[tuple[str, int], float], dict[int, int]]:
-    """Median seconds by way and length, and the number of runs by length: more where a run is short."""
-    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
-    ways = {
-        name: run for name, run in ways.items() if not args.engines or any(e in name for e in [*args.engines, LIMIT])
-    }
-    found: dict[tuple[str, int], float] = {}
-    counts: dict[int, int] = {}
-    for length in args.lengths:
-        batch = batch_of(length, args.device)
-        fit = {name: run for name, run in ways.items() if needs(name, length, args.shape) < args.memory * 2**30}
-        taken: dict[str, list[float]] = {name: [] for name in fit}
-        while len(taken[LIMIT]) <= args.runs or (len(taken[LIMIT]) < 30 and sum(map(sum, taken.values())) < args.least):
-            for name, run in fit.items():
-                taken[name].append(seconds(run, batch))
-        counts[length] = len(taken[LIMIT]) - 1
-        for name, some in taken.items():
-            found[name, length] = statistics.median(some[1:])
-            print(f"{length:6} {name:40} {found[name, length]:8.3f} s", flush=True)
-    return found, counts
+Ratio = tuple[float, float, float]  # the median and its interval
+
+
+def ratio_to(limit: list[float], taken: list[float]) -> Ratio:
+    """Median of the ratios within each round, and its 95 % interval by order statistics; all of them below 6 rounds."""
+    ratios = sorted(way / best for way, best in zip(taken, limit, strict=False))
+    low = max(int(binom.ppf(0.025, len(ratios), 0.5)), 1) - 1
+    return statistics.median(ratios), ratios[low], ratios[len(ratios) - 1 - low]
+
+
+def settled(found: Ratio) -> bool:
+    """Whether the interval is narrow: ± 0.02, or a tenth of what the way costs beyond the limit."""
+    middle, low, high = found
+    return high - low <= 2 * max(0.02, 0.1 * (middle - 1))
+
+
+def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> tuple[dict[str, Ratio], float, int]:
+    """Each way's ratio to the limit, the seconds of the limit, and the rounds.
+
+    In each round the limit and every way run once, in turn in this order and in the other, so that what else the
+    machine does weighs on all; a way whose interval is narrow sits out.
+    """
+    batch = batch_of(length, args.device)
+    fit = {name: run for name, run in ways.items() if needs(name, length, args.shape) < args.memory * 2**30}
+    for run in fit.values():
+        seconds(run, batch)
+    taken: dict[str, list[float]] = {name: [] for name in fit}
+    found: dict[str, Ratio] = {}
+    began = time.perf_counter()
+    while len(taken[LIMIT]) < args.runs or time.perf_counter() - began < args.most:
+        rounds = len(taken[LIMIT])
+        wide = [name for name in fit if name != LIMIT and (rounds < args.runs or not settled(found[name]))]
+        if not wide:
+            break
+        for name in [LIMIT, *wide][:: -1 if rounds % 2 else 1]:
+            taken[name].append(seconds(fit[name], batch))
+        found |= {name: ratio_to(taken[LIMIT], taken[name]) for name in wide}
+    for name, (middle, low, high) in found.items():
+        print(f"{length:6} {name:60} {middle:.3f} [{low:.3f}, {high:.3f}], {len(taken[name])} runs", flush=True)
+    return found, statistics.median(taken[LIMIT]), len(taken[LIMIT])
 
 
 def peak(args: argparse.Namespace, name: str, length: int) -> tuple[float, float] | None:
@@ -286,13 +307,14 @@ def one(args: argparse.Namespace) -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, taken)
 
 
-def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> str:
+def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict, peaks: dict) -> str:
     """The results as Markdown."""
 
     def ratio(name: str, length: int) -> str:
-        if (name, length) not in found:
+        if name not in found[length]:
             return f"over {args.memory:.0f} GiB"
-        return f"{found[name, length] / found[LIMIT, length]:.2f}"
+        middle, low, high = found[length][name]
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
     def more(name: str, length: int) -> str:
         if (name, length) not in peaks:
@@ -302,10 +324,9 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         (size, taken), limit = peaks[name, length], peaks[LIMIT, length][0]
         return f"{size:,.0f} MiB ({size / limit:.2f}), {taken:.1f} s"
 
-    names = list(dict.fromkeys(name for name, _ in found))
     layers, heads, width = size_of(args.shape)
-    head = "| " + " | ".join(["", *map(str, args.lengths)]) + " |"
-    rule = "|---" * (len(args.lengths) + 1) + "|"
+    head = "| " + " | ".join(["", *(f"{n:,}" for n in found)]) + " |"
+    rule = "|---" * (len(found) + 1) + "|"
     lines = [
         f"{args.shape}: {layers} layers, {heads} query heads, "
         + ("" if args.shape in toy_names() else f"{args.kv_heads} key-value heads, ")
@@ -313,16 +334,17 @@ def table(args: argparse.Namespace, found: dict, counts: dict, peaks: dict) -> s
         f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
         f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
         "",
-        "Time as a ratio to the SDPA forward of the same model in the same process; medians of interleaved runs "
-        f"after a warm-up ({', '.join(map(str, counts.values()))}).",
+        "Time as a ratio to the SDPA forward of the same model in the same round, one process: median over rounds "
+        f"({', '.join(str(rounds) for _, rounds in limits.values())}, after a warm-up) and its 95 % interval. A way "
+        "whose interval is narrow sits the later rounds out.",
         "",
         head,
         rule,
-        *("| " + " | ".join([name, *(ratio(name, n) for n in args.lengths)]) + " |" for name in names if name != LIMIT),
-        "| " + " | ".join([f"{LIMIT}, seconds", *(f"{found[LIMIT, n]:.3g}" for n in args.lengths)]) + " |",
+        *("| " + " | ".join([name, *(ratio(name, n) for n in found)]) + " |" for name in names if name != LIMIT),
+        "| " + " | ".join([f"{LIMIT}, seconds", *(f"{limits[n][0]:.3g}" for n in found)]) + " |",
     ]
     if peaks:
-        head = "| " + " | ".join(["", *map(str, args.peaks)]) + " |"
+        head = "| " + " | ".join(["", *(f"{n:,}" for n in args.peaks)]) + " |"
         about = "Peak memory of a fresh process and its ratio to that of the SDPA forward; seconds of its only run."
         lines += ["", about, "", head, "|---" * (len(args.peaks) + 1) + "|"]
         lines += ["| " + " | ".join([name, *(more(name, n) for n in args.peaks)]) + " |" for name in names]
@@ -357,8 +379,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
-    parser.add_argument("--runs", type=int, default=5, help="runs a length at least")
-    parser.add_argument("--least", type=float, default=60, help="seconds a length; more runs until then, at most 30")
+    parser.add_argument("--runs", type=int, default=5, help="rounds a length at least")
+    parser.add_argument("--most", type=float, default=900, help="seconds a length after which no further round begins")
     parser.add_argument("--memory", type=float, default=12, help="GiB that [query, key] matrices may take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
@@ -369,14 +391,26 @@ def main() -> None:
     if args.one:
         one(args)
         return
-    found, counts = times(args)
-    names = list(dict.fromkeys(name for name, _ in found))
-    fit = [(name, n) for n in args.peaks for name in names if needs(name, n, args.shape) < args.memory * 2**30]
-    peaks = {key: peak(args, *key) for key in fit}
-    text = table(args, found, counts, peaks)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
+    names = [n for n in ways if not args.engines or any(part in n for part in [*args.engines, LIMIT])]
+    found: dict[int, dict[str, Ratio]] = {}
+    limits: dict[int, tuple[float, int]] = {}
+    peaks: dict[tuple[str, int], tuple[float, float] | None] = {}
+
+    def write() -> None:
+        if args.out:  # after each length, so that a killed benchmark leaves what it has measured
+            args.out.write_text(table(args, names, found, limits, peaks))
+
+    for length in args.lengths:
+        found[length], *limit = times(args, {name: ways[name] for name in names}, length)
+        limits[length] = tuple(limit)
+        write()
+    for length in args.peaks:
+        for name in names:
+            if needs(name, length, args.shape) < args.memory * 2**30:
+                peaks[name, length] = peak(args, name, length)
+    write()
+    print(table(args, names, found, limits, peaks))
 
 
 if __name__ == "__main__":

@@ -218,14 +218,17 @@ def forward_to(
     position_ids: Int[Tensor, "batch pos"] | None = None,
     **options: Any,
 ) -> None:
-    """A forward pass that computes nothing after layer ``last``, and logits of one position at most."""
+    """A forward pass that computes nothing after layer ``last``, keeps no keys and values, and logits of one position."""
     if position_ids is not None:
         # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
         options = {"attention_mask": torch.ones_like(tokens)} | options
         options["position_ids"] = position_ids
+    taken = _options_taken(model)
+    if "use_cache" in taken:
+        options["use_cache"] = False
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
-    elif _keeps_logits(model):
+    elif "logits_to_keep" in taken:
         options["logits_to_keep"] = 1
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
@@ -260,7 +263,7 @@ def takes_position_ids(model: Any) -> bool:
     return not torch.equal(*seen)
 
 
-def _keeps_logits(model: Any) -> bool:
-    """Whether the model can be asked for the logits of the last position alone."""
+def _options_taken(model: Any) -> set[str]:
+    """The names of what the forward pass of the model of transformers inside takes; none without such a model."""
     original = getattr(model, "original_model", None)
-    return original is not None and "logits_to_keep" in inspect.signature(original.forward).parameters
+    return set() if original is None else set(inspect.signature(original.forward).parameters)

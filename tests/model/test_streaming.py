@@ -45,6 +45,33 @@ def test_each_family_is_streamed_or_said_not_to_be(family, tokenizer):
     assert state(model) == before
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Falcon-RW (ALiBi)", "GPT-2", "Qwen3-Next (hybrid)"])
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, tokenizer, monkeypatch):
+    """Generation needs them; a forward pass that measures would hold those of every layer, and copy them."""
+    from transformers import cache_utils
+
+    kept = []
+    for kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        update = getattr(cache_utils, kind).update
+
+        def counting(*args, update=update, **kwargs):
+            kept.append(args)
+            return update(*args, **kwargs)
+
+        monkeypatch.setattr(getattr(cache_utils, kind), "update", counting)
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    tokens = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        model(tokens)
+    assert kept, "the model keeps them where nobody says otherwise, so that the test would notice"
+    first = hooks.attention_layers(model)[0]
+    last = model.cfg.n_layers - 1 if layers is None else first
+    kept.clear()
+    hooks.forward_to(model, tokens, last, [])
+    assert not kept
+
+
 def test_gpt_j_would_see_the_future_and_is_noticed(tokenizer):
     """It never asks for the attention function, and gets no mask."""
     model = ma.load_model(tiny_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
