@@ -6,10 +6,11 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from mechattn import config as configs
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.run import run
-from mechattn.from_config import check_enough, file_name
+from mechattn.from_config import check_enough, check_in_model, file_name
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import load_model, model_place
 from mechattn.page import Section, drawn_section, prompt_section, view_section, write_page
@@ -57,6 +58,9 @@ def make_figures(
         check_result_place(place)
     prompts = load_prompts(source, limit=limit, field=field, seed=seed)
     check_enough(len(prompts), 3)
+    shown = configs.Figure.model_validate({"kind": "received_attention", "layer": layer, "heads": list(heads)})
+    for name in models:
+        check_in_model(name, [layer], [shown])
     results: list[Result] = []
     sections: list[Section] = []
     for name, place in places.items():

@@ -15,7 +15,7 @@ from mechattn.engine.job import Job
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.model.load import dtype_named, load_model
+from mechattn.model.load import dtype_named, layers_and_heads, load_model
 from mechattn.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -62,6 +62,8 @@ def run_from_config(
     prompts = load_prompts(**config.prompts.model_dump())
     for section in shown:
         check_enough(len(prompts), section.options.get("heads", [0]) if section.kind == "received_attention" else [0])
+    for name in config.models:
+        check_in_model(name, config.layers, shown)
     written: list[Path | str] = []
     with ExitStack() as stack:  # finished chunks are kept until the page is drawn
         results = []
@@ -134,6 +136,22 @@ def _shown(config: configs.Config) -> list[configs.Figure]:
     options = {"layer": layer, "heads": config.output.heads}
     shown = [{"kind": "received_attention", "condition": name, **options} for name in config.made_conditions()]
     return [configs.Figure.model_validate(section) for section in shown]
+
+
+def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[configs.Figure]) -> None:
+    """The layers and heads that are asked for are there, as far as the config of the model says, before it is loaded.
+
+    Raises:
+        MechattnError: There is no such model, layer or head.
+    """
+    size = layers_and_heads(name)
+    if size is None:
+        return
+    for layer in layers or []:
+        if not 0 <= layer < size[0]:
+            raise OptionError(f"layer {layer} is out of range: {name} has layers 0 to {size[0] - 1}")
+    for section in shown:
+        _check_shown(section, list(layers or range(size[0])), size[1])
 
 
 def _check_all_shown(shown: Seq[configs.Figure], model: Any, layers: list[int]) -> None:

@@ -17,10 +17,14 @@ from mechattn.markup import visible
 from mechattn.render.received_attention import matched_control, received_attention, verdict_words
 from mechattn.render.theme import DARK, faint, model_caption
 from mechattn.render.view import View, in_script, view_script
-from mechattn.render.words import said
+from mechattn.render.words import percent, percent_words, said
 from mechattn.results.result import Result
 
 Row = tuple[str, str]
+VERDICT_COLUMNS = (
+    "model", "condition", "question attention, change", "under uniform attention", "heads further and less far",
+    "prompts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,10 @@ def write_page(
         version=__version__,
         style=_template("page.css"),
         script=_template("page.js").replace("/*COLOURS*/ {}", in_script(json.dumps(_dark()))),
-        verdicts=[words for r in results for words in verdicts(r)[:1]],
-        more_verdicts=[words for r in results for words in verdicts(r)[1:]],
+        verdicts=[words for r in results for words in verdicts(r)[:1]] if len(results) == 1 else [],
+        more_verdicts=[words for r in results for words in verdicts(r)[1:]] if len(results) == 1 else [],
+        verdict_columns=VERDICT_COLUMNS,
+        verdict_rows=[row for r in results for row in verdict_rows(r)] if len(results) > 1 else [],
         strips=[strip_words(result) for result in results],
         sections=sections,
         provenance=[row for result in results for row in flat(result.provenance)]
@@ -220,6 +226,28 @@ def verdicts(result: Result) -> list[str]:
         ]
     except OptionError as error:  # too few prompts for an interval, or no question in every prompt
         return [f"{model_caption(result)}: no verdict, since {error}."]
+
+
+def verdict_rows(result: Result) -> list[tuple[str, ...]]:
+    """The same as rows of a table with the columns ``VERDICT_COLUMNS``, for pages of several models."""
+    model = model_caption(result)
+    if "received_attention" not in result.datasets:
+        return []
+    try:
+        found = {name: result.verdict(name) for name in result.conditions[1:]}
+    except OptionError as error:
+        return [(model, "", f"no verdict, since {error}", "", "", "")]
+    return [
+        (
+            model,
+            name,
+            percent_words(verdict.change),
+            percent(verdict.null.estimate),
+            f"{int(verdict.beyond.sum())} and {int(verdict.above.sum())} of {verdict.beyond.size}",
+            str(verdict.n),
+        )
+        for name, verdict in found.items()
+    ]
 
 
 def strip_words(result: Result) -> str:

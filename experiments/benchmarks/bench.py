@@ -272,9 +272,10 @@ def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> t
         seconds(run, batch)
     taken: dict[str, list[float]] = {name: [] for name in fit}
     found: dict[str, Ratio] = {}
-    began = time.perf_counter()
-    while len(taken[LIMIT]) < args.runs or time.perf_counter() - began < args.most:
-        rounds = len(taken[LIMIT])
+    began = 0.0
+    while (rounds := len(taken[LIMIT])) <= args.runs or time.perf_counter() - began < args.most:
+        if rounds == args.runs:
+            began = time.perf_counter()
         wide = [name for name in fit if name != LIMIT and (rounds < args.runs or not settled(found[name]))]
         if not wide:
             break
@@ -380,7 +381,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
     parser.add_argument("--runs", type=int, default=5, help="rounds a length at least")
-    parser.add_argument("--most", type=float, default=900, help="seconds a length after which no further round begins")
+    parser.add_argument("--most", type=float, default=300, help="seconds a length for further rounds")
     parser.add_argument("--memory", type=float, default=12, help="GiB that [query, key] matrices may take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")

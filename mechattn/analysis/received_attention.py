@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -89,19 +90,20 @@ class ReceivedAttention:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
-        counted, member, known = self._counted(batch), self._members(batch), self._keys(batch)
-        seeing = fn.seeing_queries(counted, window, self.include_self, batch.cut)
         attended = sums["columns"] if self.include_self else sums["columns"] - sums["own"]
-        null = fn.uniform_sums(counted, window, self.include_self, batch.cut)[:, None]
-        null_with_own = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
-        made = {}
-        for suffix, others, every in (("", attended, sums["columns"]), ("_uniform", null, null_with_own)):
-            received = fn.received_attention(others, seeing).masked_fill(~known[:, None], torch.nan)
-            made["received" + suffix] = received
-            made["received_by_segment" + suffix] = fn.segment_mean(received, member)
-            mass = fn.segment_mass(every, member) / counted.sum(-1)[:, None, None]
-            made["mass_by_segment" + suffix] = mass.masked_fill(~member.any(-1)[:, None], torch.nan)
-        return {name: value.squeeze(1) if name.endswith("_uniform") else value for name, value in made.items()}
+        null = _uniform(self, batch, window)
+        return self._means(attended, sums["columns"], null.seeing, batch) | dict(null.values)
+
+    def _means(self, attended: Tensor, columns: Tensor, seeing: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """From sums over queries, without and with a query's own key, to the quantities."""
+        counted, member, known = self._counted(batch), self._members(batch), self._keys(batch)
+        received = fn.received_attention(attended, seeing).masked_fill(~known[:, None], torch.nan)
+        mass = fn.segment_mass(columns, member) / counted.sum(-1)[:, None, None]
+        return {
+            "received": received,
+            "received_by_segment": fn.segment_mean(received, member),
+            "mass_by_segment": mass.masked_fill(~member.any(-1)[:, None], torch.nan),
+        }
 
     def _counted(self, batch: Batch) -> Bool[Tensor, "batch query"]:
         if self.queries == "all":
@@ -118,3 +120,21 @@ class ReceivedAttention:
 
     def _members(self, batch: Batch) -> Bool[Tensor, "batch segment key"]:
         return batch.members() & self._keys(batch)[:, None]
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    """How many counted queries see each key, and the quantities under uniform attention."""
+
+    seeing: Tensor
+    values: Mapping[str, Tensor]
+
+
+@lru_cache(maxsize=4)  # they depend on no attention, so that the layers of a batch share them
+def _uniform(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Uniform:
+    counted, own = analysis._counted(batch), analysis.include_self
+    seeing = fn.seeing_queries(counted, window, own, batch.cut)
+    columns = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
+    attended = columns if own else fn.uniform_sums(counted, window, own, batch.cut)[:, None]
+    made = analysis._means(attended, columns, seeing, batch)
+    return _Uniform(seeing, {f"{name}_uniform": value.squeeze(1) for name, value in made.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -177,8 +178,7 @@ def attention_by_rows(
     out = q.new_empty(batch, length, heads, values.shape[-1])  # as the model wants it: no copy afterwards
     longest = min(length, window + block) if window else length
     buffer = keys.new_empty(n * groups * min(block, length) * longest)
-    before = torch.ones(block, block, device=q.device, dtype=torch.bool).tril()
-    future = keys.new_zeros(block, block).masked_fill(~before, _MASKED)
+    future = _future(block, wide, q.device)
     for start in range(0, length, block):
         end = min(start + block, length)
         rows = end - start
@@ -201,6 +201,12 @@ def attention_by_rows(
         if see is not None:
             see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), attention))
     return out.transpose(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
+    """What is added to the scores of a block's own keys, so that no row sees those after it."""
+    return torch.full((block, block), _MASKED, dtype=dtype, device=device).triu(1)
 
 
 def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query key"], keys: slice) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Cut
+from mechattn.model.norms import norms_once
 
 SeePattern = Callable[
     [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
@@ -127,7 +128,9 @@ def check_pattern(
 
 def has_sinks(model: Any) -> bool:
     """Whether attention keeps part of each row to itself, in a learned sink (GPT-OSS)."""
-    return any("sinks" in name for name, _ in model.named_parameters())
+    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
+    modules = [getattr(attention, "original_component", attention) for attention in attentions]
+    return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
 
 
 def prepends_bos(tokenizer: Any) -> bool:
@@ -218,7 +221,7 @@ def forward_to(
     position_ids: Int[Tensor, "batch pos"] | None = None,
     **options: Any,
 ) -> None:
-    """A forward pass that computes nothing after layer ``last``, keeps no keys and values, and logits of one position."""
+    """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:
         # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
         options = {"attention_mask": torch.ones_like(tokens)} | options
@@ -230,7 +233,7 @@ def forward_to(
         options["stop_at_layer"] = last + 1
     elif "logits_to_keep" in taken:
         options["logits_to_keep"] = 1
-    with torch.no_grad():
+    with torch.no_grad(), norms_once(model):
         model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
 
 

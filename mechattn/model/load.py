@@ -149,7 +149,8 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: di
     place = model_place(name)
     remote: dict[str, Any] = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     if dtype == "auto":
-        dtype = torch.float32 if is_toy else _checkpoint_dtype(place, remote)
+        stored = torch.float32 if is_toy else getattr(_config_of(place, remote), "dtype", None)
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
         tokenizer = load_tokenizer(name) if is_toy else _tokenizer_of(place, remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
@@ -180,18 +181,27 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
         ) from error
 
 
-def _checkpoint_dtype(name: str, remote: dict[str, Any]) -> torch.dtype:
+def layers_and_heads(name: str) -> tuple[int, int] | None:
+    """How many layers and heads a model has, from its config, before its weights are read; None where that is silent.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    config = _config_of(model_place(name), {}).get_text_config()
+    layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
+    return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
+
+
+def _config_of(name: str, remote: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, **remote)
+        return AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
             f"and the hub did not give it ({_reason(error)})"
         ) from error
-    stored = getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
 def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:

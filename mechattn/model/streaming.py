@@ -47,13 +47,14 @@ class _Layer:
 _active: dict[int, _Layer] = {}  # by the id of the attention module of transformers that asks
 
 
-def why_not(model: Any) -> str:
-    """Why this model cannot be streamed, from its classes alone; "" if it perhaps can."""
+def why_not(model: Any, attending: list[int] | None = None) -> str:
+    """Why this model cannot be streamed, from the classes of the layers that attend; "" if it perhaps can."""
     if getattr(model, "original_model", None) is None:
         return f"a {type(model).__name__} has no attention function to replace"
     if hooks.has_sinks(model):
         return "its attention has learned sinks"
-    kinds = {type(model.blocks[layer].attn).__name__ for layer in hooks.attention_layers(model)}
+    attending = hooks.attention_layers(model) if attending is None else attending
+    kinds = {type(model.blocks[layer].attn).__name__ for layer in attending}
     other = kinds - _DELEGATED - set(_FUSED)
     if other:
         return f"its attention is a {sorted(other)[0]}, which computes scores of its own"
@@ -83,11 +84,12 @@ def streaming(
     Raises:
         ModelError: The model cannot be streamed.
     """
-    if reason := why_not(model):
+    attending = hooks.attention_layers(model)  # once, as it takes a millisecond
+    if reason := why_not(model, attending):
         raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
     _register()
     with ExitStack() as stack:
-        for number in hooks.attention_layers(model):
+        for number in attending:
             window = layers[number] if number in layers else hooks.attention_window(model, number)
             layer = _Layer(number, window, see if number in layers else None, block, (cuts or {}).get(number))
             attention = model.blocks[number].attn
@@ -97,7 +99,7 @@ def streaming(
             else:
                 stack.enter_context(attribute_set(attention, "forward", MethodType(_delegating_forward(), attention)))
                 stack.enter_context(_activate(attention.original_component, layer))
-        for config in _configs(model):
+        for config in _configs(model, attending):
             stack.enter_context(attribute_set(config, "_attn_implementation_internal", _NAME))
         yield
 
@@ -114,10 +116,10 @@ def _activate(module: Any, layer: _Layer) -> Iterator[None]:
             _active[id(module)] = before
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(model: Any, attending: list[int]) -> list[Any]:
     """The configuration objects that say which attention function runs: shared by the layers, mostly one."""
     found = [model.original_model.config]
-    for layer in hooks.attention_layers(model):
+    for layer in attending:
         config = getattr(model.blocks[layer].attn.original_component, "config", None)
         if config is not None and all(config is not other for other in found):
             found.append(config)

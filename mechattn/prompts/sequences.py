@@ -114,7 +114,7 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
     return longer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
 

@@ -382,6 +382,26 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
         make_figures(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9])
 
 
+def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.figures.load_model", None)
+    monkeypatch.setattr("mechattn.from_config.computed", None)
+    both = ["toy:gemma3", "toy:llama"]
+    with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
+        make_figures(tmp_path, both, "word-problems", 8, 5, [0])
+    with pytest.raises(ModelError, match="no model 'no/such-model'"):
+        make_figures(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0])
+    config = {"model": both, "prompts": {"source": "word-problems", "limit": 8}, "conditions": {"slash": {}}}
+    config["output"] = {"result": str(tmp_path / "{model}.zarr"), "page": str(tmp_path / "page.html")}
+    for change, message in (
+        ({"layers": [0, 5]}, "layer 5 is out of range: toy:llama has layers 0 to 3"),
+        ({"output": config["output"] | {"heads": [8]}}, "head 8 is out of range"),
+        ({"layers": [0], "output": config["output"] | {"layer": 1}}, r"not among those measured, \[0\]"),
+    ):
+        (tmp_path / "config.toml").write_text(_toml(config | change))
+        with pytest.raises(OptionError, match=message):
+            run_from_config(tmp_path / "config.toml")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

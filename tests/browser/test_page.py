@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.page import drawn_section, prompt_section, result_page, view_section, write_page
+from mechattn.page import drawn_section, prompt_section, result_page, results_page, view_section, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -51,6 +51,20 @@ def opened(browser):
 
     yield open_file
     context.close()
+
+
+def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, slash_result, tmp_path):
+    few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    place = results_page([slash_result, slash_result, few], tmp_path / "page.html", [])
+    rows = [row.split("\t") for row in opened(place).locator(".verdict tbody").inner_text().splitlines()]
+    assert rows[0] == rows[1]
+    verdict, words = slash_result.verdict("slash"), ma.render.verdict_words(slash_result)
+    model, condition, change, null, heads, count = rows[0]
+    assert (model, condition, count) == ("toy:llama (toy, 1.0 M parameters)", "slash", str(verdict.n))
+    assert f"Question attention {change} with" in words
+    assert f"under uniform attention {null}." in words
+    assert heads == f"{verdict.beyond.sum()} and {verdict.above.sum()} of 32"
+    assert rows[2][2].startswith("no verdict, since"), "two prompts have no interval"
 
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):

@@ -1,0 +1,41 @@
+"""Norms into which nobody looks: a bridge computes each a second time, for two hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from mechattn.model.attributes import attribute_set
+
+_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the norm of transformers, and what its two hooks show
+
+
+@contextmanager
+def norms_once(model: Any) -> Iterator[None]:
+    """For the length of a ``with`` a bridge's norms are computed once, by the model's own module: the same numbers.
+
+    A norm with a hook on hook_scale or hook_normalized is computed as before; hook_in and hook_out always fire.
+    """
+    with ExitStack() as stack:
+        for norm in _norms(model):
+            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, _once(norm, getattr(norm, _COMPUTED_TWICE))))
+        yield
+
+
+def _norms(model: Any) -> list[Any]:
+    """Those of the model, of its blocks, and of their parts; not deeper, which would take its time."""
+    parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
+    return [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
+
+
+def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    points = (norm.hook_scale, norm.hook_normalized)
+
+    def forward(x: Tensor) -> Tensor:
+        watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
+        return twice(x) if watched else norm.original_component(x).to(x.dtype)
+
+    return forward

@@ -1,0 +1,64 @@
+"""Norms that are computed once: the same numbers to the bit, and whoever looks into one still sees, and edits, it."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model import hooks
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.norms import norms_once
+
+TOKENS = torch.arange(5, 17)[None]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_are_the_same_to_the_bit_and_the_model_is_left_as_it_was(family, tokenizer):
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    before = logits(model)
+    own = [set(vars(module)) for module in model.modules()]
+    with norms_once(model):
+        once = logits(model)
+    assert torch.equal(once, before)
+    assert [set(vars(module)) for module in model.modules()] == own
+
+
+def test_every_norm_is_found_wherever_it_lies(tokenizer):
+    for family in ("Llama", "Gemma 3", "Qwen3", "GPT-2"):
+        model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+        name = "_hf_autograd_forward_with_hooks"
+        norms = [module for module in model.modules() if hasattr(type(module), name)]
+        assert norms
+        with norms_once(model):
+            assert all(name in vars(norm) for norm in norms), family
+
+
+def test_a_norm_without_a_hook_is_not_computed_twice(toy, monkeypatch):
+    norm = toy.blocks[0].ln1
+    shown = []
+    monkeypatch.setattr(type(norm.hook_scale), "forward", lambda point, x: shown.append(point) or x)
+    hooks.forward_to(toy, TOKENS, 0, [])
+    assert norm.hook_in in shown
+    assert norm.hook_scale not in shown
+    shown.clear()
+    logits(toy)
+    assert norm.hook_scale in shown, "outside of a measuring pass it is as it was"
+
+
+@pytest.mark.parametrize("name", ["hook_scale", "hook_normalized"])
+def test_a_hook_inside_a_norm_sees_and_edits_it(toy, name):
+    def last(fwd_hooks):
+        seen = []
+        look = ("blocks.0.hook_resid_post", lambda stream, hook: seen.append(stream.clone()))
+        hooks.forward_to(toy, TOKENS, 0, [*fwd_hooks, look])
+        return seen[0]
+
+    fired = []
+    watching = last([(f"blocks.0.ln1.{name}", lambda value, hook: fired.append(value))])
+    assert len(fired) == 1
+    assert torch.equal(watching, last([]))
+    assert not torch.allclose(last([(f"blocks.0.ln1.{name}", lambda value, hook: 2 * value)]), watching)
