@@ -82,28 +82,17 @@ class ReceivedAttention:
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("columns", "own")}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Column sums of the counted queries in this block, and their attention to themselves."""
-        counted = self._counted(rows.batch)[:, rows.queries]
+        """Column sums of the counted queries in this block, and the attention of each query to itself."""
+        counted = _marks(self, rows.batch).counted[:, rows.queries]
         sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
-        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
-        sums["own"][..., rows.queries] = own * counted[:, None]
+        sums["own"][..., rows.queries] = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
-        attended = sums["columns"] if self.include_self else sums["columns"] - sums["own"]
+        columns, marks = sums["columns"], _marks(self, batch)
+        attended = columns if self.include_self else columns - sums["own"] * marks.counted[:, None]
         null = _uniform(self, batch, window)
-        return self._means(attended, sums["columns"], null.seeing, batch) | dict(null.values)
-
-    def _means(self, attended: Tensor, columns: Tensor, seeing: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """From sums over queries, without and with a query's own key, to the quantities."""
-        counted, member, known = self._counted(batch), self._members(batch), self._keys(batch)
-        received = fn.received_attention(attended, seeing).masked_fill(~known[:, None], torch.nan)
-        mass = fn.segment_mass(columns, member) / counted.sum(-1)[:, None, None]
-        return {
-            "received": received,
-            "received_by_segment": fn.segment_mean(received, member),
-            "mass_by_segment": mass.masked_fill(~member.any(-1)[:, None], torch.nan),
-        }
+        return _means(attended, columns, null.seeing, marks) | dict(null.values)
 
     def _counted(self, batch: Batch) -> Bool[Tensor, "batch query"]:
         if self.queries == "all":
@@ -112,14 +101,14 @@ class ReceivedAttention:
             return batch.origin >= 0
         return batch.of_segment(self.queries)
 
-    def _keys(self, batch: Batch) -> Bool[Tensor, "batch key"]:
-        keys = batch.real.clone()
-        if self.skip_first:
-            keys[:, 0] = False
-        return keys
 
-    def _members(self, batch: Batch) -> Bool[Tensor, "batch segment key"]:
-        return batch.members() & self._keys(batch)[:, None]
+@dataclass(frozen=True)
+class _Marks:
+    """Which queries count, which keys are looked at, and which of these are in which segment."""
+
+    counted: Bool[Tensor, "batch query"]
+    known: Bool[Tensor, "batch key"]
+    member: Bool[Tensor, "batch segment key"]
 
 
 @dataclass(frozen=True)
@@ -130,11 +119,30 @@ class _Uniform:
     values: Mapping[str, Tensor]
 
 
-@lru_cache(maxsize=4)  # they depend on no attention, so that the layers of a batch share them
+@lru_cache(maxsize=4)  # as with _uniform, the layers of a batch share it
+def _marks(analysis: ReceivedAttention, batch: Batch) -> _Marks:
+    known = batch.real.clone()
+    if analysis.skip_first:
+        known[:, 0] = False
+    return _Marks(analysis._counted(batch), known, batch.members() & known[:, None])
+
+
+@lru_cache(maxsize=4)
 def _uniform(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Uniform:
-    counted, own = analysis._counted(batch), analysis.include_self
-    seeing = fn.seeing_queries(counted, window, own, batch.cut)
-    columns = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
-    attended = columns if own else fn.uniform_sums(counted, window, own, batch.cut)[:, None]
-    made = analysis._means(attended, columns, seeing, batch)
+    marks, own = _marks(analysis, batch), analysis.include_self
+    seeing = fn.seeing_queries(marks.counted, window, own, batch.cut)
+    columns = fn.uniform_sums(marks.counted, window, cut=batch.cut)[:, None]
+    attended = columns if own else fn.uniform_sums(marks.counted, window, own, batch.cut)[:, None]
+    made = _means(attended, columns, seeing, marks)
     return _Uniform(seeing, {f"{name}_uniform": value.squeeze(1) for name, value in made.items()})
+
+
+def _means(attended: Tensor, columns: Tensor, seeing: Tensor, marks: _Marks) -> dict[str, Tensor]:
+    """From sums over queries, without and with a query's own key, to the quantities."""
+    received = fn.received_attention(attended, seeing).masked_fill(~marks.known[:, None], torch.nan)
+    mass = fn.segment_mass(columns, marks.member) / marks.counted.sum(-1)[:, None, None]
+    return {
+        "received": received,
+        "received_by_segment": fn.segment_mean(received, marks.member),
+        "mass_by_segment": mass.masked_fill(~marks.member.any(-1)[:, None], torch.nan),
+    }
