@@ -187,7 +187,7 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     Raises:
         ModelError: There is no such model.
     """
-    config = _config_of(model_place(name), {}).get_text_config()
+    config = _config_of(model_place(name), {}).get_text_config(decoder=True)
     layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
 
