@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
@@ -71,7 +71,7 @@ class ReceivedAttention:
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
             return f"has no {self.queries} tokens, and queries={self.queries!r} counts only those"
         first = 1 if self.skip_first else 0
-        counted = self._counted(pad_right([sequence], [(0, "")], 0))[0]
+        counted = _counted(self.queries, pad_right([sequence], [(0, "")], 0))[0]
         if not counted[first + (0 if self.include_self else 1) :].any():
             return "has no key that a counted query comes after, so nothing is received"
         return None
@@ -83,66 +83,66 @@ class ReceivedAttention:
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Column sums of the counted queries in this block, and the attention of each query to itself."""
-        counted = _marks(self, rows.batch).counted[:, rows.queries]
-        sums["columns"][..., rows.keys] += fn.column_sums(rows.pattern, counted)
-        sums["own"][..., rows.queries] = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+        counted = _counted(self.queries, rows.batch)[:, rows.queries]
+        sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
+        sums["own"][..., rows.queries].add_(fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
-        columns, marks = sums["columns"], _marks(self, batch)
-        attended = columns if self.include_self else columns - sums["own"] * marks.counted[:, None]
-        null = _uniform(self, batch, window)
-        return _means(attended, columns, null.seeing, marks) | dict(null.values)
-
-    def _counted(self, batch: Batch) -> Bool[Tensor, "batch query"]:
-        if self.queries == "all":
-            return batch.real
-        if self.queries == "original":
-            return batch.origin >= 0
-        return batch.of_segment(self.queries)
+        columns = sums["columns"]
+        attended = columns if self.include_self else columns - sums["own"] * _counted(self.queries, batch)[:, None]
+        weights, null = _weights_and_null(self, batch, window)
+        return weights.quantities(attended, columns) | null
 
 
 @dataclass(frozen=True)
-class _Marks:
-    """Which queries count, which keys are looked at, and which of these are in which segment."""
+class _Weights:
+    """What sums over the counted queries are multiplied by; NaN where a quantity has nothing to be the mean of."""
 
-    counted: Bool[Tensor, "batch query"]
-    known: Bool[Tensor, "batch key"]
-    member: Bool[Tensor, "batch segment key"]
+    received: Float[Tensor, "batch 1 key"]
+    by_segment: Float[Tensor, "batch key segment"]
+    mass: Float[Tensor, "batch key segment"]
+
+    def quantities(
+        self, attended: Float[Tensor, "batch head key"], columns: Float[Tensor, "batch head key"]
+    ) -> dict[str, Tensor]:
+        """From sums over queries, without and with a query's own key; a few products a layer, as layers are many."""
+        return {
+            "received": attended * self.received,
+            "received_by_segment": attended @ self.by_segment,
+            "mass_by_segment": columns @ self.mass,
+        }
 
 
-@dataclass(frozen=True)
-class _Uniform:
-    """How many counted queries see each key, and the quantities under uniform attention."""
-
-    seeing: Tensor
-    values: Mapping[str, Tensor]
-
-
-@lru_cache(maxsize=4)  # as with _uniform, the layers of a batch share it
-def _marks(analysis: ReceivedAttention, batch: Batch) -> _Marks:
-    known = batch.real.clone()
-    if analysis.skip_first:
-        known[:, 0] = False
-    return _Marks(analysis._counted(batch), known, batch.members() & known[:, None])
+@lru_cache(maxsize=4)  # the layers and blocks of a batch share it, and the weights below
+def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
+    """The queries that count."""
+    if queries == "all":
+        return batch.real
+    if queries == "original":
+        return batch.origin >= 0
+    return batch.of_segment(queries)
 
 
 @lru_cache(maxsize=4)
-def _uniform(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Uniform:
-    marks, own = _marks(analysis, batch), analysis.include_self
-    seeing = fn.seeing_queries(marks.counted, window, own, batch.cut)
-    columns = fn.uniform_sums(marks.counted, window, cut=batch.cut)[:, None]
-    attended = columns if own else fn.uniform_sums(marks.counted, window, own, batch.cut)[:, None]
-    made = _means(attended, columns, seeing, marks)
-    return _Uniform(seeing, {f"{name}_uniform": value.squeeze(1) for name, value in made.items()})
-
-
-def _means(attended: Tensor, columns: Tensor, seeing: Tensor, marks: _Marks) -> dict[str, Tensor]:
-    """From sums over queries, without and with a query's own key, to the quantities."""
-    received = fn.received_attention(attended, seeing).masked_fill(~marks.known[:, None], torch.nan)
-    mass = fn.segment_mass(columns, marks.member) / marks.counted.sum(-1)[:, None, None]
-    return {
-        "received": received,
-        "received_by_segment": fn.segment_mean(received, marks.member),
-        "mass_by_segment": mass.masked_fill(~marks.member.any(-1)[:, None], torch.nan),
-    }
+def _weights_and_null(
+    analysis: ReceivedAttention, batch: Batch, window: int | None
+) -> tuple[_Weights, dict[str, Tensor]]:
+    """The weights, and the quantities under uniform attention."""
+    counted, own = _counted(analysis.queries, batch), analysis.include_self
+    seeing = fn.seeing_queries(counted, window, own, batch.cut)
+    looked_at = batch.real.clone()
+    if analysis.skip_first:
+        looked_at[:, 0] = False
+    each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(~looked_at[:, None], torch.nan)
+    keys = batch.members() & looked_at[:, None]
+    seen = keys & ~each.isnan()
+    weights = _Weights(
+        received=each,
+        by_segment=(seen * each.nan_to_num() / seen.sum(-1, keepdim=True)).mT,
+        mass=(keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]).mT,
+    )
+    columns = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
+    attended = columns if own else fn.uniform_sums(counted, window, own, batch.cut)[:, None]
+    null = weights.quantities(attended, columns)
+    return weights, {f"{name}_uniform": value.squeeze(1) for name, value in null.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -138,16 +137,13 @@ def segment_mass(
 
     ``mass[s] = Σ_{k in s} Σ_q counted[q] · A[q, k]``; a query's own key counts.
     """
-    member = member.to(columns.dtype)
-    return einsum(columns, member, "batch head key, batch segment key -> batch head segment")
+    return columns @ member.to(columns.dtype).mT
 
 
 def segment_mean(
     received: Float[Tensor, "batch head key"], member: Bool[Tensor, "batch segment key"]
 ) -> Float[Tensor, "batch head segment"]:
     """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an empty segment."""
+    segments = member.to(received.dtype).mT
     known = ~received.isnan()
-    weight = member[:, None] & known[:, :, None]
-    weight = weight.to(received.dtype)
-    sums = einsum(received.nan_to_num(), weight, "batch head key, batch head segment key -> batch head segment")
-    return sums / weight.sum(-1)
+    return (received.nan_to_num() @ segments) / (known.to(received.dtype) @ segments)

@@ -234,7 +234,10 @@ def forward_to(
     elif "logits_to_keep" in taken:
         options["logits_to_keep"] = 1
     with torch.no_grad(), norms_once(model):
-        model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
+        if fwd_hooks or "stop_at_layer" in options:
+            model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
+        else:  # the same, without a list of every hook
+            model(tokens, return_type=None, **options)
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
