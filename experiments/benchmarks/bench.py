@@ -255,9 +255,12 @@ def ratio_to(limit: list[float], taken: list[float]) -> Ratio:
 
 
 def settled(found: Ratio) -> bool:
-    """Whether the interval is narrow: ± 0.02, or a tenth of what the way costs beyond the limit."""
+    """Whether the interval is narrow: ± 0.02, or a quarter of what the way costs beyond the limit.
+
+    The rounds that are left go to the ways that are near the limit, where a small difference matters.
+    """
     middle, low, high = found
-    return high - low <= 2 * max(0.02, 0.1 * (middle - 1))
+    return high - low <= 2 * max(0.02, 0.25 * (middle - 1))
 
 
 def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> tuple[dict[str, Ratio], float, int]:

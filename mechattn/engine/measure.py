@@ -50,6 +50,8 @@ def measure_batch(
 ) -> None:
     """Run the model on a batch and hand each layer's values to the collectors.
 
+    The pass ends as soon as the last value has come: for attention alone in the attention of the last layer.
+
     Args:
         model: A hooked model.
         batch: All conditions of some prompts.
@@ -72,9 +74,15 @@ def measure_batch(
         stack.enter_context(_captured(one, sums))
         try:
             forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
+        except _Enough:
+            pass
         except RowError as error:
             raise ModelError(f"{one.name(error.row)}: {error}") from error
     sums.check()
+
+
+class _Enough(BaseException):
+    """All that was asked for has come, so the rest of the pass is left out. No handler of faults is to catch it."""
 
 
 def _needs_pairs(analyses: Seq[Analysis]) -> bool:
@@ -176,6 +184,8 @@ class _Sums:
         _refuse_nan(self.one, layer, made)
         analysis, collector = self.taken[number]
         collector.add(layer, self.one.batch, analysis.values(made, self.one.placed.at(layer), self.one.windows[layer]))
+        if len(self.closed) == len(self.taken) * len(self.one.windows):
+            raise _Enough
 
     def check(self) -> None:
         """Refuse a pass in which something never came."""

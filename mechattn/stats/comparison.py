@@ -25,6 +25,15 @@ class Verdict:
     above: np.ndarray
     n: int
 
+    def __repr__(self) -> str:
+        """The figures, and the numbers of heads in place of a mark for each."""
+        change, null = (", ".join(f"{100 * float(end):.1f}" for end in of) for of in (self.change, self.null))
+        return (
+            f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
+            f"{int(self.beyond.sum())} of {self.beyond.size} heads beyond the null, {int(self.above.sum())} above; "
+            f"{self.n} prompts)"
+        )
+
 
 def relative_change(values: np.ndarray, baseline: np.ndarray) -> Interval:
     """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.

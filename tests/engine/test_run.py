@@ -118,6 +118,34 @@ def test_only_the_chosen_layers(toy, prompts):
     np.testing.assert_allclose(some, every.sel(layer=[0, 2]), atol=1e-6)  # layers not asked for run SDPA
 
 
+@pytest.mark.parametrize("engine", ["streaming", "hooks"])
+@pytest.mark.parametrize("layers", [[1], None])
+def test_a_pass_ends_where_the_last_value_has_come(toy, prompts, engine, layers):
+    """After the attention of the last layer nothing runs, unless something else was asked for."""
+
+    def ran(analysis):
+        found = set()
+        handles = [
+            toy.hook_dict[f"blocks.{n}.hook_resid_{place}"].register_forward_hook(
+                lambda module, given, out, name=(n, place): found.add(name)
+            )
+            for n in range(4)
+            for place in ("pre", "post")
+        ]
+        ma.run(toy, prompts[:2], CONDITIONS, analysis, layers=layers, engine=engine, progress=False)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    ma.run(toy, prompts[:2], progress=False)  # verifies the model, which reads all layers
+    last = 3 if layers is None else 1
+    attention = ran(ma.ReceivedAttention())
+    assert {(last - 1, "post"), (last, "pre")} <= attention
+    assert not any((n, "post") in attention for n in range(last, 4))
+    assert (last, "post") in ran([ma.ReceivedAttention(), ma.BlockUpdates()])
+    assert (3, "post") in ran(ma.DirectLogits())
+
+
 def test_uniform_values_are_those_of_a_model_that_attends_uniformly(toy, prompts, checkpoint):
     """A model whose queries are zero attends uniformly: every measured quantity equals its null."""
     from transformers import AutoTokenizer, LlamaForCausalLM
