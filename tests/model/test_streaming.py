@@ -140,7 +140,10 @@ def test_only_the_layers_asked_for_are_computed(tokenizer):
         ma.run(model, "Tom has 3 apples.", layers=[0], engine=engine, progress=False)
         assert reached == []
         ma.run(model, "Tom has 3 apples.", engine=engine, progress=False)
-        assert reached == [1, 1], "one pass, and the logits of one position"
+        assert reached == [1], "one pass, and no logits, which nobody asked for"
+    reached.clear()
+    hooks.forward_to(model, torch.arange(5)[None], model.cfg.n_layers - 1, [])
+    assert reached == [1, 1], "a pass that nothing ends, and the logits of one position"
 
 
 def test_nan_is_refused_with_the_layer(tokenizer):
