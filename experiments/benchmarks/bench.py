@@ -239,7 +239,7 @@ def seconds(run: Callable, batch: Batch) -> float:
 def needs(name: str, length: int, shape: str) -> float:
     """Bytes of [query, key] matrices that are held at once, so that a way is left out where they do not fit."""
     layers, heads = size_of(shape)[:2]
-    held = {"output_attentions": layers + 3, "run_with_cache": layers + 3, "nnsight": 4, "hook": 4}
+    held = {"output_attentions": layers + 3, "run_with_cache": layers + 3, "nnsight": 3, "hook": 4}
     held["use_attn_result"] = 4
     return next((n for part, n in held.items() if part in name), 0) * 4.0 * heads * length**2
 
