@@ -20,6 +20,7 @@ _NONE = -1.0  # a ratio that is not there; sums must be finite
 _LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
+_OF_THE_PATTERN = ("scale", "question_ratio", "total_variation")  # the others depend on the values too
 _BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", "shift_norm", "shift_share")
 
 
@@ -53,7 +54,7 @@ class AffineShift:
         of = ("head", "segment")
         scale = "attention left to the original keys: lambda in the paper"
         ratio = "attention to all question keys, over that without inserted tokens: rho_Q"
-        null = " if every head attended uniformly to the keys it can see"
+        values = "it depends on the values"
         split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
         rank = "over the shifts of the original queries after the insertion"
         shares = {
@@ -62,31 +63,35 @@ class AffineShift:
                 "share",
                 f"<{part}, change> / |change|^2, of queries after the insertion; adds up to 1",
                 "difference",
+                values,
             )
             for part in _PARTS
         }
         by_position = {
-            f"{name}_at": Quantity(("head", "key"), "as without _at", f"{name} of the query at this position")
+            f"{name}_at": Quantity(
+                ("head", "key"),
+                "as without _at",
+                f"{name} of the query at this position",
+                no_null="" if name in _OF_THE_PATTERN else values,
+            )
             for name in _BY_POSITION
             if self.per_query
         }
         return {
             "scale": Quantity(of, "probability", scale),
-            "scale_uniform": Quantity(("segment",), "probability", scale + null),
             "question_ratio": Quantity(of, "ratio", ratio),
-            "question_ratio_uniform": Quantity(("segment",), "ratio", ratio + null),
             "total_variation": Quantity(
                 of, "probability", "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted", "difference"
             ),
-            "relative_error": Quantity(of, "share", split, "difference"),
-            "output_norm": Quantity(of, "value norm", "|output'|"),
-            "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference"),
-            "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference"),
+            "relative_error": Quantity(of, "share", split, "difference", values),
+            "output_norm": Quantity(of, "value norm", "|output'|", no_null=values),
+            "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference", values),
+            "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference", values),
             **shares,
             **by_position,
-            "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}"),
+            "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values),
             "shift_effective_rank": Quantity(
-                ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)"
+                ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)", no_null=values
             ),
         }
 
@@ -127,9 +132,6 @@ class AffineShift:
         """Means over segments; an inserted query has a scale, and nothing to be compared with."""
         members, after, asks = batch.members(), self._after(batch), self._asks(batch)
         original = members & (batch.origin >= 0)[:, None]
-        uniform = fn.uniform_scale(batch.inserted, window, batch.cut)
-        uniform_ratio = fn.uniform_question_ratio(batch.origin, batch.of_segment("question"), window, batch.cut)
-        uniform_ratio = uniform_ratio.masked_fill(~asks, torch.nan)
         there = (sums["question_ratio"] != _NONE) & asks[:, None]
         each = {
             "scale": sums["scale"],
@@ -148,8 +150,6 @@ class AffineShift:
         late = original & after[:, None]
         return {
             **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},
-            "scale_uniform": segment_mean(uniform[:, None], members).squeeze(1),
-            "question_ratio_uniform": segment_mean(uniform_ratio[:, None], original).squeeze(1),
             "output_norm": segment_mean(sums["output"], original),
             **{f"change_by_{part}": segment_mean(sums[f"by_{part}"] / change, late) for part in _PARTS},
             "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(nothing, torch.nan).float(),

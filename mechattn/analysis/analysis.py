@@ -31,6 +31,8 @@ class AttentionRows:
         batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
         window: How many keys a query of this layer sees at most; None for full attention.
         v: Values of all positions; None where no hook shows them head by head.
+        null: Whether these are the rows of a head that is blind to content, from which the null is made: the values
+            are then all 1, of one dimension, and no hooks and no activations come.
     """
 
     layer: int
@@ -40,6 +42,7 @@ class AttentionRows:
     batch: Batch
     window: int | None
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
+    null: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,23 @@ class Captures:
 class Quantity:
     """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition.
 
-    ``compared`` says how two conditions are: by "ratio"; by "difference" where the baseline is 0 by definition.
+    Every quantity that an analysis makes of rows of attention gets its null from the engine: the same analysis, on the
+    rows of a head that attends uniformly to the keys it can see (``…_uniform``).
+
+    Args:
+        dims: After (prompt, condition, layer).
+        units: Such as "probability", "nats", "logits".
+        description: What it is, in a phrase.
+        compared: How two conditions are: by "ratio"; by "difference" where the baseline may be 0.
+        no_null: Why uniform attention is no null for it: an argmax that is tied, or values and hooks that it needs and
+            in which it is not linear. Empty where it is one.
     """
 
     dims: tuple[str, ...]
     units: str
     description: str
     compared: Literal["ratio", "difference"] = "ratio"
+    no_null: str = ""
 
 
 @runtime_checkable

@@ -28,7 +28,11 @@ _UNITS = {
     "distance": ("positions", "sum over keys of A (query - key)"),
     "half_mass_keys": ("keys", "size of the smallest set of keys that holds half of the attention"),
 }
-_ZERO_IN_THE_BASELINE = ("inserted_mass",)
+_MAY_BE_ZERO = ("inserted_mass", "self_share", "first_share", "previous_share")
+_NO_NULL = {
+    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest"),
+    "concentration": "it is 0 under uniform attention, however many keys there are",
+}
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,16 @@ class AttentionFocus:
         made = {
             name: Quantity(
                 ("head", "segment"), units, about if "share of queries" in about else about + mean,
-                "difference" if name in _ZERO_IN_THE_BASELINE else "ratio",
+                "difference" if name in _MAY_BE_ZERO else "ratio", _NO_NULL.get(name, ""),
             )
             for name, (units, about) in measured.items()
         }  # fmt: skip
-        made["inserted_mass_uniform"] = Quantity(
-            ("segment",),
-            "probability",
-            "inserted_mass if every head attended uniformly to the keys it can see",
-            "difference",
-        )
         if self.per_query:
             per_query = measured | {"target": ("position", "index of the strongest target")}
-            made |= {f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query") for n, (u, d) in per_query.items()}
+            made |= {
+                f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query", no_null=_NO_NULL.get(n, ""))
+                for n, (u, d) in per_query.items()
+            }
         return made
 
     def problem(self, sequence: Sequence) -> str | None:
@@ -126,9 +127,6 @@ class AttentionFocus:
         each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
         each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
         means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        uniform = visible_counts(batch.inserted, window, batch.cut) / seen.clamp(min=1)
-        uniform = uniform[:, None].float().masked_fill(~several, torch.nan)
-        means["inserted_mass_uniform"] = segment_mean(uniform, batch.members()).squeeze(1)
         if not self.per_query:
             return means
         each["target"] = sums["target"].masked_fill(~several, torch.nan)

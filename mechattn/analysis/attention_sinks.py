@@ -16,7 +16,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
 from mechattn.functional.head_updates import output_factor, update_norm
-from mechattn.functional.received import column_sums, received_attention, seeing_queries, visible_counts
+from mechattn.functional.received import column_sums, received_attention, seeing_queries
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
@@ -52,6 +52,13 @@ _PER_KEY = {
     "vertical": ("probability", "vertical score: mean attention that the key gets from queries at least `gap` later"),
     "value_norm": ("value norm", "|v|"),
     "output_value_norm": ("residual norm", "|v W_O|"),
+}
+_NO_NULL = {
+    "strongest_position": "uniform attention has no largest",
+    **dict.fromkeys(("value_drain", "inserted_value_ratio", "first_norm_share"), "it depends on the values"),
+    **dict.fromkeys(("value_norm", "output_value_norm"), "it depends on the values"),
+    **dict.fromkeys(("first_output_share", "output_rank", "output_ratio", "inactive"), "it depends on the values"),
+    **dict.fromkeys(_PER_LAYER, "it is not made of attention"),
 }
 _INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inserted_value_ratio")
 
@@ -118,13 +125,15 @@ class AttentionSinks:
         """Per head, per layer and per key."""
         plain = ("share", "keys", "position")  # may be 0, so conditions are compared by their difference
         made = {
-            name: Quantity(("head",), u, d, "difference" if u in plain or name in _INSERTED else "ratio")
+            name: Quantity(
+                ("head",), u, d, "difference" if u in plain or name in _INSERTED else "ratio", _NO_NULL.get(name, "")
+            )
             for name, (u, d) in _PER_HEAD.items()
         }
-        of_uniform = "span_mass if every head attended uniformly to the keys it can see"
-        made["span_mass_uniform"] = Quantity((), "probability", of_uniform, "difference")
-        made |= {name: Quantity((), u, d, "difference") for name, (u, d) in _PER_LAYER.items()}
-        return made | {name: Quantity(("head", "key"), u, d) for name, (u, d) in _PER_KEY.items()}
+        made |= {name: Quantity((), u, d, "difference", _NO_NULL[name]) for name, (u, d) in _PER_LAYER.items()}
+        return made | {
+            name: Quantity(("head", "key"), u, d, no_null=_NO_NULL.get(name, "")) for name, (u, d) in _PER_KEY.items()
+        }
 
     @property
     def captures(self) -> Seq[str]:
@@ -149,7 +158,7 @@ class AttentionSinks:
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Column sums over all queries, over those after the insertion, and over those near the key."""
         pattern, keys = rows.pattern, rows.keys
-        if "value_norm" not in sums:
+        if "value_norm" not in sums and not rows.null:
             if rows.v is None:
                 raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a sink gives is not known")
             sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, (self.factors or {})[rows.layer])
@@ -170,13 +179,18 @@ class AttentionSinks:
         sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """α and what follows from it."""
+        """α and what follows from it; the null has no more than that."""
+        of_attention = {
+            **self._of_keys(sums, batch, window),
+            **self._of_inserted(sums, batch),
+            **self._vertical(sums, batch, window),
+        }
+        if "value_norm" not in sums:
+            return of_attention
         hidden = ~batch.real[:, None]
         return {
-            **self._of_keys(sums, batch, window),
-            **self._of_inserted(sums, batch, window),
-            **self._of_outputs(sums, batch),
-            **self._vertical(sums, batch, window),
+            **of_attention,
+            **self._of_values(sums, batch),
             **{name: sums[name] for name in _PER_LAYER if name != "length"},
             "length": batch.lengths.float(),
             **{name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")},
@@ -203,25 +217,20 @@ class AttentionSinks:
             "inserted_sink": _above(of_inserted, self.threshold),
         }
 
-    def _of_inserted(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """All inserted tokens together, beside uniform attention, and what they have to give."""
-        inserted, after, norms = batch.inserted, _after(batch), sums["value_norm"]
-        span = (sums["columns_after"] * inserted[:, None]).sum(-1) / after.sum(-1)[:, None].float()
-        uniform, visible = (visible_counts(x, window, batch.cut) for x in (inserted, torch.ones_like(inserted)))
-        return {
-            "span_mass": span,
-            "span_mass_uniform": _mean((uniform / visible)[:, None].float(), after)[:, 0],
-            "span_sink": _above(span, self.threshold),
-            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
-        }
+    def _of_inserted(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
+        """All inserted tokens together."""
+        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / _after(batch).sum(-1)[:, None].float()
+        return {"span_mass": span, "span_sink": _above(span, self.threshold)}
 
-    def _of_outputs(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
-        """What the first token gives, of all that is read and of the output; which heads give little."""
+    def _of_values(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
+        """What the inserted tokens and the first one give, of all that is read and of the output; idle heads."""
+        norms, inserted = sums["value_norm"], batch.inserted
         output = _mean(sums["output"], batch.real)
         given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|
         ratio = output / output.mean(1, keepdim=True)
         return {
-            "value_drain": sums["value_norm"][..., 0] / _mean(sums["value_norm"], batch.real),
+            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
+            "value_drain": norms[..., 0] / _mean(norms, batch.real),
             "first_norm_share": given[..., 0] / given.sum(-1),
             "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),

@@ -180,26 +180,33 @@ def _bins() -> Mapping[str, Seq]:
 
 
 def _quantities(prefix: str, per_query: bool) -> Mapping[str, Quantity]:
-    mean, counts = ", mean over the tokens of the segment", "original tokens with a"
+    mean, counts, no_null = (
+        ", mean over the tokens of the segment",
+        "original tokens with a",
+        "it depends on the values",
+    )
     made = {
         f"{prefix}{name}": Quantity(
-            ("head", "segment"), units, about + mean, "difference" if name in _SIGNED else "ratio"
+            ("head", "segment"), units, about + mean, "difference" if name in _SIGNED else "ratio", no_null
         )
         for name, (units, about) in _UNITS.items()
     }
     made |= {
-        f"{prefix}magnitude_counts": Quantity(("head", "magnitude_bin"), "tokens", f"{counts} magnitude in the bin"),
-        f"{prefix}orientation_counts": Quantity(
-            ("head", "orientation_bin"), "tokens", f"{counts}n orientation in the bin"
-        ),
-        f"{prefix}joint_counts": Quantity(
-            ("magnitude_bin", "orientation_bin"), "tokens", f"{counts} magnitude and orientation in the bins, all heads"
-        ),
+        f"{prefix}{name}": Quantity(dims, "tokens", f"{counts}{about}", no_null=no_null)
+        for name, dims, about in (
+            ("magnitude_counts", ("head", "magnitude_bin"), " magnitude in the bin"),
+            ("orientation_counts", ("head", "orientation_bin"), "n orientation in the bin"),
+            (
+                "joint_counts",
+                ("magnitude_bin", "orientation_bin"),
+                " magnitude and orientation in the bins, all heads",
+            ),
+        )
     }
     if per_query:
         for name in ("magnitude", "orientation"):
             units, about = _UNITS[name]
-            made[f"{prefix}{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each token")
+            made[f"{prefix}{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each token", no_null=no_null)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Received attention of every key and every segment, beside its value under uniform attention."""
+"""Received attention of every key and every segment."""
 
 from __future__ import annotations
 
@@ -52,18 +52,14 @@ class ReceivedAttention:
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Received attention per key and per segment, and the mass of each segment; each with its uniform null."""
+        """Received attention per key and per segment, and the mass of each segment."""
         per_key = "mean attention that the key receives from the counted queries after it that can see it"
         per_segment = "received attention, mean over the keys of the segment"
         mass = "attention of a counted query to all keys of the segment together, mean over the counted queries"
-        null = " if every head attended uniformly to the keys it can see"
         return {
             "received": Quantity(("head", "key"), "probability", per_key),
-            "received_uniform": Quantity(("key",), "probability", per_key + null),
             "received_by_segment": Quantity(("head", "segment"), "probability", per_segment),
-            "received_by_segment_uniform": Quantity(("segment",), "probability", per_segment + null),
             "mass_by_segment": Quantity(("head", "segment"), "probability", mass),
-            "mass_by_segment_uniform": Quantity(("segment",), "probability", mass + null),
         }
 
     def problem(self, sequence: Sequence) -> str | None:
@@ -91,8 +87,7 @@ class ReceivedAttention:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         columns = sums["columns"]
         attended = columns if self.include_self else columns - sums["own"] * _counted(self.queries, batch)[:, None]
-        weights, null = _weights_and_null(self, batch, window)
-        return weights.quantities(attended, columns) | null
+        return _weights(self, batch, window).quantities(attended, columns)
 
 
 @dataclass(frozen=True)
@@ -125,24 +120,18 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 
 
 @lru_cache(maxsize=4)
-def _weights_and_null(
-    analysis: ReceivedAttention, batch: Batch, window: int | None
-) -> tuple[_Weights, dict[str, Tensor]]:
-    """The weights, and the quantities under uniform attention."""
-    counted, own = _counted(analysis.queries, batch), analysis.include_self
-    seeing = fn.seeing_queries(counted, window, own, batch.cut)
+def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Weights:
+    """The weights of a batch in layers that see alike."""
+    counted = _counted(analysis.queries, batch)
+    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.cut)
     looked_at = batch.real.clone()
     if analysis.skip_first:
         looked_at[:, 0] = False
     each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(~looked_at[:, None], torch.nan)
     keys = batch.members() & looked_at[:, None]
     seen = keys & ~each.isnan()
-    weights = _Weights(
+    return _Weights(
         received=each,
         by_segment=(seen * each.nan_to_num() / seen.sum(-1, keepdim=True)).mT,
         mass=(keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]).mT,
     )
-    columns = fn.uniform_sums(counted, window, cut=batch.cut)[:, None]
-    attended = columns if own else fn.uniform_sums(counted, window, own, batch.cut)[:, None]
-    null = weights.quantities(attended, columns)
-    return weights, {f"{name}_uniform": value.squeeze(1) for name, value in null.items()}

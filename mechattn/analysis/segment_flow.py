@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
 from mechattn.axes import SEGMENTS
-from mechattn.functional import received as fn
 from mechattn.prompts.sequences import Batch, Sequence
 
 
@@ -36,14 +35,13 @@ class SegmentFlow:
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """The flow, what it would be under uniform attention, and the flow of values."""
+        """The flow of attention, and the flow of values."""
         dims = ("head", "segment", "to_segment")
         flow = "attention of a query of the segment to all keys of to_segment together, mean over the queries"
         by_value = "sum over keys of to_segment of A |v|, as a share of the sum over all keys, mean over the queries"
         return {
             "flow": Quantity(dims, "probability", flow),
-            "flow_uniform": Quantity(dims[1:], "probability", flow + " if every head attended uniformly"),
-            "value_flow": Quantity(dims, "share", by_value),
+            "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
         }
 
     def problem(self, sequence: Sequence) -> str | None:
@@ -81,14 +79,9 @@ class SegmentFlow:
             counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
             return (flow / counted).masked_fill(~there, torch.nan)
 
-        uniform = [
-            fn.uniform_sums(member[:, s], window, cut=batch.cut)[:, None] @ member.float().transpose(-1, -2)
-            for s in range(len(SEGMENTS))
-        ]
         heads = there[:, None].expand_as(sums["flow"])
         shown = bool((sums["value_flow"] >= 0).all())
         return {
             "flow": mean(sums["flow"], heads),
-            "flow_uniform": mean(torch.cat(uniform, 1), there),
             "value_flow": mean(sums["value_flow"], heads & shown),
         }

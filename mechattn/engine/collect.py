@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
+from mechattn.engine.null import with_nulls
 from mechattn.prompts.sequences import Batch
 from mechattn.stats.moments import Moments
 
@@ -35,7 +36,7 @@ class Collector:
     def __init__(
         self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
     ) -> None:
-        self.analysis = analysis
+        self.analysis, self.quantities = analysis, with_nulls(analysis)
         self.coords: dict[str, list] = {"prompt": prompts, "condition": conditions, "layer": layers}
         self.positions = positions
         self._scalars: dict[str, np.ndarray] = {}
@@ -47,7 +48,7 @@ class Collector:
         at_layer = self.coords["layer"].index(layer)
         for name, value in values.items():
             array = value.cpu().numpy()
-            per_key = "key" in self.analysis.quantities[name].dims
+            per_key = "key" in self.quantities[name].dims
             for row, (prompt, condition) in enumerate(batch.rows):
                 at_condition = self.coords["condition"].index(condition)
                 if per_key:
@@ -61,8 +62,9 @@ class Collector:
         import xarray as xr
 
         variables = {name: self._variable(name, array) for name, array in self._scalars.items()}
-        for name, quantity in self.analysis.quantities.items():
-            if "key" in quantity.dims:
+        measured = {name for name, *_ in (*self._rows, *self._moments)}
+        for name, quantity in self.quantities.items():
+            if name in measured:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
@@ -140,7 +142,7 @@ class Collector:
         return every
 
     def _variable(self, name: str, array: np.ndarray) -> tuple:
-        quantity = self.analysis.quantities[name]
+        quantity = self.quantities[name]
         return (("prompt", "condition", "layer", *quantity.dims), array, self._attributes(quantity))
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
@@ -149,6 +151,7 @@ class Collector:
             "units": quantity.units,
             "description": quantity.description,
             "compared": quantity.compared,
+            "no_null": quantity.no_null,
             "options": options,
         }
 

@@ -27,12 +27,14 @@ from mechattn.analysis.analysis import (
 from mechattn.axes import BASELINE
 from mechattn.engine.collect import TakesValues
 from mechattn.engine.forward import Forward
+from mechattn.engine.null import Nulls
 from mechattn.engine.pairs import PairedLayer, paired_layer
 from mechattn.errors import ModelError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Acted, Intervention
 from mechattn.model.activations import at_nonlinearity, plain_nonlinearity
+from mechattn.model.scores import BlindScores
 from mechattn.prompts.pairs import Pairs, pairs_of
 from mechattn.prompts.sequences import Batch
 
@@ -47,6 +49,7 @@ def measure_batch(
     analyses: Seq[Analysis],
     collectors: Seq[TakesValues],
     prompt_ids: Seq[str] = (),
+    blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> None:
     """Run the model on a batch and hand each layer's values to the collectors.
 
@@ -60,11 +63,12 @@ def measure_batch(
         analyses: What to measure.
         collectors: Where the values of each analysis go.
         prompt_ids: The id of every prompt of the run, for interventions.
+        blind: What the model adds to its scores, for the nulls.
     """
     placed = batch.to(next(model.parameters()).device)
     pairs = pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None
     one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
-    sums = _Sums(one, list(zip(analyses, collectors, strict=True)))
+    sums = _Sums(one, list(zip(analyses, collectors, strict=True)), Nulls(analyses, placed, pairs, blind))
     rows = _Rows(one, sums)
     with ExitStack() as stack:
         mlps = _Mlps(one, sums)  # made before anything acts on the nonlinearities, entered after: it sees what goes on
@@ -130,8 +134,8 @@ class _Pass:
 class _Sums:
     """The sums of each analysis for each layer; they become values when all that the analysis looks at has come."""
 
-    def __init__(self, one: _Pass, taken: Seq[Taken]) -> None:
-        self.one, self.taken = one, taken
+    def __init__(self, one: _Pass, taken: Seq[Taken], nulls: Nulls) -> None:
+        self.one, self.taken, self.nulls = one, taken, nulls
         protocols = {
             "rows": RowAnalysis,
             "pairs": PairAnalysis,
@@ -182,8 +186,9 @@ class _Sums:
         del self.open[number, layer]
         self.closed.add((number, layer))
         _refuse_nan(self.one, layer, made)
-        analysis, collector = self.taken[number]
-        collector.add(layer, self.one.batch, analysis.values(made, self.one.placed.at(layer), self.one.windows[layer]))
+        (analysis, collector), window = self.taken[number], self.one.windows[layer]
+        values = analysis.values(made, self.one.placed.at(layer), window)
+        collector.add(layer, self.one.batch, values | self.nulls.of(number, layer, window))
         if len(self.closed) == len(self.taken) * len(self.one.windows):
             raise _Enough
 

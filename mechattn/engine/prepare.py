@@ -27,6 +27,7 @@ from mechattn.engine.plan import Cost, batch_plan, memory_bytes
 from mechattn.errors import OptionError
 from mechattn.model import hooks
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -69,7 +70,7 @@ class Plan:
         ]
         check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.engine)
-        return Ready(replace(self, analyses=found), forward, why)
+        return Ready(replace(self, analyses=found), forward, why, blind_scores(self.model))
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Ready:
     plan: Plan
     forward: Forward
     why: str
+    blind: BlindScores
 
     def measured(
         self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int], *, progress: bool = True
@@ -106,7 +108,7 @@ class Ready:
     def _measure(self, ids: list[str], batch: Batch, collectors: Seq[TakesValues]) -> None:
         plan = self.plan
         windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
-        measure_batch(plan.model, batch, self.forward, windows, plan.analyses, collectors, ids)
+        measure_batch(plan.model, batch, self.forward, windows, plan.analyses, collectors, ids, self.blind)
 
 
 def planned(

@@ -72,6 +72,7 @@ class Attention:
         window: How many keys a query sees, its own included; None for all.
         softcap: The bound of soft-capped scores.
         cut: Edges that are cut.
+        sinks: The score of each head's learned sink, which keeps its share of every row to itself.
     """
 
     q: Float[Tensor, "batch head pos d_head"]
@@ -82,6 +83,7 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     cut: Cut | None = None
+    sinks: Float[Tensor, " head"] | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -112,7 +114,9 @@ class Attention:
             unseen |= distance >= self.window
         if self.cut is not None:
             unseen |= self.cut.unseen(queries, slice(0, keys))
-        return scores.masked_fill(unseen[:, None], _MASKED).softmax(-1)
+        scores = scores.masked_fill(unseen[:, None], _MASKED)
+        pattern = scores.softmax(-1)
+        return pattern if self.sinks is None else pattern * _left_by_sinks(scores, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,10 @@ def attention_by_rows(
             positions = torch.arange(start, end, device=q.device).expand(batch, -1)
             unseen = attention.cut.unseen(positions, slice(first, end))
             s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
+        left = None if attention.sinks is None else _left_by_sinks(s.view(batch, heads, rows, count), attention.sinks)
         torch.softmax(s, -1, out=s)
+        if left is not None:
+            s.view(batch, heads, rows, count).mul_(left)
         out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
         if see is not None:
             see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), attention))
@@ -215,6 +222,13 @@ def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query 
         scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
     if attention.bias is not None:
         scores += attention.bias[:, :, None, keys]
+
+
+def _left_by_sinks(
+    scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, " head"]
+) -> Float[Tensor, "batch head query 1"]:
+    """What a learned sink leaves of each row: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
+    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 
 
 def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.scores import alibi_slopes, mpt_slopes, score_parts
-from mechattn.model.hooks import attention_window, pattern_hook
+from mechattn.model.hooks import attention_layers, attention_window, pattern_hook
 from mechattn.model.weights import score_biases
 
 Q, K = "attn.hook_q", "attn.hook_k"
@@ -52,6 +53,59 @@ class Scores:
         """Content [batch head query key], bias [batch head 1 key], alibi [1 head 1 key], rest [batch head query 1]."""
         parts = score_parts(q.float().transpose(1, 2), k.float().transpose(1, 2), self.b_q, self.b_k, self.scale)
         return parts[0], parts[1], self.alibi(k.shape[1]), parts[2]
+
+
+@dataclass(frozen=True)
+class BlindScores:
+    """What a model adds to its scores that is not of the content: ALiBi, and learned sinks.
+
+    Args:
+        heads: Heads of a layer.
+        alibi: How the scores are computed, in a model with ALiBi.
+        sinks: The score of each head's sink, by layer, where they are learned.
+    """
+
+    heads: int = 1
+    alibi: Scores | None = None
+    sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
+
+    def differ(self, layer: int) -> bool:
+        """Whether a head of this layer that is blind to content may attend otherwise than uniformly."""
+        return self.alibi is not None or layer in self.sinks
+
+    def key(self, layer: int) -> int | None:
+        """What tells layers apart; None where all are alike."""
+        return layer if layer in self.sinks else None
+
+    def scores(self, layer: int, keys: int, blind: bool) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to the score of each key [1 head key], and the sinks [head]: as they are, or uniform (0)."""
+        sinks = self.sinks.get(layer)
+        if not blind:
+            return None, None if sinks is None else torch.zeros_like(sinks[:1])
+        return None if self.alibi is None else self.alibi.alibi(keys)[:, :, 0], sinks
+
+
+def blind_scores(model: Any) -> BlindScores:
+    """What a model adds to its scores; ALiBi only where that gives the model's own pattern, tried on a few tokens."""
+    found, layers = {}, attention_layers(model)
+    for layer in layers:
+        attention = model.blocks[layer].attn
+        sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
+        if isinstance(sinks, nn.Parameter):
+            found[layer] = sinks.detach().float()
+    alibi = None
+    if layers and _has_alibi(model):
+        try:
+            alibi = scores_of(model, layers[:1])[layers[0]]
+        except ModelError:  # a bias of another kind: the uniform null alone is known
+            alibi = None
+    return BlindScores(int(model.cfg.n_heads), alibi, found)
+
+
+def _has_alibi(model: Any) -> bool:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    of_mpt = bool(getattr(getattr(config, "attn_config", None), "alibi", False))
+    return of_mpt or str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi"
 
 
 def scores_of(model: Any, layers: list[int]) -> dict[int, Scores]:

@@ -151,12 +151,15 @@ class Batch:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
         return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
 
+    def cut_in(self, layer: int) -> tuple[bool, ...]:
+        """Whose edges are cut in a layer, row by row; nobody's where there is nothing to cut."""
+        return () if self.cut is None else tuple(layers is None or layer in layers for layers in self.cut_layers)
+
     def at(self, layer: int) -> Batch:
         """The batch as a layer reads it: without the edges that are cut in other layers only."""
         if self.cut is None or all(layers is None for layers in self.cut_layers):
             return self
-        here = torch.tensor([layers is None or layer in layers for layers in self.cut_layers])
-        here = here.to(self.tokens.device).unsqueeze(1) & self.cut.keys
+        here = torch.tensor(self.cut_in(layer)).to(self.tokens.device).unsqueeze(1) & self.cut.keys
         return replace(self, cut=replace(self.cut, keys=here) if here.any() else None)
 
     def to(self, device: torch.device | str) -> Batch:

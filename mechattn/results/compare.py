@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
+Null = Literal["uniform", "blind"]
+Scale = Literal["log-ratio", "difference"]
+NO_NULL = "no null is known; a change may be there by definition"
+_INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence")
+_NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
+Parts = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
@@ -33,40 +40,47 @@ def compare(
     other: Result | None,
     select: Literal["half"] | None,
     matched: bool,
+    null: Null,
+    scale: Scale | None,
     level: float,
     resamples: int,
     seed: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
-    _check_options(select, level)
+    _check_options(select, level, null, scale)
     other = result if other is None else other
     _check_prompts(result, other)
     if matched:
         _check_lengths(result, condition, other, to)
-    parts = _aligned(result, condition, other, to, quantity, by, segment)
-    ours, theirs, null, _ = parts
-    log = _variable(result, quantity, by).attrs.get("compared", "ratio") == "ratio" and all(
-        bool((part > 0).all()) for part in parts if part is not None
-    )
-    difference, expected = _differences(*parts, log)
+    parts = _aligned(result, condition, other, to, quantity, by, segment, null)
+    ours, theirs = parts[:2]
+    scale = scale or _own_scale(_variable(result, quantity, by))
+    cells, left_out = _compared(parts, quantity, scale)
+    difference, expected = _differences(*parts, scale)
+    against, null_words = _null(expected, parts, null, _alike(result, condition, other, to))
     finding, shown = _halves(ours.sizes["prompt"], select)
     every = partial(paired, level=level, resamples=resamples, seed=seed)
-    cells = np.ones(difference.shape[1:], dtype=bool)
+
+    def found(prompts: np.ndarray) -> Paired:
+        at = None if against is None else against[prompts][:, cells]
+        return every(difference.values[prompts][:, cells], at)
+
     if select == "half":
-        cells = every(difference.values[finding], expected.values[finding]).q < 0.05
-    numbers = every(difference.values[shown][:, cells], expected.values[shown][:, cells])
+        cells[cells] = found(finding).q < 0.05
+    numbers = found(shown)
     means = {
         "value": ours.values[shown][:, cells].mean(0),
         "reference": theirs.values[shown][:, cells].mean(0),
     }
-    table = _table(difference, cells, means, numbers).assign(scale="log-ratio" if log else "difference")
+    table = _table(difference, cells, means, numbers).assign(scale=scale)
     table.attrs = {
         "condition": condition,
         "to": to,
         "quantity": quantity,
         "segment": segment or "all",
         "family": f"{int(cells.sum())} tests: {' × '.join(map(str, difference.dims[1:]))}",
-        "null": "uniform attention" if null is not None else "no difference",
+        "null": null_words,
+        "left_out": left_out,
         "smallest_q": max(2.0 ** (1 - numbers.n), 0.0 if numbers.n <= 12 else 1 / (resamples + 1)),
         "level": level,
         "select": select or "none",
@@ -75,27 +89,79 @@ def compare(
     return table
 
 
-def _check_options(select: str | None, level: float) -> None:
+def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:
     if select not in (None, "half"):
         raise OptionError(
             f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
         )
     if not 0.5 <= level < 1:
         raise OptionError(f"level={level}: give a probability such as 0.95")
+    for name, given, known in (("null", null, Null), ("scale", scale, Scale)):
+        if given not in (*get_args(known), None):
+            raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
+
+
+def _own_scale(variable: xr.DataArray) -> Scale:
+    """How a quantity is compared by default: by its ratio, or by its difference where the baseline may be 0."""
+    return "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
+
+
+def _compared(parts: Parts, quantity: str, scale: Scale) -> tuple[np.ndarray, list[str]]:
+    """The cells that have a difference in every prompt, and the names of those that are left out.
+
+    A value that is 0 or negative has no ratio; one that is NaN in every prompt is not there at all in this layer.
+    """
+    ours = parts[0]
+    cells = np.ones(ours.shape[1:], dtype=bool)
+    for part in parts:
+        if part is not None:
+            cells &= ((part > 0) if scale == "log-ratio" else part.notnull()).all("prompt").values
+    labels = [ours[dim].values for dim in ours.dims[1:]]
+    left_out = [
+        " ".join(f"{dim} {label[i]}" for dim, label, i in zip(ours.dims[1:], labels, at)) for at in np.argwhere(~cells)
+    ]
+    if not cells.any():
+        raise OptionError(
+            f"{quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
+            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
+        )
+    if left_out:
+        shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
+        warnings.warn(
+            f"{len(left_out)} of {cells.size} cells are left out ({shown}): {quantity!r} is not there, or it is 0 or "
+            'negative in some prompt and has no ratio, which scale="difference" needs not',
+            stacklevel=4,
+        )
+    return cells, left_out
 
 
 def _differences(
-    ours: xr.DataArray, theirs: xr.DataArray, null: xr.DataArray | None, their_null: xr.DataArray | None, log: bool
-) -> tuple[xr.DataArray, xr.DataArray]:
+    ours: xr.DataArray, theirs: xr.DataArray, null: xr.DataArray | None, their_null: xr.DataArray | None, scale: Scale
+) -> tuple[xr.DataArray, np.ndarray | None]:
     """What was measured and what the null expects, each prompt's; ratios as their logarithms."""
-    import xarray as xr
 
     def between(one: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
-        return xr.apply_ufunc(np.log, one / other) if log else one - other
+        with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
+            return np.log(one / other) if scale == "log-ratio" else one - other
 
-    difference = between(ours, theirs)
-    expected = difference * 0
-    return difference, expected if null is None or their_null is None else expected + between(null, their_null)
+    expected = None if null is None or their_null is None else between(null, their_null).values
+    return between(ours, theirs), expected
+
+
+def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:
+    """What the null expects, each prompt's, None where none is known; and its name."""
+    if expected is not None:
+        return expected, _NULLS[null]
+    return (np.zeros(parts[0].shape), "no difference") if alike else (None, NO_NULL)
+
+
+def _alike(one: Result, condition: str, other: Result, to: str) -> bool:
+    """Whether two conditions do the same but for what they insert, so that no change between them is by definition."""
+    made = [str(r.provenance.get("conditions", {}).get(name, "")) for r, name in ((one, condition), (other, to))]
+    if not all(words.startswith(_INSERTIONS) for words in made):
+        return False
+    origins = [r["sequences"].origin.sel(condition=name).values for r, name in ((one, condition), (other, to))]
+    return np.array_equal(*origins)
 
 
 def _halves(prompts: int, select: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +182,9 @@ def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndar
     labels = {dim: difference[dim].values[index[:, i]] for i, dim in enumerate(difference.dims[1:])}
     made = pd.DataFrame(labels | means | {name: getattr(numbers, name) for name in _COLUMNS})
     made = made.assign(n=numbers.n)
-    first = [*labels, "difference", "low", "high", "null", "q", "n"]  # what a table that is cut off should still show
+    # What a table that is cut off should still show.
+    first = [*labels, "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q", "n"]
+    first = [n for n in first if n in made]
     return made[[*first, *(name for name in made if name not in first)]]
 
 
@@ -135,7 +203,7 @@ def overall_change(
     Raises:
         OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
     """
-    parts = _aligned(result, condition, result, BASELINE, quantity, "segment", segment)
+    parts = _aligned(result, condition, result, BASELINE, quantity, "segment", segment, "uniform")
     if set(parts[0].dims) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
     if layer is not None and layer not in parts[0].layer.values:
@@ -152,13 +220,13 @@ def overall_change(
 
 
 def _aligned(
-    result: Result, condition: str, other: Result, to: str, quantity: str, by: str, segment: str | None
-) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]:
+    result: Result, condition: str, other: Result, to: str, quantity: str, by: str, segment: str | None, kind: Null
+) -> Parts:
     """Values and references, and the nulls of both, with the same coordinates."""
     import xarray as xr
 
-    ours, null = _values(result, condition, quantity, by, segment)
-    theirs, their_null = _values(other, to, quantity, by, segment)
+    ours, null = _values(result, condition, quantity, by, segment, kind)
+    theirs, their_null = _values(other, to, quantity, by, segment, kind)
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
@@ -195,14 +263,18 @@ def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
             str(name).removesuffix(f"_by_{by}")
             for at in result.datasets
             for name, variable in result[at].data_vars.items()
-            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not str(name).endswith("_uniform")
+            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
         )
         raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}")
     return found[0]
 
 
+def _is_null(name: str) -> bool:
+    return name.endswith(tuple(f"_{kind}" for kind in _NULLS))
+
+
 def _values(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
     if condition not in result.conditions:
@@ -211,12 +283,19 @@ def _values(
         )
     dataset, name = _found(result, quantity, by)
     values = _chosen(dataset[name], condition, segment)
-    uniform = f"{name}_uniform"
-    null = _chosen(dataset[uniform], condition, segment) if uniform in dataset else None
+    of_null = f"{name}_{kind}"
+    null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
+    if null is None and kind == "blind":
+        raise OptionError(
+            f'{quantity!r} has no null="blind": it is there in models that add something to their scores (ALiBi, '
+            'learned sinks), for quantities made of attention; elsewhere it is null="uniform"'
+        )
     for dim in ("segment", "to_segment"):
         values = values.dropna(dim, how="all") if dim in values.dims else values
-    if values.isnull().any():
-        bad = values.isnull().any([dim for dim in values.dims if dim != "prompt"])
+    missing = values.isnull()
+    missing &= ~missing.all("prompt") | missing.all()  # a layer where no prompt has it is left out
+    if missing.any():
+        bad = missing.any([dim for dim in values.dims if dim != "prompt"])
         raise OptionError(
             f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} "
             f"with {condition!r}; compare a segment that all prompts have, in both conditions"

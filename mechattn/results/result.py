@@ -92,17 +92,21 @@ class Result:
         other: Result | None = None,
         select: Literal["half"] | None = None,
         matched: bool = True,
+        null: Literal["uniform", "blind"] = "uniform",
+        scale: Literal["log-ratio", "difference"] | None = None,
         level: float = 0.95,
         resamples: int = 9999,
         seed: int = 0,
     ) -> pd.DataFrame:
         """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
 
-        Where all values are positive the difference is ``log(value / reference)``, so −0.22 is a fifth less. The
-        test is of the difference against that of its null: under uniform attention where the quantity has such a value
-        (``…_uniform``), otherwise 0. Columns: layer, head, value, reference (means over prompts), difference with t
-        (low, high), bootstrap-t and max-t simultaneous intervals, null, beyond (difference − null), effect_size (d_z),
-        p (sign-flip), q (Benjamini-Hochberg over the table), detectable (the smallest effect found with 80 % power), n.
+        The difference is ``log(value / reference)``, so −0.22 is a fifth less; for a quantity that may be 0 by
+        definition it is ``value − reference``. What is tested is ``beyond``, the difference less that of its null:
+        the same quantity of a head that attends uniformly (``…_uniform``). Where no null is known, null and beyond are
+        NaN, the difference itself is tested, and ``table.attrs["null"]`` says that a change may be there by definition.
+        Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
+        bootstrap-t and simultaneous intervals; null; effect_size (d_z), p (sign-flip), q (Benjamini-Hochberg over the
+        table), detectable (the smallest effect found with 80 % power), all of what is tested; n.
 
         Args:
             condition: A condition.
@@ -114,6 +118,10 @@ class Result:
             select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other: an interval
                 of a head that was chosen for its size on the same prompts does not cover.
             matched: Refuse two conditions that insert different numbers of tokens.
+            null: "uniform"; or "blind": softmax of what the model adds to its scores besides the content (ALiBi,
+                learned sinks), for the models that do.
+            scale: "log-ratio" or "difference"; by default that of the quantity. A cell that has no ratio (0 in some
+                prompt) is left out, with a warning that names it.
             level: Of the intervals.
             resamples: Of bootstrap and sign flips.
             seed: Of the resampling.
@@ -124,7 +132,7 @@ class Result:
         from mechattn.results.compare import compare
 
         return compare(
-            self, condition, to, quantity, by, segment, other, select, matched, level, resamples, seed
+            self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed
         )  # fmt: skip
 
     def agreement(

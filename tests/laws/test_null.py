@@ -1,0 +1,190 @@
+"""The law of the null: where no head looks at content, nothing is found; every quantity has its null or says why not."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
+from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis.score_decomposition import ScoreDecomposition
+from mechattn.model import hooks
+from mechattn.model.architectures import tiny_model
+
+PLACES = ("start", "before_question", "before_answer", "random")
+FAMILIES = ("Llama", "GPT-2", "Gemma 3", "Mistral", "GPT-OSS")  # RoPE, learned positions, windows, learned sinks
+ALIBI = ("Falcon-RW (ALiBi)", "BLOOM", "MPT")
+BY_POSITION = (*ALIBI, "GPT-OSS")  # a blind head is not uniform
+COMPARED = ("before_question", "before_question masked", "before_question unshifted")
+FUSED = {"query_key_value": "by head", "Wqkv": "in turn", "c_attn": "in turn"}
+pytestmark = pytest.mark.filterwarnings("ignore:.*cells are left out")  # beyond a window there is nothing
+OF_ROWS = [kind for kind in ANALYSES if isinstance(kind(), (RowAnalysis, PairAnalysis))]
+
+
+@torch.no_grad()
+def zero_queries(model, but=None):
+    """All queries zero; those of one head of layer 0 as they were, where asked for."""
+    heads = getattr(model.config, "num_attention_heads", None) or model.config.n_heads
+    blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    for layer, block in enumerate(blocks):
+        for name, module in block.named_modules():
+            last = name.rpartition(".")[2]
+            if last not in ("q_proj", *FUSED):
+                continue
+            for parameter in module.parameters():
+                rows = parameter if type(module).__name__ != "Conv1D" or parameter.ndim == 1 else parameter.T
+                how = FUSED.get(last)
+                parts = rows.unflatten(
+                    0, {None: (heads, -1), "by head": (heads, 3, -1), "in turn": (3, heads, -1)}[how]
+                )
+                queries = {None: parts, "by head": parts[:, 0] if how else parts, "in turn": parts[0]}[how]
+                for head in range(heads):
+                    if (layer, head) != (0, but):
+                        queries[head] = 0
+
+
+def blind(family, tokenizer, but=None, sinks=None):
+    model = tiny_model(family, len(tokenizer))
+    zero_queries(model, but)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks") and sinks is not None:
+            torch.nn.init.constant_(parameter, sinks)
+    return ma.load_model(model, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """Short prompts with a system text longer than the insertion, a question and an answer."""
+    system = "Read the problem with care and then write down each step that leads to the answer of it, one by one. "
+    return [
+        ma.Prompt(
+            question=f"Tom has {n} apples and eats {n - 1}. How many are left",
+            system=system,
+            answer="It is one",
+            id=str(n),
+        )
+        for n in (3, 41, 520)
+    ]
+
+
+def conditions(family):
+    made = {}
+    for place in PLACES:
+        slash = ma.MeaninglessTokens("/", 20, place=place)
+        made |= {place: slash, f"{place} masked": slash.masked(), f"{place} unshifted": slash.unshifted()}
+    if family == "GPT-2":  # no learned position is left of the first
+        made.pop("start unshifted")
+    return {name: some for name, some in made.items() if family not in ALIBI or "unshifted" not in name}
+
+
+def measured(family, model, prompts):
+    """Every analysis of rows, under every condition that the model takes."""
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True), ma.SegmentFlow(), ma.TopTargetUpdates()]
+    analyses += [ma.AttentionFocus(half_mass=True, per_query=True), ma.AttentionSinks(least_queries=8)]
+    assert {type(analysis) for analysis in analyses} | {AttentionMap} == set(OF_ROWS)
+    return ma.run(model, prompts, conditions(family), analyses, positions="prompts", progress=False)
+
+
+def departures(result, kind):
+    """How far each quantity is from its null, relative to 1 or to its size: {name: largest}.
+
+    One query's distance is a difference of two positions in float32, ten times as far from exact as a mean.
+    """
+    found = {}
+    for dataset in result.datasets.values():
+        for name, values in dataset.data_vars.items():
+            null = name.replace("_per_prompt", f"{kind}_per_prompt") if "_per_prompt" in name else f"{name}{kind}"
+            if null not in dataset or "prompt" not in values.dims or name.endswith(kind):
+                continue
+            ours, expected = values, dataset[null].broadcast_like(values).transpose(*values.dims)
+            np.testing.assert_array_equal(ours.isnull(), expected.isnull(), err_msg=name)
+            apart = abs(ours - expected) / np.maximum(abs(expected), 1)
+            found[name] = float(apart.max())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer, answered, monkeypatch):
+    # Such a model takes no notice of positions, so it cannot be found out whether it is told them.
+    monkeypatch.setattr(hooks, "takes_position_ids", lambda model: True)
+    result = measured(family, blind(family, tokenizer, sinks=0.0), answered)
+    found = departures(result, "_uniform")
+    assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
+    compared = {name for condition in COMPARED for name in every_comparison(result, condition, "uniform")}
+    assert {"received", "mass", "distance", "entropy", "flow", "scale", "total_variation", "question_ratio"} <= compared
+    assert {"first_mass", "inserted_mass", "half_mass_keys", "entropy_share", "first_alpha", "sinks"} <= compared
+
+
+@pytest.mark.parametrize("family", BY_POSITION)
+def test_where_scores_hold_the_position_the_blind_null_is_the_one(family, tokenizer, answered, monkeypatch):
+    monkeypatch.setattr(hooks, "takes_position_ids", lambda model: family not in ALIBI)
+    result = measured(family, blind(family, tokenizer), answered)
+    found = departures(result, "_blind")
+    assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
+    assert departures(result, "_uniform")["distance_at_per_prompt"] > 0.1, "such a head is not uniform"
+    assert every_comparison(result, "before_question", "blind")
+
+
+def every_comparison(result, condition, null):
+    """All quantities that ``compare`` takes are 0 beyond the null; which they are."""
+    seen = set()
+    for dataset in result.datasets.values():
+        for name, values in dataset.data_vars.items():
+            if not {"prompt", "layer"} <= set(values.dims) or f"{name}_{null}" not in dataset:
+                continue
+            if values.sel(condition="baseline").isnull().all():  # of inserted tokens: nothing to be compared with
+                continue
+            quantity = str(name).removesuffix("_by_segment")
+            nowhere = bool((values.sel(segment="question") == 0).all()) if "segment" in values.dims else False
+            scale = "difference" if nowhere else None  # the first token, where every window is past it
+            table = result.compare(condition, quantity=quantity, resamples=99, null=null, scale=scale)
+            assert table.beyond.abs().max() < 1e-5, (name, condition)
+            seen.add(quantity)
+    return seen
+
+
+def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
+    """The law would notice."""
+    model = blind("Llama", tokenizer, but=2)
+    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(half_mass=True), ma.SegmentFlow(), ma.AffineShift()]
+    result = ma.run(model, answered, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+    for quantity in ("received", "mass", "distance", "entropy", "entropy_share", "self_mass", "first_mass", "scale"):
+        table = result.compare("slash", quantity=quantity, resamples=99).set_index(["layer", "head"]).beyond.abs()
+        assert table.loc[(0, 2)] > 1e-3, quantity
+        assert table.drop((0, 2)).max() < 1e-5, quantity
+
+
+def test_every_quantity_has_its_null_or_says_why_not(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    for kind in ANALYSES:
+        if kind is ScoreDecomposition:  # not defined with RoPE
+            continue
+        result = ma.run(toy, prompts[:3], conditions, kind(), layers=[0], progress=False)
+        dataset = result[kind().name]
+        for name in kind().quantities:
+            assert (f"{name}_uniform" in dataset) != bool(dataset[name].attrs["no_null"]), name
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+def test_the_null_has_the_closed_form_where_there_is_one(family, tokenizer, answered):
+    """Entropy is log n, distance (n − 1) / 2, half of the mass n / 2 keys, λ the share of original keys."""
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    slash = ma.MeaninglessTokens("/", 20)
+    analyses = [ma.AttentionFocus(half_mass=True, per_query=True), ma.AffineShift(per_query=True)]
+    result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts", progress=False)
+    sequence = slash.apply(answered[0], model)
+    for layer in range(2):
+        window = 8 if family == "Gemma 3" and layer == 0 else 10**6
+        n = np.minimum(np.arange(len(sequence)) + 1, window).astype(float)
+        inserted = [sequence.inserted[max(0, q + 1 - window) : q + 1].sum() for q in range(len(sequence))]
+        expected = {
+            "entropy": np.log(n), "distance": (n - 1) / 2, "half_mass_keys": np.ceil(n / 2), "self_mass": 1 / n,
+            "first_mass": np.where(np.arange(len(n)) < window, 1 / n, 0), "inserted_mass": np.array(inserted) / n,
+        }  # fmt: skip
+        at = dict(prompt=0, condition=1, layer=layer)
+        for name, values in expected.items():
+            got = result["attention_focus"][f"{name}_at_uniform_per_prompt"].isel(at)
+            np.testing.assert_allclose(got[1:], values[1:], atol=1e-5, err_msg=name)
+        got = result["affine_shift"]["scale_at_uniform_per_prompt"].isel(at)
+        np.testing.assert_allclose(got, 1 - np.array(inserted) / n, atol=1e-6)
