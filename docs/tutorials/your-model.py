@@ -73,8 +73,8 @@ for name, model in {"random weights": random_llama, "toy:llama": "toy:llama"}.it
 #
 # Which share of a query's attention lies on tokens that are the same as itself? An analysis gets blocks of query
 # rows, adds each to sums of its own, and turns the sums into values per prompt. It never sees a whole [query, key]
-# matrix. A quantity whose name ends in `_uniform` is the null of the other: a fall under inserted tokens is tested
-# against it.
+# matrix. It runs once more on the rows of a head that attends uniformly: a fall under inserted tokens is tested
+# against what that gives, `same_uniform`.
 
 # %%
 from mechattn.analysis.analysis import Quantity
@@ -86,27 +86,24 @@ class SameToken:
     options = {}
     quantities = {
         "same": Quantity(("head",), "probability", "attention to earlier copies of the query's token"),
-        "same_uniform": Quantity((), "probability", "the same under uniform attention"),
     }
 
     def problem(self, sequence):
         return None
 
-    def start(self, batch, heads):  # a sum for each head, for uniform attention, and the number of queries
-        return {"sum": torch.zeros(len(batch.tokens), heads + 2, device=batch.tokens.device)}
+    def start(self, batch, heads):  # a sum for each head, and the number of queries
+        return {"sum": torch.zeros(len(batch.tokens), heads + 1, device=batch.tokens.device)}
 
     def add(self, sums, rows):
         tokens, at = rows.batch.tokens, torch.arange(rows.batch.tokens.shape[1], device=rows.batch.tokens.device)
         q, k = at[rows.queries, None], at[None, rows.keys]
         copies = ((tokens[:, rows.queries, None] == tokens[:, None, rows.keys]) & (k < q)).float()
         counted = (copies.sum(-1) > 0) & (rows.batch.origin[:, rows.queries] >= 0)
-        uniform = (copies / (q + 1)).sum(-1)[:, None]
-        each = [(rows.pattern * copies[:, None]).sum(-1), uniform, torch.ones_like(uniform)]
-        sums["sum"] += (torch.cat(each, 1) * counted[:, None]).sum(-1)
+        each = torch.cat([(rows.pattern * copies[:, None]).sum(-1), torch.ones_like(counted[:, None].float())], 1)
+        sums["sum"] += (each * counted[:, None]).sum(-1)
 
     def values(self, sums, batch, window):
-        mean = sums["sum"] / sums["sum"][:, -1:]
-        return {"same": mean[:, :-2], "same_uniform": mean[:, -2]}
+        return {"same": sums["sum"][:, :-1] / sums["sum"][:, -1:]}
 
 
 # %% [markdown]

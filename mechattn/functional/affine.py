@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.functional.received import visible_counts
-from mechattn.functional.rows import Cut, mix
+from mechattn.functional.rows import mix
 
 
 @dataclass(frozen=True)
@@ -98,44 +97,6 @@ def question_ratio(
     """
     member = question[:, None, None].to(aligned.dtype)
     return (aligned * member).sum(-1) / (baseline * member).sum(-1)
-
-
-def uniform_scale(
-    inserted: Bool[Tensor, "batch pos"], window: int | None = None, cut: Cut | None = None
-) -> Float[Tensor, "batch pos"]:
-    """λ of a head that is blind to content: the share of original keys among those that each query can see.
-
-    Args:
-        inserted: Which tokens were inserted.
-        window: How many keys a query sees.
-        cut: Edges that are cut.
-    """
-    visible = visible_counts(torch.ones_like(inserted), window, cut)
-    return (1 - visible_counts(inserted, window, cut) / visible).float()
-
-
-def uniform_question_ratio(
-    origin: Int[Tensor, "batch pos"],
-    question: Bool[Tensor, "batch pos"],
-    window: int | None = None,
-    cut: Cut | None = None,
-) -> Float[Tensor, "batch pos"]:
-    """ρ_Q of a head that is blind to content: how many keys a query saw, over how many it sees; NaN if inserted.
-
-    In a windowed layer that is the ratio for a key that stays in view.
-
-    Args:
-        origin: The index of each token in the baseline, −1 for inserted ones and less for padding.
-        question: Which tokens are the question's.
-        window: How many keys a query sees.
-        cut: Edges that are cut.
-    """
-    before = (origin + 1).double().clamp(max=window or origin.shape[-1])
-    now = visible_counts(torch.ones_like(origin, dtype=torch.bool), window, cut)
-    ratio = before / now.clamp(min=1)
-    if cut is not None:  # of the question's keys some are not seen at all
-        ratio = ratio * visible_counts(question, window, cut) / visible_counts(question, window).clamp(min=1)
-    return torch.where(origin >= 0, ratio, torch.nan).float()
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:

@@ -96,20 +96,6 @@ def seeing_queries(
     return _sums_for_keys(counted.double(), window, include_self, cut).round().float()
 
 
-def uniform_sums(
-    counted: Bool[Tensor, "batch query"],
-    window: int | None = None,
-    include_self: bool = True,
-    cut: Cut | None = None,
-) -> Float[Tensor, "batch key"]:
-    """:func:`column_sums` of a head that is blind to content: each visible key gets 1 / number of visible keys.
-
-    ``sums[k] = Σ counted[q] / min(q + 1, window)`` over the queries q that can see k; fewer where edges are cut.
-    """
-    visible = visible_counts(torch.ones_like(counted), window, cut)
-    return _sums_for_keys(counted / visible.clamp(min=1), window, include_self, cut).float()
-
-
 def received_attention(
     sums: Float[Tensor, "batch head key"], queries: Float[Tensor, "batch key"]
 ) -> Float[Tensor, "batch head key"]:

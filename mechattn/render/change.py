@@ -24,7 +24,8 @@ def change_map(
 ) -> go.Figure:
     """Layer × head: the change of a quantity less that of its null; a dot where q < 0.05 (Benjamini-Hochberg, the map).
 
-    Red: it rose more, or fell less, than the null; blue: it fell further, or rose less.
+    Red: it rose more, or fell less, than the null; blue: it fell further, or rose less. Where no null is known, it is
+    the change itself, and the title says so.
 
     Args:
         result: A result.
@@ -38,9 +39,13 @@ def change_map(
     table = result.compare(condition, quantity=quantity, segment=segment)
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number for each head; a map shows one that has not")
-    wide = {name: table.pivot(index="layer", columns="head", values=name) for name in ("beyond", "difference", "q")}
+    known = bool(table.null.notna().any())
+    column = "beyond" if known else "difference"
+    names = {"shown": column, "low": f"{column}_low".removeprefix("difference_"), "difference": "difference", "q": "q"}
+    names["high"] = names["low"].replace("low", "high")
+    wide = {name: table.pivot(index="layer", columns="head", values=of) for name, of in names.items()}
     sure = wide["q"] < 0.05
-    figure = go.Figure(_map_and_marks(wide, sure, "log-ratio" if table.scale.iloc[0] == "log-ratio" else "difference"))
+    figure = go.Figure(_map_and_marks(wide, sure, f"{table.scale.iloc[0]}{'<br>less null' * known}"))
     words = condition_words(result, condition)
     note = (
         f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: "
@@ -48,37 +53,48 @@ def change_map(
     )
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
-    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, change relative to its null"
+    if table.attrs["left_out"]:
+        note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
+    relative = "change relative to its null" if known else "change"
+    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
     figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
-    far = table.loc[table.beyond.abs().idxmax()]
-    parts = [far.difference, far.low, far.high, far.null]
+    return says(figure, _map_words(table, column))
+
+
+def _map_words(table: pd.DataFrame, column: str) -> str:
+    """How many heads are sure, and the one that is furthest from the null (or, without one, changed most)."""
+    far = table.loc[table[column].abs().idxmax()]
+    sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = (percent(np.expm1(part)) for part in parts)
+        value, low, high, null = (percent(np.expm1(part)) for part in (far.difference, far.low, far.high, far.null))
     else:
+        parts = (far.difference, far.low, far.high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
-    return says(
-        figure,
-        f"{int(sure.values.sum())} of {sure.size} heads differ from the null at q < 0.05. Furthest from it is layer "
-        f"{far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}], null {null}; it was picked as the largest "
-        f'of {sure.size}, so its interval is too optimistic (select="half" gives an honest one).',
+    head = f"layer {far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}]"
+    picked = (
+        f"it was picked as the largest of {len(table)}, so its interval is too optimistic "
+        '(select="half" gives an honest one).'
     )
+    if column == "beyond":
+        return f"{sure} differ from the null at q < 0.05. Furthest from it is {head}, null {null}; {picked}"
+    return f"{sure} changed at q < 0.05; {table.attrs['null']}. Most changed is {head}; {picked}"
 
 
 def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
-    """The heat map of what is beyond the null, and a dot on each cell that is sure."""
+    """The heat map of what is tested, with its interval in the hover, and a dot on each cell that is sure."""
     import plotly.graph_objects as go
 
-    beyond = wide["beyond"]
+    beyond, what = wide["shown"], "beyond the null" if "null" in unit else "change"
     reach = float(np.nanmax(abs(beyond.values))) or 1.0
     heat = go.Heatmap(
         z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
-        name="beyond the null", meta=["change", "q"],
-        customdata=np.dstack([wide["difference"].values, wide["q"].values]),
-        hovertemplate="layer %{y} head %{x}<br>beyond the null %{z:.3f}<br>change %{customdata[0]:.3f}"
-        "<br>q = %{customdata[1]:.2g}<extra></extra>",
-        colorbar=dict(title=f"{unit}<br>less null"),
+        name=what, meta=["change", "q", "low", "high"],
+        customdata=np.dstack([wide[name].values for name in ("difference", "q", "low", "high")]),
+        hovertemplate=f"layer %{{y}} head %{{x}}<br>{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+        "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}<extra></extra>",
+        colorbar=dict(title=unit),
     )  # fmt: skip
     layer, head = np.nonzero(sure.values)
     marks = go.Scatter(

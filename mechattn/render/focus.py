@@ -36,7 +36,8 @@ def heads_by_layer(
     """One number a head over the layers, a panel a condition; lines are sorted within each layer, so that none cross.
 
     A line is a rank, not a head: heads of different layers have nothing to do with each other. Hover for the head, its
-    mean over prompts and its 95 % interval. (R. Claus, figures 4 to 6, as their captions describe them.)
+    mean over prompts and its 95 % interval. Dotted: uniform attention, where that is a null. (R. Claus, figures 4 to 6,
+    as their captions describe them.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with a number a head.
@@ -56,7 +57,10 @@ def heads_by_layer(
     titles = [condition_words(result, name) for name in names]
     figure = make_subplots(1, len(names), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
+    null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
+        if null is not None:
+            _null_line(figure, null.sel(condition=name), "#555", column)
         values = variable.sel(condition=name).transpose("prompt", "layer", "head").values
         mean, low, high = _interval(values)
         order = np.argsort(mean, axis=1)[:, ::-1]
@@ -74,9 +78,10 @@ def heads_by_layer(
     figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     note = f"{_of(variable, segment)}n = {variable.sizes['prompt']} prompts; lines sorted within each layer"
+    note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
     figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return says(figure, _means(result, variable, names))
+    return says(figure, _means(result, variable, null, names))
 
 
 def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
@@ -104,24 +109,42 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
         for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
             _line(figure, one.sel(condition=name), condition_words(result, name), colour, column)
             if null is not None:
-                y = null.sel(condition=name).mean("prompt").values
-                figure.add_scatter(
-                    x=one.layer.values, y=y, mode="lines", showlegend=False, row=1, col=column,
-                    line=dict(color=colour, dash="dot", width=1), hovertemplate="uniform: %{y:.3f}<extra></extra>",
-                )  # fmt: skip
+                _null_line(figure, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    dotted = "; dotted: uniform attention" if null is not None else ""
-    note = f"{_of(variable, segment)}{heads}n = {variable.sizes['prompt']} prompts; bands: 95 % intervals{dotted}"
+    note = f"{_of(variable, segment)}{heads}n = {variable.sizes['prompt']} prompts; bands: 95 % intervals"
+    note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
     figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return says(figure, _means(result, variable, names))
+    return says(figure, _means(result, variable, null, names))
 
 
-def _means(result: Result, variable: xr.DataArray, names: Seq[str]) -> str:
-    """The mean over everything but prompts, condition by condition."""
-    parts = [f"{condition_words(result, name)} {mean_words(variable.sel(condition=name))}" for name in names]
+def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
+    """What uniform attention gives in each layer, dotted."""
+    figure.add_scatter(
+        x=null.layer.values, y=null.mean("prompt").values, mode="lines", showlegend=False, row=1, col=column,
+        name="uniform", line=dict(color=colour, dash="dot", width=1.3),
+        hovertemplate="uniform: %{y:.3f}<extra></extra>",
+    )  # fmt: skip
+
+
+def _null_words(variable: xr.DataArray, null: xr.DataArray | None) -> str:
+    """Whether there is a null, and why not."""
+    if null is not None:
+        return "; dotted: uniform attention"
+    return f"; no null: {variable.attrs['no_null']}" if variable.attrs.get("no_null") else ""
+
+
+def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]) -> str:
+    """The mean over everything but prompts, condition by condition, each beside its null."""
+
+    def beside(name: str) -> str:
+        return "" if null is None else f" (uniform attention: {mean_words(null.sel(condition=name)).partition(' ')[0]})"
+
+    parts = [
+        f"{condition_words(result, name)} {mean_words(variable.sel(condition=name))}{beside(name)}" for name in names
+    ]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
     what = str(variable.name).removesuffix("_by_segment")
     return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."

@@ -140,12 +140,12 @@ def _differences(
 ) -> tuple[xr.DataArray, np.ndarray | None]:
     """What was measured and what the null expects, each prompt's; ratios as their logarithms."""
 
-    def between(one: xr.DataArray, other: xr.DataArray) -> xr.DataArray:
+    def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
             return np.log(one / other) if scale == "log-ratio" else one - other
 
-    expected = None if null is None or their_null is None else between(null, their_null).values
-    return between(ours, theirs), expected
+    expected = None if null is None or their_null is None else between(null.values, their_null.values)
+    return ours.copy(data=between(ours.values, theirs.values)), expected
 
 
 def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:

@@ -52,6 +52,24 @@ def test_blocks_are_the_square(heads, kv_heads, length, block, window, extra):
     torch.testing.assert_close(streamed, out, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_learned_sink_is_one_more_column(window):
+    """Its score is among those of the softmax, and its share goes nowhere."""
+    q, k, v = random_qkv(2, 4, 2, 70, 8)
+    sinks = torch.tensor([-2.0, 0.0, 1.5, 9.0], dtype=torch.float64)
+    scores = 0.4 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    distance = torch.arange(70)[:, None] - torch.arange(70)
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or 70)), -torch.inf)
+    column = sinks[:, None, None].expand(2, -1, 70, 1)
+    expected = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    got, out = in_blocks(q, k, v, 0.4, block=16, window=window, sinks=sinks)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
+    single = Attention(q, k, v, 0.4, window=window, sinks=sinks).rows(torch.tensor([[0, 9, 69]] * 2), 70)
+    torch.testing.assert_close(single, expected[:, :, [0, 9, 69]], atol=1e-12, rtol=0)
+    assert (in_blocks(q, k, v, 0.4, window=window)[0] - expected).abs().max() > 0.1, "without them it is another"
+
+
 def test_the_square_would_notice_a_window_or_a_scale(random_pattern):
     q, k, v = random_qkv(1, 2, 2, 40, 8)
     expected, _ = square(q, k, v, 0.4, window=6)

@@ -17,16 +17,18 @@ def result(toy, prompts):
         "slash": ma.MeaninglessTokens("/", 20),
         "sentence": ma.RandomSentence(20),
         "long": ma.RandomTokens(25),
+        "masked": ma.MeaninglessTokens("/", 20).masked(),
     }
     analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
     return ma.run(toy, prompts, conditions, analyses, progress=False)
 
 
-def made_up(values, names=("baseline", "other"), prompts="a"):
+def made_up(values, names=("baseline", "other"), prompts="a", compared="difference"):
     """A result with one quantity [prompt, condition, layer, head] and no tokens."""
     n, c, layers, heads = values.shape
     coords = {"condition": list(names), "layer": range(layers), "head": range(heads)}
-    data = xr.Dataset({"quantity": (("prompt", "condition", "layer", "head"), values)}, coords)
+    variable = (("prompt", "condition", "layer", "head"), values, {"compared": compared})
+    data = xr.Dataset({"quantity": variable}, coords)
     origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((n, c, 2)))}, {"condition": list(names)})
     about = {"model": {"name": "m"}, "prompts": {"hash": prompts}}
     return Result({"analysis": data, "sequences": origin}, about)
@@ -46,6 +48,8 @@ def test_the_table_is_that_of_loops(result):
         assert row.beyond == pytest.approx((ours - null).mean(), abs=1e-9)
         low, high = stats.ttest_1samp(ours, 0).confidence_interval()
         assert (row.low, row.high) == (pytest.approx(low), pytest.approx(high))
+        low, high = stats.ttest_1samp(ours - null, 0).confidence_interval()
+        assert (row.beyond_low, row.beyond_high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
     assert table.attrs["null"] == "uniform attention"
     assert table.attrs["family"] == "32 tests: layer × head"
     np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
@@ -59,7 +63,7 @@ def test_other_quantities_and_other_conditions(result):
     assert set(every.segment) == {"bos", "template", "system", "question"}
     against = result.compare("slash", to="sentence", quantity="total_variation")
     assert against.attrs["to"] == "sentence"
-    assert against.attrs["null"] == "no difference"
+    assert against.attrs["null"] == "uniform attention"
     opposite = result.compare("sentence", to="slash", quantity="total_variation")
     np.testing.assert_allclose(against.difference, -opposite.difference)
     ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share")
@@ -67,6 +71,52 @@ def test_other_quantities_and_other_conditions(result):
     plain = result.compare("slash", quantity="total_variation")
     assert len(plain) == 32
     assert (plain.scale == "difference").all(), "0 in the baseline by definition"
+    assert (plain.null == 0).all(), "as uniform attention is only diluted"
+
+
+def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
+    table = result.compare("slash", quantity="output_norm")
+    assert table.attrs["null"] == "no null is known; a change may be there by definition"
+    assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
+    dataset = result["affine_shift"].output_norm.sel(segment="question", layer=1, head=3).astype(float)
+    log = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline")).values
+    row = table.set_index(["layer", "head"]).loc[(1, 3)]
+    assert row.effect_size == pytest.approx(log.mean() / log.std(ddof=1))
+    assert row.p == pytest.approx(paired(log[:, None], 0.0).p[0])
+    control = result.compare("slash", to="sentence", quantity="output_norm")
+    assert control.attrs["null"] == "no difference", "as many tokens at the same place: nothing is there by definition"
+    np.testing.assert_allclose(control.beyond, control.difference)
+    masked = result.compare("masked", to="sentence", quantity="output_norm")
+    assert masked.attrs["null"].startswith("no null is known"), "one is masked, the other is not"
+
+
+def test_a_cell_without_a_ratio_is_left_out_and_named():
+    values = np.exp(np.random.default_rng(0).normal(size=(8, 2, 2, 3)))
+    values[3, 1, 1, 2] = 0
+    result = made_up(values, compared="ratio")
+    with pytest.warns(UserWarning, match=r"1 of 6 cells are left out \(layer 1 head 2\)"):
+        table = result.compare("other", quantity="quantity")
+    assert (table.scale == "log-ratio").all()
+    assert len(table) == 5
+    assert table.attrs["left_out"] == ["layer 1 head 2"]
+    assert table.attrs["family"] == "5 tests: layer × head"
+    whole = result.compare("other", quantity="quantity", scale="difference")
+    assert len(whole) == 6
+    assert (whole.scale == "difference").all()
+    expected = (values[:, 1] - values[:, 0]).mean(0).flatten()
+    np.testing.assert_allclose(whole.difference, expected)
+    with pytest.raises(OptionError, match="has no ratio in any cell.*scale="):
+        made_up(-values, compared="ratio").compare("other", quantity="quantity")
+
+
+def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused():
+    values = np.random.default_rng(0).normal(size=(6, 2, 2, 3))
+    values[:, :, 0] = np.nan
+    with pytest.warns(UserWarning, match="3 of 6 cells are left out"):
+        assert set(made_up(values).compare("other", quantity="quantity").layer) == {1}
+    values[2, 1, 1, 0] = np.nan
+    with pytest.raises(OptionError, match="1 of 6 prompts have no 'quantity'"):
+        made_up(values).compare("other", quantity="quantity")
 
 
 @pytest.mark.parametrize(("heads", "covered"), [(32, 0.35), (256, 0.05)])
@@ -121,6 +171,9 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),
         (dict(condition="slash", level=95), "level=95"),
+        (dict(condition="slash", scale="ratio"), "scale='ratio': choose one of 'log-ratio', 'difference'"),
+        (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),
+        (dict(condition="slash", null="blind"), "has no null=.blind.*ALiBi"),
     ],
 )
 def test_what_it_refuses(result, options, message):
