@@ -102,10 +102,11 @@ ma.render.by_layer(result, "span_mass")
 #   small copy of it.
 # - Content decides most scores. In layer 0 it is 57 % of the centred score of the strongest target, and ALiBi 28 %;
 #   from layer 1 on content is 78 to 83 %.
-# - With slashes heads look +65 % further back. That is less than in a head that looks at nothing in particular (+147 %),
-#   and less than in one that goes by position alone (+92 %): 31 of 40 heads lie below that. Tested against 0, the same
-#   numbers would have said that heads turn to what is far.
-# - Attention is more concentrated (entropy share 0.757 to 0.694); by position alone it would fall by −5 %, here by −9 %.
+# - With slashes heads look +65 % further back. A head that looks at nothing in particular would by +147 %, one that
+#   goes by position alone by +92 %, and 31 of 40 heads lie below that. Tested against 0, the same numbers would say
+#   that heads turn to what is far.
+# - Attention is more concentrated (entropy share 0.757 to 0.694). By position alone it would fall by −5 %, and it falls
+#   by −9 %.
 # - Though the question is attended less, heads *write more* to it: mean magnitude 0.114 to 0.161, in 34 of 40 heads.
 #   How large an update is depends on the values, so there is no null; the matched control stands in its place. A
 #   random sentence of the same length leaves it at 0.118, with 17 heads up and 15 down. That fits what averaging

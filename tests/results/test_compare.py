@@ -105,7 +105,7 @@ def test_a_cell_without_a_ratio_is_left_out_and_named():
     assert (whole.scale == "difference").all()
     expected = (values[:, 1] - values[:, 0]).mean(0).flatten()
     np.testing.assert_allclose(whole.difference, expected)
-    with pytest.raises(OptionError, match="has no ratio in any cell.*scale="):
+    with pytest.raises(OptionError, match=r"has no ratio in any cell.*scale="):
         made_up(-values, compared="ratio").compare("other", quantity="quantity")
 
 
