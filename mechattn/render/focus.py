@@ -59,8 +59,6 @@ def heads_by_layer(
     layers = variable.layer.values
     null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
-        if null is not None:
-            _null_line(figure, null.sel(condition=name), "#555", column)
         values = variable.sel(condition=name).transpose("prompt", "layer", "head").values
         mean, low, high = _interval(values)
         order = np.argsort(mean, axis=1)[:, ::-1]
@@ -75,6 +73,8 @@ def heads_by_layer(
                 "%{customdata[2]:.3f}]<extra></extra>",
             )  # fmt: skip
         figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
+    for column, name in enumerate(names if null is not None else [], 1):
+        _null_line(figure, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
     figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     note = f"{_of(variable, segment)}n = {variable.sizes['prompt']} prompts; lines sorted within each layer"

@@ -28,9 +28,9 @@ def full(rows, error, layer, monkeypatch):
                 raise error
             self.collector.add(at, batch, values)
 
-    def measured(model, batch, forward, windows, analyses, collectors, ids):
+    def measured(model, batch, forward, windows, analyses, collectors, ids, blind):
         sizes.append(len(batch.rows))
-        measure_batch(model, batch, forward, windows, analyses, [Fails(c) for c in collectors], ids)
+        measure_batch(model, batch, forward, windows, analyses, [Fails(c) for c in collectors], ids, blind)
 
     monkeypatch.setattr(prepare, "measure_batch", measured)
     return sizes

@@ -27,7 +27,13 @@ def test_lines_are_sorted_within_each_layer_and_name_their_head(result):
     figure = ma.render.heads_by_layer(result, "first_mass")
     data = result["attention_focus"].first_mass.sel(segment="question").mean("prompt")
     heads = data.sizes["head"]
-    assert len(figure.data) == 2 * heads
+    assert len(figure.data) == 2 * heads + 2
+    null = result["attention_focus"].first_mass_uniform.sel(segment="question").mean("prompt")
+    for trace, condition in zip(figure.data[-2:], ("baseline", "slash"), strict=True):
+        assert trace.line.dash == "dot"
+        np.testing.assert_allclose(trace.y, null.sel(condition=condition), rtol=1e-6)
+    assert "dotted: uniform attention" in figure.layout.title.text
+    assert "no null: uniform attention has no largest" in ma.render.heads_by_layer(result).layout.title.text
     for panel, condition in enumerate(("baseline", "slash")):
         traces = figure.data[panel * heads : (panel + 1) * heads]
         y = np.array([trace.y for trace in traces])
