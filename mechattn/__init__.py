@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mechattn.prompts.conditions import RandomTokens as RandomTokens
     from mechattn.prompts.conditions import RepeatedWord as RepeatedWord
     from mechattn.prompts.conditions import ShuffledSentence as ShuffledSentence
+    from mechattn.prompts.conditions import Text as Text
     from mechattn.prompts.conditions import sweep as sweep
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
@@ -67,6 +68,7 @@ _HOME = {
     "Job": "engine.job",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",
+    "Text": "prompts.conditions",
     "MechattnError": "errors",
     "MlpActivations": "analysis.mlp_activations",
     "Prompt": "prompts.prompt",

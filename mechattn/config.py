@@ -34,6 +34,7 @@ CONDITIONS = {
     for kind in (
         kinds.Baseline,
         kinds.MeaninglessTokens,
+        kinds.Text,
         kinds.RepeatedWord,
         kinds.RandomTokens,
         kinds.RandomSentence,

@@ -6,16 +6,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import product
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from mechattn.errors import ConditionError, OptionError
+from mechattn.errors import OptionError
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
+from mechattn.prompts.places import Place, behind, check_place, check_run, inserted
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Knocked, Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
-
-Place = Literal["before_question", "start", "before_answer", "random"]
 
 
 @runtime_checkable
@@ -117,8 +116,9 @@ class MeaninglessTokens:
     Args:
         text: What is repeated.
         count: How many *tokens* are inserted, at least 1.
-        place: "before_question"; "start" (after BOS, before everything else); "before_answer" (at the end where there
-            is no answer); "random" (one run at a token boundary inside the question, drawn for each prompt).
+        place: "before_question"; "start" (after BOS, before everything else); "middle" (of the question's tokens);
+            "before_answer" (at the end where there is no answer); "random" (one run at a token boundary inside the
+            question, drawn for each prompt).
         separator: What stands between two repetitions; "" for none.
     """
 
@@ -134,7 +134,7 @@ class MeaninglessTokens:
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
         if not self.text:
             raise OptionError('text="": give the text that is to be repeated, "/" for example')
-        _check_run(self.count, self.place)
+        check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the run inserted on token ids.
@@ -142,11 +142,50 @@ class MeaninglessTokens:
         Raises:
             ConditionError: ``count`` tokens are no whole number of repetitions, or the place doesn't exist here.
         """
-        return _inserted(self.filler(model), self.place, prompt, model, seed)
+        return inserted(self.filler(model), self.place, prompt, model, seed)
 
     def filler(self, model: TokenizedModel) -> list[int]:
         """The token ids of the run: the most repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
+
+    masked, unshifted, under = _masked, _unshifted, _under
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of your own, put into the prompt once, as it is: ``Text(" Take your time.", place="middle")``.
+
+    Args:
+        text: What is inserted; its tokens are those that the tokenizer makes of it alone, blanks included.
+        place: As for :class:`MeaninglessTokens`.
+        after: Put it behind the first token that completes this text in the prompt, wherever that is.
+    """
+
+    text: str
+    place: Place = "before_question"
+    after: str | None = None
+
+    _repr_html_ = fields_table
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text:
+            raise OptionError(f'text={self.text!r}: give the text that is inserted, " Take your time." for example')
+        if self.after is not None and (not isinstance(self.after, str) or not self.after):
+            raise OptionError(f"after={self.after!r}: give a text that stands in every prompt, or leave it out")
+        check_place(self.place)
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with those of the text inserted.
+
+        Raises:
+            ConditionError: The place doesn't exist in this prompt, or the marker doesn't stand in it.
+        """
+        tokenizer = require_tokenizer(model)
+        filler = tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        if self.after is None:
+            return inserted(filler, self.place, prompt, model, seed)
+        sequence = tokenize(prompt, model)
+        return insert(sequence, filler, behind(self.after, sequence, prompt, tokenizer))
 
     masked, unshifted, under = _masked, _unshifted, _under
 
@@ -170,12 +209,12 @@ class RepeatedWord:
     def __post_init__(self) -> None:
         if not isinstance(self.word, str) or not self.word.strip():
             raise OptionError(f'word={self.word!r}: give a word, "he" for example')
-        _check_run(self.count, self.place)
+        check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the run inserted."""
         filler = fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
-        return _inserted(filler, self.place, prompt, model, seed)
+        return inserted(filler, self.place, prompt, model, seed)
 
     masked, unshifted, under = _masked, _unshifted, _under
 
@@ -197,13 +236,13 @@ class RandomTokens:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        _check_run(self.count, self.place)
+        check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the drawn ones inserted."""
         draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
         filler = fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
-        return _inserted(filler, self.place, prompt, model, seed)
+        return inserted(filler, self.place, prompt, model, seed)
 
     masked, unshifted, under = _masked, _unshifted, _under
 
@@ -227,11 +266,11 @@ class RandomSentence:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        _check_run(self.count, self.place)
+        check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the sentences inserted."""
-        return _inserted(self.filler(prompt, model, seed), self.place, prompt, model, seed)
+        return inserted(self.filler(prompt, model, seed), self.place, prompt, model, seed)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """The token ids of the sentences."""
@@ -258,13 +297,13 @@ class ShuffledSentence:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        _check_run(self.count, self.place)
+        check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the shuffled ones inserted."""
         filler = RandomSentence(self.count, self.place, self.draw).filler(prompt, model, seed)
         random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(filler)
-        return _inserted(filler, self.place, prompt, model, seed)
+        return inserted(filler, self.place, prompt, model, seed)
 
     masked, unshifted, under = _masked, _unshifted, _under
 
@@ -321,37 +360,3 @@ def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
         else:
             raise OptionError(f"intervention={intervention!r}: give one such as ARM(), or several as a tuple")
     return sequence
-
-
-def _check_run(count: int, place: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise OptionError(f"count={count!r}: give a whole number of tokens")
-    if count < 1:
-        raise OptionError(f"count={count}: insert at least one token; the baseline is always run beside it")
-    if place not in get_args(Place):
-        raise OptionError(f"place={place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
-
-
-def _inserted(filler: list[int], place: Place, prompt: Prompt, model: TokenizedModel, seed: int) -> Sequence:
-    sequence = tokenize(prompt, model)
-    return insert(sequence, filler, _position(place, sequence, prompt, seed))
-
-
-def _position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:
-    """The position before which the run is put."""
-    if place == "start":
-        return int(sequence.of_segment("bos")[0])
-    segment = "answer" if place == "before_answer" else "question"
-    where = sequence.of_segment(segment).nonzero().flatten().tolist()
-    if place == "before_answer":
-        return where[0] if where else len(sequence)
-    if not where:
-        raise ConditionError(f'prompt {prompt.id} ("{prompt.excerpt}") has no question token to insert before')
-    if place == "before_question":
-        return where[0]
-    if len(where) < 2:
-        raise ConditionError(
-            f'prompt {prompt.id} ("{prompt.excerpt}") has one question token only: place="random" needs a boundary '
-            "between two"
-        )
-    return random.Random(f"place {seed} {prompt.id}").choice(where[1:])

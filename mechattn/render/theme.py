@@ -45,6 +45,7 @@ def faint(colour: str, alpha: float = 0.2) -> str:
 _KINDS = {
     "MeaninglessTokens": "Meaningless tokens",
     "RepeatedWord": "Repeated word",
+    "Text": "A text",
     "RandomTokens": "Random tokens",
     "RandomSentence": "Random sentence",
     "ShuffledSentence": "Shuffled sentence",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Null = Literal["uniform", "blind"]
 Scale = Literal["log-ratio", "difference"]
 NO_NULL = "no null is known; a change may be there by definition"
-_INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence")
+_INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text")
 _NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 Parts = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03

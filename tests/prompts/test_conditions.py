@@ -229,3 +229,31 @@ def test_a_sweep_names_its_conditions():
     assert made["count=25, place=start"] == ma.MeaninglessTokens("/", 25, "start")
     masked = ma.sweep(ma.RandomSentence().masked(), count=[5])
     assert masked == {"count=5": ma.RandomSentence(5).masked()}
+
+
+@pytest.mark.parametrize("place", ["before_question", "start", "middle", "before_answer", "random"])
+def test_a_text_of_ones_own_goes_in_once_as_it_is(toy, place):
+    text = " Take your time, please."
+    sequence, baseline = ma.Text(text, place=place).apply(PROMPT, toy), tokenize(PROMPT, toy)
+    assert sequence.tokens[sequence.inserted].tolist() == toy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
+    if place == "middle":
+        question = sequence.of_segment("question").nonzero().flatten()
+        first = int(sequence.inserted.nonzero()[0])
+        before, after = int((question < first).sum()), int((question > first).sum())
+        assert 0 <= after - before <= 1
+
+
+def test_a_text_behind_a_marker(toy):
+    sequence = ma.Text(" Well.", after="How many").apply(PROMPT, toy)
+    first = int(sequence.inserted.nonzero()[0])
+    before = toy.tokenizer.decode(sequence.tokens[:first])
+    assert before.endswith("How many")
+    for shorter in range(1, first):  # by hand: no earlier place has it
+        assert "How many" not in toy.tokenizer.decode(sequence.tokens[:shorter])
+    with pytest.raises(ma.MechattnError, match=r"prompt a .* does not hold after=.Why"):
+        ma.Text(" Well.", after="Why").apply(PROMPT, toy)
+    for wrong, message in (({"text": ""}, "give the text"), ({"text": "a", "after": ""}, "after=''"),
+                           ({"text": "a", "place": "end"}, "place='end': choose one of")):  # fmt: skip
+        with pytest.raises(ma.MechattnError, match=message):
+            ma.Text(**wrong)
