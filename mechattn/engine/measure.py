@@ -29,6 +29,7 @@ from mechattn.engine.collect import TakesValues
 from mechattn.engine.forward import Forward
 from mechattn.engine.null import Nulls
 from mechattn.engine.pairs import PairedLayer, paired_layer
+from mechattn.engine.promise import check_values
 from mechattn.errors import ModelError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.rows import Rows
@@ -149,6 +150,7 @@ class _Sums:
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.closed: set[tuple[int, int]] = set()
+        self.kept: set[int] = set()  # the analyses that have kept what they promise
 
     @property
     def last_layer(self) -> int:
@@ -188,6 +190,9 @@ class _Sums:
         _refuse_nan(self.one, layer, made)
         (analysis, collector), window = self.taken[number], self.one.windows[layer]
         values = analysis.values(made, self.one.placed.at(layer), window)
+        if number not in self.kept:
+            check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
+            self.kept.add(number)
         collector.add(layer, self.one.batch, values | self.nulls.of(number, layer, window))
         if len(self.closed) == len(self.taken) * len(self.one.windows):
             raise _Enough

@@ -138,9 +138,10 @@ class _Pass:
         return {name + kind: _of_one(values[name], quantity, kind) for name, quantity in named.items()}
 
     def _no_null(self, why: object) -> ModelError:
+        reason = (str(why).splitlines() or [type(why).__name__])[0]
         return ModelError(
             f"{self.analysis.name} cannot be measured on the rows of a blind head, from which the null of its "
-            f"quantities is made ({why}). Where a quantity needs more than rows of attention, say so: "
+            f"quantities is made ({reason}). Where a quantity needs more than rows of attention, say so: "
             'Quantity(…, no_null="it depends on the values")'
         )
 

@@ -77,7 +77,10 @@ class _AffineParts:
 
     name = "affine_parts"
     options: Mapping[str, Any] = {}
-    quantities: Mapping[str, Quantity] = {}
+    quantities: Mapping[str, Quantity] = {
+        "scale": Quantity(("head", "key"), "probability", "lambda of each query", no_null="recorded"),
+        "shift": Quantity(("head", "key", "d_head"), "value norm", "shift of each query", no_null="recorded"),
+    }
 
     def problem(self, sequence: Sequence) -> str | None:
         return None

@@ -1,0 +1,76 @@
+"""An analysis of one's own that does not give what it promises is told so at its first batch, in its own words."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.analysis.analysis import Quantity
+from mechattn.errors import MechattnError, OptionError
+
+
+def own_key(quantities, values):
+    """The analysis of the how-to, with other quantities or values."""
+
+    class OwnKey:
+        name = "own_key"
+        options = {}
+
+        def problem(self, sequence):
+            return None
+
+        def start(self, batch, heads):
+            return {"own": torch.zeros(len(batch.rows), heads)}
+
+        def add(self, sums, rows):
+            own = rows.pattern.diagonal(rows.queries.start - rows.keys.start, -2, -1)
+            sums["own"] += (own * rows.batch.real[:, None, rows.queries]).sum(-1)
+
+    OwnKey.quantities = quantities
+    OwnKey.values = lambda self, sums, batch, window: values(sums["own"])
+    return OwnKey()
+
+
+OWN = Quantity(("head",), "probability", "attention to the own key")
+
+
+@pytest.mark.parametrize(
+    ("quantities", "values", "message"),
+    [
+        ({"own": OWN}, lambda own: {}, "own_key: values.. gives no 'own', which its quantities promise"),
+        ({"own": OWN}, lambda own: {"own": own, "more": own}, "gives 'more', which is none of its quantities .'own'."),
+        ({"own": OWN}, lambda own: {"own": own.sum(-1)}, r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]"),
+        ({"own": OWN}, lambda own: {"own": own[:2]}, r"'own' has the shape \[2, 8\]; its dims"),
+        ({"own": OWN}, lambda own: {"own": own.numpy()}, "'own' is a ndarray; values.. gives tensors"),
+        (
+            {"own": Quantity(("head", "segment"), "probability", "own")},
+            lambda own: {"own": own[..., None].expand(-1, -1, 5)},
+            r"has the shape \[4, 8, 5\].*promise \[batch 4, head 8, segment 6\]",
+        ),
+    ],
+)
+def test_values_that_are_not_those_that_were_promised(toy, prompts, quantities, values, message):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    with pytest.raises(OptionError, match=message):
+        ma.run(toy, prompts[:2], conditions, own_key(quantities, values), progress=False)
+    kept = own_key({"own": OWN}, lambda own: {"own": own})
+    assert ma.run(toy, prompts[:2], conditions, kept, progress=False)["own_key"].own.notnull().all()
+
+
+def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy, prompts):
+    """It takes the values' width for granted, which is 1 there."""
+
+    def wide(no_null):
+        made = own_key({"own": Quantity(("head",), "probability", "own", no_null=no_null)}, lambda own: {"own": own})
+
+        def add(sums, rows):
+            rows.v[..., toy.cfg.d_head - 1]
+            sums["own"] += rows.pattern.amax((-1, -2))
+
+        made.add = add
+        return made
+
+    with pytest.raises(MechattnError, match=r"own_key cannot be measured on the rows of a blind head.*no_null="):
+        ma.run(toy, prompts[:2], analyses=wide(""), progress=False)
+    result = ma.run(toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values"), progress=False)
+    assert "own_uniform" not in result["own_key"]
+    assert result.compare("a", quantity="own").attrs["null"].startswith("no null is known")
