@@ -86,15 +86,15 @@ def across_layers(
         result: A result.
         layers: The layers, from 0.
         head: The head, from 0.
-        condition: The condition in red; the first that isn't the baseline by default.
+        condition: The condition in red; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
         OptionError: No such layer, head or condition.
     """
-    condition = result.condition(condition)
+    condition = result.shown_condition(condition)
     panels = [_Panel(result, n, head, f"Layer {n + one_based} head {head + one_based}") for n in layers]
-    figure = _lines(panels, "received_by_origin", [BASELINE, condition], (WITHOUT, WITH))
+    figure = _lines(panels, "received_by_origin", list(dict.fromkeys((BASELINE, condition))), (WITHOUT, WITH))
     figure.update_xaxes(title_text="original token position")
     about = f"mean over {_prompts([result])} prompts, {_BANDS}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention by layer<br><sup>{about}</sup>")
@@ -103,6 +103,8 @@ def across_layers(
         for n in layers
         if (change := change_words(result, condition, layer=n, heads=[head]))
     ]
+    if not said:  # of the baseline alone nothing has changed
+        return figure
     return says(figure, f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}.")
 
 
@@ -117,7 +119,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
             raise OptionError(f"layer {panel.layer} was not measured; there are {dataset.layer.values.tolist()}")
         check_heads([panel.head], dataset.sizes["head"])
         prompts = np.arange(dataset.sizes["prompt"])
-        for name, colour in zip(conditions, colours, strict=True):
+        for name, colour in zip(conditions, colours, strict=False):
             if name != BASELINE:
                 panel.result.condition(name)
             moments = moments_of(dataset, quantity, name, panel.layer, panel.head, prompts)

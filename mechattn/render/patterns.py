@@ -88,13 +88,13 @@ def received_text(
         result: A result with received attention of each prompt (``positions="prompts"``), or of one prompt.
         layer: The layer, from 0.
         heads: Their mean is shown; of all by default.
-        condition: The condition; the first that isn't the baseline by default.
+        condition: The condition; by default the first that isn't the baseline, where there is one.
         prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
         OptionError: No such layer, head, condition or prompt, or only means over several prompts were kept.
     """
-    condition, dataset = result.condition(condition), result[NAME]
+    condition, dataset = result.shown_condition(condition), result[NAME]
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
         raise OptionError('the result has means over prompts alone; run with positions="prompts" to see one prompt')
@@ -104,7 +104,7 @@ def received_text(
     received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
     received = received.sel(layer=layer).isel(head=heads).mean("head")
     lines = []
-    for of in (BASELINE, condition):
+    for of in dict.fromkeys((BASELINE, condition)):
         tokens = prompt_tokens(result, of, prompt)
         lines.append((of, tokens, received.sel(condition=of).values[: len(tokens)]))
     every = np.concatenate([values for _, _, values in lines])

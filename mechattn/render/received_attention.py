@@ -10,7 +10,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
-from mechattn.render.words import change_words, percent, percent_words, says
+from mechattn.render.words import change_words, mean_words, percent, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
@@ -33,16 +33,18 @@ def received_attention(
     """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
 
     Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded. Dotted:
-    what uniform attention would give, as some of the fall is there by definition.
+    what uniform attention would give, as some of the fall is there by definition. Of the baseline alone there is one
+    row, the blue line and its null.
     Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than half of the prompts have, or
     fewer than 10 of them (all, below 10 prompts), is hidden.
 
     Args:
         result: A result with received attention.
         layer: The layer, from 0.
-        heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, in which case
-            the figure shows the other half (the run must have kept ``positions="prompts"``).
-        condition: The condition in red; the first that isn't the baseline by default.
+        heads: The heads, from 0; or how many to choose by the largest change (of the baseline: the largest distance)
+            from the null on one half of the prompts, in which case the figure shows the other half (the run must have
+            kept ``positions="prompts"``).
+        condition: The condition in red; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
@@ -51,7 +53,7 @@ def received_attention(
     from plotly.subplots import make_subplots
 
     dataset = result[NAME]
-    condition = result.condition(condition)
+    condition = result.shown_condition(condition)
     if layer not in dataset.layer.values:
         raise OptionError(f"layer {layer} was not measured; the result has {dataset.layer.values.tolist()}")
     prompts = np.arange(dataset.sizes["prompt"])
@@ -61,31 +63,38 @@ def received_attention(
         heads, how = choose_heads(result, layer, heads, condition, chosen), "chosen on the other half of the prompts"
     check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
-    figure = make_subplots(2, len(heads), subplot_titles=titles, vertical_spacing=0.16, horizontal_spacing=0.06)
+    alone = condition == BASELINE
+    rows = [(1, "received_by_origin", BASELINE)]
+    rows += [] if alone else [(1, "received_by_origin", condition), (2, "received", condition)]
+    spacing = dict(vertical_spacing=0.16, horizontal_spacing=0.06)
+    figure = make_subplots(rows[-1][0], len(heads), subplot_titles=titles, **spacing)
     span, words = _inserted_span(result, condition), condition_words(result, condition)
-    where = "" if span else "; inserted at positions that differ between prompts"
+    where = "" if span or alone else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
-        for row, quantity, name in (
-            (1, "received_by_origin", BASELINE),
-            (1, "received_by_origin", condition),
-            (2, "received", condition),
-        ):
+        for row, quantity, name in rows:
             moments = moments_of(dataset, quantity, name, layer, head, shown)
-            label = f"{'w/o' if name == BASELINE else 'w/'} {words}"
+            label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {words}"
             colour = WITHOUT if name == BASELINE else WITH
             for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
             null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
             figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
-    _label(figure, len(heads), span, words)
+    _label(figure, len(heads), rows[-1][0], span, words)
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
-    change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
-    words = (
-        f"Attention received by the question's tokens in {which} with “{condition}”: {change}, {len(shown)} prompts."
-    )
-    return says(figure, words if change else "")
+    of = f"Attention received by the question's tokens in {which}"
+    if alone:
+        at = dataset.sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=shown)
+        mean = mean_words(at.received_by_segment.sel(head=list(heads)))
+        return says(figure, f"{of}: {mean}, {len(shown)} prompts; {_uniform_words(at)}.")
+    change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
+    return says(figure, f"{of} with “{condition}”: {change}, {len(shown)} prompts." if change else "")
+
+
+def _uniform_words(at: xr.Dataset) -> str:
+    """What uniform attention would give in the place of a mean."""
+    return f"uniform attention would give {float(at.received_by_segment_uniform.mean()):.3g}"
 
 
 def _null_line(
@@ -106,7 +115,7 @@ def _null_line(
     )  # fmt: skip
 
 
-def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words: str) -> None:
+def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | None, words: str) -> None:
     """Axes, legend and the shaded span."""
     for column in range(1, columns + 1):
         if span is not None:
@@ -115,10 +124,11 @@ def _label(figure: go.Figure, columns: int, span: tuple[int, int] | None, words:
                 annotation_text=words, annotation_position="top", annotation_font_size=11,
             )  # fmt: skip
         figure.update_xaxes(title_text="original token position", row=1, col=column)
-        figure.update_xaxes(title_text="position in the sequence", row=2, col=column)
+        if rows > 1:
+            figure.update_xaxes(title_text="position in the sequence", row=2, col=column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**headed(125, 640), hovermode="x unified")
+    figure.update_layout(**headed(125, 640 if rows > 1 else 400), hovermode="x unified")
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
@@ -138,8 +148,9 @@ def choose_heads(result: Result, layer: int, count: int, condition: str, prompts
     half = dataset.isel(prompt=prompts)
     received = half.received_by_segment.sel(at)
     null = half.received_by_segment_uniform.sel(at)
-    beyond = np.log(received.sel(condition=condition) / received.sel(condition=BASELINE))
-    beyond = beyond - np.log(null.sel(condition=condition) / null.sel(condition=BASELINE))
+    beyond = np.log(received.sel(condition=condition) / null.sel(condition=condition))
+    if condition != BASELINE:
+        beyond = beyond - np.log(received.sel(condition=BASELINE) / null.sel(condition=BASELINE))
     score = abs(beyond.mean("prompt")).transpose("head").values
     return sorted(np.argsort(-score, kind="stable")[:count].tolist())
 

@@ -42,12 +42,23 @@ class Result:
         """The names of the conditions, the baseline first."""
         return [str(c) for c in self["sequences"].condition.values]
 
-    def condition(self, name: str | None = None) -> str:
-        """The condition that is asked for; by default the first that isn't the baseline.
+    def shown_condition(self, name: str | None = None) -> str:
+        """The condition that a figure is to show: by default the first that isn't the baseline, or else the baseline.
 
         Raises:
             OptionError: There is no such condition.
         """
+        only = self.conditions == [BASELINE]
+        return BASELINE if name == BASELINE or (name is None and only) else self.condition(name)
+
+    def condition(self, name: str | None = None) -> str:
+        """The condition that is compared with the baseline; by default the first that isn't it.
+
+        Raises:
+            OptionError: There is no such condition, or none but the baseline.
+        """
+        if name == BASELINE:
+            raise OptionError("the baseline is what others are compared with; name another condition")
         others = [condition for condition in self.conditions if condition != BASELINE]
         if not others:
             raise OptionError("this result has only the baseline; run it with a condition such as MeaninglessTokens()")

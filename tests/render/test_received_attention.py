@@ -99,12 +99,6 @@ def test_choosing_needs_the_prompts(toy, prompts):
     ma.render.received_attention(result, layer=0, heads=[3])
 
 
-def test_a_baseline_alone_has_nothing_to_compare(toy, prompts):
-    result = ma.run(toy, prompts[:3], progress=False)
-    with pytest.raises(OptionError, match="only the baseline"):
-        ma.render.received_attention(result, layer=0, heads=[0])
-
-
 def test_verdict_words(slash_result):
     words = ma.render.verdict_words(slash_result)
     assert re.search(r"Question attention −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\].*uniform attention −", words)
@@ -141,3 +135,41 @@ def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
     text = merged.page(tmp_path / "index.html", heads=[0]).read_text()
     assert " to 2031-01-02T03:04:05+00:00" in text
     assert "8 prompts (" in text
+
+
+def test_the_baseline_alone_is_drawn_with_its_null(toy):
+    """Plain strings, no condition: one row, the line of each head and what uniform attention would give."""
+    texts = ["Tom has 3 apples and buys 4.", "A farmer has 12 cows and sells 5.", "Each box holds 8 pens."]
+    result = ma.run(toy, texts, positions="prompts", progress=False)
+    figure = ma.render.received_attention(result, 0, [0, 2])
+    lines = {trace.name: trace for trace in figure.data if trace.xaxis == "x2" and "," not in trace.name}
+    assert set(lines) == {"baseline"}
+    dataset = result["received_attention"].sel(condition="baseline", layer=0)
+    where = list(lines["baseline"].x)
+    np.testing.assert_allclose(lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6)
+    dotted = [trace for trace in figure.data if trace.line.dash == "dot"]
+    np.testing.assert_allclose(dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6)
+    assert "uniform attention would give" in figure.layout.meta["says"]
+    assert "baseline" in ma.render.received_text(result, 0).body
+    assert len(ma.render.across_layers(result, (0, 1), 2).data) > 0
+    with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)}, progress=False)
+    shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
+    assert not any("w/" in trace.name for trace in shown.data)
+    for draw in (ma.render.change_map, ma.render.verdict_words):
+        with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
+            draw(result)
+        with pytest.raises(ma.MechattnError, match="the baseline is what others are compared with"):
+            draw(with_slash, "baseline")
+
+
+def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
+    result = ma.run(toy, prompts, positions="prompts", progress=False)
+    figure = ma.render.received_attention(result, 1, 2)
+    at = (
+        result["received_attention"]
+        .sel(condition="baseline", layer=1, segment="question")
+        .isel(prompt=slice(0, None, 2))
+    )
+    far = abs(np.log(at.received_by_segment / at.received_by_segment_uniform).mean("prompt")).values
+    expected = [f"Layer 1 head {head}" for head in sorted(np.argsort(-far)[:2])]
+    assert [a.text for a in figure.layout.annotations[:2]] == expected
