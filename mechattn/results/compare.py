@@ -10,6 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.quantities import NULLS, Null, values_of, variable_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.paired import Paired, paired
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
-Null = Literal["uniform", "blind"]
 Scale = Literal["log-ratio", "difference"]
 NO_NULL = "no null is known; a change may be there by definition"
 _INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text")
-_NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 Parts = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
@@ -54,7 +53,7 @@ def compare(
         _check_lengths(result, condition, other, to)
     parts = _aligned(result, condition, other, to, quantity, by, segment, null)
     ours, theirs = parts[:2]
-    scale = scale or _own_scale(_variable(result, quantity, by))
+    scale = scale or _own_scale(variable_of(result, quantity, by))
     cells, left_out = _compared(parts, quantity, scale)
     difference, expected = _differences(*parts, scale)
     against, null_words = _null(expected, parts, null, _alike(result, condition, other, to))
@@ -151,7 +150,7 @@ def _differences(
 def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:
     """What the null expects, each prompt's, None where none is known; and its name."""
     if expected is not None:
-        return expected, _NULLS[null]
+        return expected, NULLS[null]
     return (np.zeros(parts[0].shape), "no difference") if alike else (None, NO_NULL)
 
 
@@ -212,7 +211,7 @@ def overall_change(
     values, reference, null, null_reference = (
         np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen
     )
-    if _variable(result, quantity, "segment").attrs.get("compared") == "difference":
+    if variable_of(result, quantity, "segment").attrs.get("compared") == "difference":
         raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
     if not ((values > 0).all() and (reference > 0).all()):
         raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
@@ -225,12 +224,12 @@ def _aligned(
     """Values and references, and the nulls of both, with the same coordinates."""
     import xarray as xr
 
-    ours, null = _values(result, condition, quantity, by, segment, kind)
-    theirs, their_null = _values(other, to, quantity, by, segment, kind)
+    ours, null = values_of(result, condition, quantity, by, segment, kind)
+    theirs, their_null = values_of(other, to, quantity, by, segment, kind)
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
-    options = [_variable(r, quantity, by).attrs.get("options") for r in (result, other)]
+    options = [variable_of(r, quantity, by).attrs.get("options") for r in (result, other)]
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
     ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
@@ -245,77 +244,6 @@ def _aligned(
 
 def _model(result: Result) -> str:
     return str(result.provenance["model"]["name"])
-
-
-def _variable(result: Result, quantity: str, by: str) -> xr.DataArray:
-    """The variable of a quantity."""
-    dataset, name = _found(result, quantity, by)
-    return dataset[name]
-
-
-def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
-    """The dataset that has a quantity for each prompt, and the variable's name."""
-    names = (f"{quantity}_by_{by}", quantity)
-    found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
-    found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
-    if not found:
-        have = sorted(
-            str(name).removesuffix(f"_by_{by}")
-            for at in result.datasets
-            for name, variable in result[at].data_vars.items()
-            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
-        )
-        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}")
-    return found[0]
-
-
-def _is_null(name: str) -> bool:
-    return name.endswith(tuple(f"_{kind}" for kind in _NULLS))
-
-
-def _values(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null
-) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
-    if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
-        )
-    dataset, name = _found(result, quantity, by)
-    values = _chosen(dataset[name], condition, segment)
-    of_null = f"{name}_{kind}"
-    null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
-    if null is None and kind == "blind":
-        raise OptionError(
-            f'{quantity!r} has no null="blind": it is there in models that add something to their scores (ALiBi, '
-            'learned sinks), for quantities made of attention; elsewhere it is null="uniform"'
-        )
-    for dim in ("segment", "to_segment"):
-        values = values.dropna(dim, how="all") if dim in values.dims else values
-    missing = values.isnull()
-    missing &= ~missing.all("prompt") | missing.all()  # a layer where no prompt has it is left out
-    if missing.any():
-        bad = missing.any([dim for dim in values.dims if dim != "prompt"])
-        raise OptionError(
-            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} "
-            f"with {condition!r}; compare a segment that all prompts have, in both conditions"
-        )
-    if null is not None:
-        shared = {dim: values[dim] for dim in null.dims}
-        null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
-    return values, null
-
-
-def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
-    chosen = variable.sel(condition=condition).astype(np.float64)
-    if "segment" in chosen.dims and segment is not None:
-        if segment not in chosen.segment.values:
-            raise OptionError(
-                f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}"
-            )
-        chosen = chosen.sel(segment=segment)
-    first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
-    return chosen.transpose(*first, ...).reset_coords(drop=True)
 
 
 def _check_prompts(one: Result, other: Result) -> None:

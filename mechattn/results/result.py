@@ -146,6 +146,37 @@ class Result:
             self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed
         )  # fmt: skip
 
+    def heads(
+        self,
+        quantity: str,
+        top: int | None = 10,
+        *,
+        condition: str = BASELINE,
+        segment: str = "question",
+        select: Literal["half"] | None = None,
+        level: float = 0.95,
+    ) -> pd.DataFrame:
+        """The heads with the largest values of a quantity, with intervals over prompts, beside uniform attention.
+
+        Columns: layer, head, the quantity (mean over prompts), low and high (t interval), uniform (NaN where there is
+        no such null), n.
+
+        Args:
+            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
+            top: How many; None for all.
+            condition: In this condition.
+            segment: Whose queries or keys, where the quantity has segments.
+            select: "half" ranks on one half of the prompts and shows the other: the interval of a head that was picked
+                as the largest on the same prompts is too optimistic.
+            level: Of the intervals.
+
+        Raises:
+            OptionError: No such quantity, condition or segment; more than one number a head; too few prompts.
+        """
+        from mechattn.results.heads import ranked_heads
+
+        return ranked_heads(self, quantity, top, condition, segment, select, level)
+
     def agreement(
         self,
         condition: str,

@@ -1,0 +1,64 @@
+"""The heads with the largest values of a quantity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.results.quantities import NULLS, values_of
+from mechattn.stats.intervals import FEWEST, t_interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mechattn.results.result import Result
+
+
+def ranked_heads(
+    result: Result,
+    quantity: str,
+    top: int | None,
+    condition: str,
+    segment: str,
+    select: Literal["half"] | None,
+    level: float,
+) -> pd.DataFrame:
+    """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
+    import pandas as pd
+
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
+        raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
+    if select not in (None, "half") or not 0.5 <= level < 1:
+        raise OptionError(f'select={select!r}, level={level}: give "half" or None, and a probability such as 0.95')
+    values, null = values_of(result, condition, quantity, "segment", segment, "uniform")
+    if set(values.dims) != {"prompt", "layer", "head"}:
+        more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
+        raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")
+    prompts = values.sizes["prompt"]
+    fewest = FEWEST if select is None else 2 * FEWEST
+    if prompts < fewest:
+        raise OptionError(f"there are {prompts} prompts; an interval needs at least {fewest}")
+    finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
+    each = values.values.reshape(prompts, -1)
+    order = np.argsort(-np.nan_to_num(each[finding].mean(0), nan=-np.inf), kind="stable")
+    order = order[~np.isnan(each[0, order])][:top]
+    mean = t_interval(each[shown][:, order], level)
+    uniform = np.full(each.shape[1], np.nan) if null is None else null.values.reshape(prompts, -1)[shown].mean(0)
+    at = np.unravel_index(order, values.shape[1:])
+    made = pd.DataFrame(
+        {
+            "layer": values.layer.values[at[0]],
+            "head": values["head"].values[at[1]],
+            quantity: mean.estimate,
+            "low": mean.low,
+            "high": mean.high,
+            "uniform": uniform[order],
+            "n": len(each[shown]),
+        }
+    )
+    known = "" if null is None else f", beside {NULLS['uniform']}"
+    chosen = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
+    made.attrs = {"condition": condition, "segment": segment, "of": each.shape[1], "ranked": chosen + known}
+    return made
