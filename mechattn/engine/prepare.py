@@ -29,6 +29,7 @@ from mechattn.model import hooks
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.prompts.conditions import Condition
+from mechattn.prompts.likeness import warn_of_likeness
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 from mechattn.results.result import Result
@@ -65,6 +66,7 @@ class Plan:
 
     def ready(self, measured: Seq[Prompt]) -> Ready:
         """With what the analyses learn from the model before a run; ``measured`` are all prompts of the whole run."""
+        warn_of_likeness(measured)
         found = [
             a.calibrated(self.model, self.layers, measured) if isinstance(a, Calibrates) else a for a in self.analyses
         ]

@@ -1,0 +1,47 @@
+"""Whether prompts are as many as they seem: equal ones, and those of one template, tell hardly more than one does."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from mechattn.prompts.prompt import Prompt
+
+_FEWEST = 4  # prompts: below, an interval is wide whatever they are
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_NAME = re.compile(r"\b[A-Z]\w*")
+
+
+def warn_of_likeness(prompts: Seq[Prompt]) -> None:
+    """Warn where at least half of the prompts repeat another one, but for numbers and names.
+
+    Intervals, tests and q-values take prompts for independent. Twenty copies of one prompt have no spread at all, and
+    their interval is a point.
+    """
+    if len(prompts) < _FEWEST:
+        return
+    texts = Counter(_text(prompt) for prompt in prompts)
+    shapes = Counter(_NAME.sub("@", _NUMBER.sub("#", text)) for text in texts.elements())
+    if len(texts) <= len(prompts) / 2:
+        said = f"{len(prompts)} prompts are {len(texts)} different ones ({_most(texts)})"
+    elif len(shapes) <= len(prompts) / 2:
+        said = f"{len(prompts)} prompts come from {len(shapes)} templates, but for numbers and names ({_most(shapes)})"
+    else:
+        return
+    warnings.warn(
+        f"{said}: intervals and tests take them for independent, so they are too sure of themselves. Take more varied "
+        "prompts, or read the numbers as those of so few",
+        stacklevel=5,
+    )
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.question.strip() or " ".join(map(str, prompt.tokens))
+
+
+def _most(counted: Counter[str]) -> str:
+    text, count = counted.most_common(1)[0]
+    shown = text if len(text) <= 40 else text[:39] + "…"
+    return f'"{shown}" {count} times'

@@ -1,0 +1,39 @@
+"""Prompts that repeat each other are named in a warning; varied ones are not."""
+
+import warnings
+
+import pytest
+
+import mechattn as ma
+from mechattn.prompts.likeness import warn_of_likeness
+from mechattn.prompts.prompt import as_prompts
+
+COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
+TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (COPIES, r'6 prompts are 1 different ones \("Tom has 3 apples. How many\?" 6 times\)'),
+        (as_prompts(TEMPLATE), "4 prompts come from 1 templates.*@ has # apples and buys # more.* 4 times"),
+    ],
+)
+def test_what_repeats_is_named(prompts, message):
+    with pytest.warns(UserWarning, match=message):
+        warn_of_likeness(prompts)
+
+
+@pytest.mark.parametrize("source", ["word-problems", "the three of a trial"])
+def test_varied_prompts_are_left_alone(source):
+    few = as_prompts(TEMPLATE[:3])
+    prompts = ma.load_prompts(source, limit=64) if source == "word-problems" else few
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_likeness(prompts)
+
+
+def test_a_run_says_it_once(toy):
+    with pytest.warns(UserWarning, match="6 prompts are 1 different ones") as said:
+        ma.run(toy, COPIES, layers=[0], progress=False)
+    assert len([w for w in said if "different ones" in str(w.message)]) == 1
