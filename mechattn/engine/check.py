@@ -23,6 +23,8 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
         raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
     for name, condition in given.items():
+        if isinstance(condition, type):
+            raise OptionError(f"the condition {name!r} is the class {condition.__name__}; give one of it, with ()")
         if not callable(getattr(condition, "apply", None)):
             what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
             hint = what or "ma.MeaninglessTokens(…), say"

@@ -41,6 +41,14 @@ class HeadAblation:
     heads: tuple[tuple[int, int], ...]
     means: HeadMeans | None = None
 
+    def __post_init__(self) -> None:
+        for pair in self.heads if isinstance(self.heads, (tuple, list)) else (self.heads,):
+            numbers = pair if isinstance(pair, (tuple, list)) else ()
+            if len(numbers) != 2 or not all(type(n) is int for n in numbers):
+                raise OptionError(
+                    f"heads={self.heads!r}: give (layer, head) pairs in a tuple, such as HeadAblation(((1, 4),))"
+                )
+
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Every layer and head is there, and has a mean if means are given."""
         if not self.heads:

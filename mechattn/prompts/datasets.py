@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from itertools import count, islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.problems import SYSTEM, word_problems
 from mechattn.prompts.prompt import Prompt, Template, check_template
 
+GENERATED = "word-problems"
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
 _LONGEST = 4 * 2**20  # bytes of a line; beyond a million tokens
@@ -49,7 +51,7 @@ def load_prompts(
     check_template(template)
     if limit is not None and limit < 1:
         raise OptionError(f"limit={limit}: ask for at least one prompt")
-    if source == "word-problems":
+    if source == GENERATED:
         if split not in ("train", "test"):
             raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
         made = islice(word_problems(split, seed=seed), limit or 64)  # type: ignore[arg-type]
@@ -149,6 +151,8 @@ def _json_row(line: str, path: Path, number: int) -> dict:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict]:
+    if "/" not in name and get_close_matches(name, [GENERATED], cutoff=0.7):
+        raise PromptError(f"no prompts at {name!r}: did you mean {GENERATED!r}? (The hub was not asked.)")
     import datasets
 
     try:

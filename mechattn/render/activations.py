@@ -199,7 +199,10 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
         names = [name for name in (conditions or result.conditions) if name != BASELINE]
         for name in names:
             result.condition(name)
-    return made, [name for name in (conditions or made[0].conditions) if name != BASELINE]
+    names = [name for name in (conditions or made[0].conditions) if name != BASELINE]
+    if not names:
+        raise OptionError("this shows changes from the baseline, and there is no other condition; run one beside it")
+    return made, names
 
 
 def _near_zero(result: Result, condition: str, layer: int) -> xr.DataArray:

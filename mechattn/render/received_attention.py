@@ -210,6 +210,8 @@ def check_heads(heads: Seq[int], count: int) -> None:
         OptionError: A head is out of range, or there is none.
     """
     for head in heads:
+        if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
+            raise OptionError(f"heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3]")
         if not 0 <= head < count:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
     if not len(heads):

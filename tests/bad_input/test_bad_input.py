@@ -507,3 +507,27 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     result.save(tmp_path / "r.zarr")
     with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
         ma.load_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda toy, r: ma.run(toy, "a b c", {"s": ma.MeaninglessTokens}),
+            "'s' is the class MeaninglessTokens; give one",
+        ),
+        (lambda toy, r: ma.HeadAblation((1, 4)), r"heads=\(1, 4\): give \(layer, head\) pairs"),
+        (lambda toy, r: ma.HeadAblation(((1, 2.5),)), r"give \(layer, head\) pairs"),
+        (lambda toy, r: ma.render.received_attention(r, 0, [1.5]), "heads holds 1.5; give whole numbers"),
+        (lambda toy, r: ma.render.received_attention(r, 0, [True]), "heads holds True; give whole numbers"),
+        (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer 0 was not measured"),
+        (lambda toy, r: ma.pattern(toy, "Tom has 3 apples.", 0, [1.5]), "heads holds 1.5"),
+        (lambda toy, r: ma.load_prompts("word-problem"), "did you mean 'word-problems'.*hub was not asked"),
+        (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
+    ],
+)
+def test_what_a_user_may_well_type(toy, call, message):
+    texts = ["Tom has 3 apples.", "A farmer has 12 cows."]
+    result = ma.run(toy, texts, analyses=[ma.ReceivedAttention(), ma.MlpActivations()], layers=[0], progress=False)
+    with pytest.raises(ma.MechattnError, match=message):
+        call(toy, result)
