@@ -148,6 +148,15 @@ class MeaninglessTokens:
         """The token ids of the run: the most repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
+    def fitted(self, model: TokenizedModel) -> MeaninglessTokens:
+        """The same with the nearest count that this model's tokenizer can reach, as some cut one "/" into two tokens.
+
+        Raises:
+            ConditionError: None within ten of ``count`` can be reached.
+        """
+        tokenizer = require_tokenizer(model)
+        return replace(self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count))
+
     masked, unshifted, under = _masked, _unshifted, _under
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from mechattn.errors import ConditionError
 
 _MOST = 256  # repetitions a token
+_FAR = 10  # tokens from the count that was asked for
 _DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
 _ADJECTIVES = (
     "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
@@ -51,6 +52,23 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
             f"by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, or another separator"
         )
     return tokens
+
+
+def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
+    """The number of tokens nearest to ``count`` that is a whole number of repetitions of a text; the larger of two.
+
+    Raises:
+        ConditionError: There is none within ten.
+    """
+    for step in range(min(_FAR, count - 1) + 1):
+        for near in dict.fromkeys((count + step, count - step)):
+            try:
+                return len(repeated(tokenizer, text, separator, near))
+            except ConditionError:
+                continue
+    raise ConditionError(
+        f"no whole number of {text!r} gives about {count} tokens in this tokenizer; give a shorter text, or another count"
+    )
 
 
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:

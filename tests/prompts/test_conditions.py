@@ -257,3 +257,23 @@ def test_a_text_behind_a_marker(toy):
                            ({"text": "a", "place": "end"}, "place='end': choose one of")):  # fmt: skip
         with pytest.raises(ma.MechattnError, match=message):
             ma.Text(**wrong)
+
+
+def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
+    """One that cuts each repetition into two tokens reaches even numbers alone."""
+
+    class InTwos:
+        def __call__(self, text, add_special_tokens=False):
+            return {"input_ids": [1, 2] * len(text.split())}
+
+        def decode(self, tokens):
+            return "/"
+
+    model = SimpleNamespace(tokenizer=InTwos(), cfg=toy.cfg)
+    assert ma.MeaninglessTokens("/", 55).fitted(model).count == 56
+    assert len(ma.MeaninglessTokens("/", 55).fitted(model).filler(model)) == 56
+    assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54
+    assert ma.MeaninglessTokens("/", 55).fitted(toy) == ma.MeaninglessTokens("/", 55)
+    long = ma.MeaninglessTokens(" ".join("abcdefghijklmnopqrstuvwxyzabcdefg"), 7)
+    with pytest.raises(ma.MechattnError, match="no whole number of .* about 7 tokens"):
+        long.fitted(model)
