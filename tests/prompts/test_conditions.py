@@ -275,5 +275,5 @@ def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
     assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54
     assert ma.MeaninglessTokens("/", 55).fitted(toy) == ma.MeaninglessTokens("/", 55)
     long = ma.MeaninglessTokens(" ".join("abcdefghijklmnopqrstuvwxyzabcdefg"), 7)
-    with pytest.raises(ma.MechattnError, match="no whole number of .* about 7 tokens"):
+    with pytest.raises(ma.MechattnError, match=r"no whole number of .* about 7 tokens"):
         long.fitted(model)
