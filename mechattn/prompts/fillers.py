@@ -67,7 +67,7 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
             except ConditionError:
                 continue
     raise ConditionError(
-        f"no whole number of {text!r} gives about {count} tokens in this tokenizer; give a shorter text or another count"
+        f"no whole number of {text!r} gives about {count} tokens in this tokenizer; give another text or count"
     )
 
 
