@@ -5,8 +5,10 @@ from pathlib import Path
 
 import plotly.io
 import pytest
+from typer.testing import CliRunner
 
 import mechattn as ma
+from mechattn.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,12 +39,14 @@ def test_the_ten_lines_print_the_verdict(tmp_path, monkeypatch, capsys):
     shown = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plotly.io, "show", lambda figure, *args, **kwargs: shown.append(figure))
-    exec(block("python"), {})
+    scope = {}
+    exec(block("python"), scope)
     assert len(shown) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"pattern.html", "llama.zarr"}
     verdict = re.search(r"The verdict that it prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1].replace("\n> ", " ")
     table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
     assert_same_words_and_numbers([verdict, *table.splitlines()], capsys.readouterr().out.splitlines())
+    assert f"8 of its {len(scope['result'].compare('slash', resamples=99).columns)} columns" in block("python")
 
 
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])
@@ -89,6 +93,17 @@ def test_another_report_would_be_noticed(change):
         assert_quoted(quoted, [line.replace(*change) for line in printed])
     with pytest.raises((AssertionError, pytest.fail.Exception), match=r"the README says|no … says so"):
         assert_quoted([line for line in quoted if line != "…"], printed)
+
+
+def test_the_table_of_accuracies_is_what_the_config_prints(tmp_path):
+    """Greedy answers: whole numbers of right ones, which no rounding turns on a toy that is sure of its words."""
+    text = (ROOT / "experiments" / "accuracy" / "config.toml").read_text()
+    text = re.sub("model = .*", 'model = "toy:llama"', text, count=1).replace('"out/', f'"{tmp_path.as_posix()}/')
+    (tmp_path / "config.toml").write_text(text)
+    done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "config.toml")])
+    assert done.exit_code == 0, done.output
+    quoted = re.search(r"\n\n(\| condition \| right .*?)\n\n", README, re.DOTALL)[1]
+    assert quoted in done.output, done.output
 
 
 def test_nothing_was_left_to_be_filled_in():
