@@ -89,5 +89,9 @@ def summary(result: Result) -> str:
                 units = f" ({about['units']})" if "units" in about else ""
                 what = f": {about['description']}" if "description" in about else ""
                 lines.append(f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}")
-    lines += ["", *(f"{name}: {value}" for name, value in flat(result.provenance))]
+    lines += [
+        "",
+        f"digest of the numbers: {result.digest()}",
+        *(f"{name}: {value}" for name, value in flat(result.provenance)),
+    ]
     return "\n".join(lines)

@@ -14,7 +14,7 @@ model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=48)
 slash = ma.MeaninglessTokens("/", count=55)
 recorded = ma.record_affine(model, prompts, slash, layers=0)  # λ and Σσ of every token and head
-arm = dict(form="released", c=0.13, p1=95.0)
+arm = dict(form="released_llama", c=0.13, p1=95.0)
 conditions = {
     "slash": slash,
     "sentence": ma.RandomSentence(count=55),

@@ -46,7 +46,7 @@ def conditions(model, prompts) -> dict[str, dict]:
 
 def several(name: str, model, prompts) -> ma.Evaluation:
     """Eight sampled answers to each of forty problems (figure 6)."""
-    arm = ma.Baseline(intervention=ma.ARM(c=0.13, p1=95.0, form="released"))
+    arm = ma.Baseline(intervention=ma.ARM(c=0.13, p1=95.0, form="released_llama"))
     out = OUT / f"{file_name(name)}-samples.jsonl"
     some = {"slash": SLASH, "arm": arm}
     return ma.evaluate(model, prompts[:40], some, samples=8, temperature=1.0, new_tokens=90, out=out)

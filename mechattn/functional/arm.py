@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import warnings
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Form = Literal["paper", "released", "gemma"]
+from mechattn.errors import OptionError
+
+Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
 Scope = Literal["token", "tensor"]
 Control = Literal["random_direction", "random_channels", "shuffled_signs"]
 KAPPA = 1.4826  # makes the MAD of normal data their standard deviation
-_SHARES = {"paper": (0.02, 0.25), "released": (0.2, 0.25)}
+_SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
 _LEAST_MAD = 1e-12
 _HIGH = 0.75  # above, the largest entries are found faster than all are sorted
 
@@ -33,9 +36,10 @@ def redistribute(
     it is ``min(x)``, 0 at most; an entry whose bound is 0 stays.
 
     - "paper": p is clipped to [0.02, 0.25], and ``uniform · bound`` is added.
-    - "released" (the published code, for Llama): p is clipped to [0.2, 0.25], and the entry becomes
+    - "released_llama" (the published code, its file for Llama): p is clipped to [0.2, 0.25], and the entry becomes
       ``uniform · bound``. Some entries move inward.
-    - "gemma" (the same code): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``, with the percentile of
+    - "released_qwen2" (its file for Qwen2): the same, with p clipped to [0.02, 0.25].
+    - "gemma" (its file for Gemma 3): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``, with the percentile of
       ``|x|`` as the bound above.
 
     Medians are lower medians, percentiles interpolate linearly, halves round to even; statistics are in float32.
@@ -49,7 +53,11 @@ def redistribute(
         scope: What statistics and selection go over: the channels of each token, or (as published) the whole tensor,
             where the result depends on batch and padding.
         strength: How much of the change is made.
+
+    Raises:
+        OptionError: There is no such form.
     """
+    form = known_form(form)
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -66,6 +74,25 @@ def redistribute(
     moved = rows + drawn * bound if form == "paper" else drawn * bound
     moves = selected & (rows != 0) & (bound != 0)
     return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
+
+
+def known_form(form: str, stacklevel: int = 3) -> Form:
+    """One of the forms; "released" is what "released_llama" was called, before there was another released one.
+
+    Raises:
+        OptionError: There is no such form.
+    """
+    if form == "released":
+        warnings.warn(
+            'form="released" is now "released_llama"; the code that was released for Qwen2 is "released_qwen2"',
+            DeprecationWarning,
+            stacklevel,
+        )
+        return "released_llama"
+    known: tuple[Form, ...] = get_args(Form)
+    if form not in known:
+        raise OptionError(f"form={form!r}: choose one of {', '.join(map(repr, known))}")
+    return known[known.index(form)]
 
 
 def as_control(

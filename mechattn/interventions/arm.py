@@ -31,11 +31,11 @@ class ARM:
 
     Args:
         c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share that is moved. The released code has
-            0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. With "paper"
-            and "released" it has no effect while the share of near-zeros is outside of the clip.
-        p1: The percentile that bounds positive entries: 99.5, 95, 90 and 85 there.
+            0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. In the other
+            forms it has no effect while the share of near-zeros is outside of the clip.
+        p1: The percentile that bounds positive entries, 0 or above 1: 99.5, 95, 90 and 85 there.
         layers: One layer or several, from 0; the first in the paper.
-        form: "paper", "released" or "gemma".
+        form: "paper"; or as the code was released for a family: "released_llama", "released_qwen2", "gemma".
         scope: "token": statistics and selection over each token's channels; "tensor": over all that runs together,
             padding included, as published.
         strength: How much of the change is made; with 0 nothing is touched.
@@ -54,7 +54,8 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
+        object.__setattr__(self, "form", fn.known_form(self.form, stacklevel=4))
+        for name, known in (("scope", fn.Scope), ("control", fn.Control)):
             given = getattr(self, name)
             if given not in get_args(known) and not (name == "control" and given is None):
                 raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
@@ -64,6 +65,8 @@ class ARM:
             raise OptionError(f"c={self.c!r}: give {range_}")
         if not (_is_number(self.p1) and 0 <= self.p1 <= 100):
             raise OptionError(f"p1={self.p1!r}: give a percentile, 0 to 100, such as 99.5")
+        if 0 < self.p1 <= 1:
+            raise OptionError(f"p1={self.p1!r}: give a percentile such as {100 * self.p1:g}, not a fraction")
         if not _is_number(self.strength):
             raise OptionError(f"strength={self.strength!r}: give a number, 1 for all of the change")
         if not self.which or not all(isinstance(n, int) and n >= 0 for n in self.which):

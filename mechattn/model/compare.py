@@ -1,4 +1,4 @@
-"""How far two tensors are apart, at the place where they differ most, and how far they may be."""
+"""How far two tensors are apart where they differ most, how far they may be, and the figures that say so."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ def compare(
     remedy: str,
     scale: float | None = None,
 ) -> Check:
-    """The place of the largest difference over layers; relative to the root mean square unless ``scale`` is given."""
-    worst: Check | None = None
-    for layer, (hooked, expected) in pairs.items():
-        unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
-        distance = torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
-        at = int(distance.argmax())
-        apart = float(distance[at])
-        outcome: Outcome = "passed" if apart <= tolerance else "failed"
-        figures = (float(hooked.flatten()[at]), float(expected.flatten()[at]), apart, tolerance)
-        check = Check(name, outcome, layer, *figures, detail, remedy if outcome == "failed" else "")
-        if worst is None or apart > (worst.difference or 0.0):
-            worst = check
-    if worst is None:
+    """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
+
+    The figures of a check that fails are of the place where the two differ most. Where it passes, rounding chooses that
+    place, and on another CPU it is another one: the figures are then of the largest entry of the last layer.
+    """
+    if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
-    return worst
+    apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
+    worst = max(apart, key=lambda layer: float(apart[layer].max()))
+    difference = float(apart[worst].max())
+    passed = difference <= tolerance
+    layer = list(pairs)[-1] if passed else worst
+    shown = _largest(*pairs[layer]) if passed else _at(*pairs[layer], int(apart[layer].argmax()))
+    return _judged(name, layer, shown, difference, tolerance, detail, remedy)
 
 
 def compare_positions(
@@ -56,17 +55,50 @@ def compare_positions(
     detail: str,
     remedy: str,
 ) -> Check:
-    """The position with the largest root mean square of the difference; its figures are those of its worst logit."""
+    """The largest root mean square of a position's differences.
+
+    The figures of a check that fails are of that position's worst logit; else of the last position's largest one, as in
+    :func:`compare`.
+    """
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
     hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
     apart = (hooked - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
-    at = int(torch.nan_to_num(apart, nan=torch.inf).argmax())
-    worst = compare(name, {None: (hooked[at], expected[at])}, tolerance, detail, remedy)
-    difference = float(torch.nan_to_num(apart, nan=torch.inf)[at])
+    apart = torch.nan_to_num(apart, nan=torch.inf)
+    worst = int(apart.argmax())
+    difference = float(apart[worst])
+    if difference <= tolerance:
+        shown = _largest(hooked[-1], expected[-1])
+    else:
+        shown = _at(hooked[worst], expected[worst], int(_distances(hooked[worst], expected[worst], 1.0).argmax()))
+    return _judged(name, None, shown, difference, tolerance, detail, remedy)
+
+
+def _distances(hooked: Tensor, expected: Tensor, scale: float | None) -> Float[Tensor, " entry"]:
+    unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
+    return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
+
+
+def _largest(hooked: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Where the expected figure is the largest: of several nearly equal ones, each shows the same digits."""
+    return _at(hooked, expected, int(expected.argmax()))
+
+
+def _at(hooked: Tensor, expected: Tensor, entry: int) -> tuple[float, float]:
+    return float(hooked.flatten()[entry]), float(expected.flatten()[entry])
+
+
+def _judged(
+    name: str,
+    layer: int | None,
+    shown: tuple[float, float],
+    difference: float,
+    tolerance: float,
+    detail: str,
+    remedy: str,
+) -> Check:
     failed = difference > tolerance
-    return replace(
-        worst, outcome="failed" if failed else "passed", difference=difference, remedy=remedy if failed else ""
-    )
+    outcome: Outcome = "failed" if failed else "passed"
+    return Check(name, outcome, layer, *shown, difference, tolerance, detail, remedy if failed else "")
 
 
 def limited(check: Check, detail: str) -> Check:

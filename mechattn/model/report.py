@@ -14,15 +14,19 @@ _COLUMNS = ("check", "outcome", "layer", "hooked", "expected", "difference", "to
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison, at the place where the two figures differ most.
+    """One comparison, with two figures of it.
+
+    A check that fails shows the figures of the place where they differ most. Where it passes, rounding chooses that
+    place, so another CPU shows another one: a passed check shows the largest figure of the last layer or position, and
+    its difference, which is rounding, prints as "within" the tolerance.
 
     Args:
         name: What was checked, in a word.
         outcome: "failed" makes the model unusable; "limited" only what needs this.
-        layer: The layer with the largest difference; None for the model as a whole.
+        layer: The layer of the figures; None for the model as a whole.
         hooked: The figure of the hooked model there.
         expected: The figure that it should be.
-        difference: Their distance, in units of the tolerance's scale.
+        difference: The largest distance over all that was compared, in units of the tolerance's scale.
         tolerance: How large the difference may be.
         detail: What was compared, or why not.
         remedy: What to do about it.
@@ -38,12 +42,20 @@ class Check:
     detail: str = ""
     remedy: str = ""
 
+    @property
+    def apart(self) -> str:
+        """The difference as it is printed: "within" the tolerance, or the number, exact where none is tolerated."""
+        return "within" if self.outcome == "passed" and self.tolerance else _number(self.difference)
+
     def __str__(self) -> str:
         place = "" if self.layer is None else f" in layer {self.layer}"
         figures = ""
         if self.hooked is not None and self.expected is not None:
-            figures = f": {self.hooked:.5g} where {self.expected:.5g} is expected"
-            figures += f", {self.difference:.2g} apart (tolerance {self.tolerance:.2g})"
+            figures = f": {self.hooked:.5g} where {self.expected:.5g} is expected, "
+            within = self.apart == "within"
+            figures += (
+                f"within {self.tolerance:.2g}" if within else f"{self.apart} apart (tolerance {self.tolerance:.2g})"
+            )
         return f"{self.name} {self.outcome}{place}{figures}. {self.detail}" + (
             f". {self.remedy}" if self.remedy else ""
         )
@@ -97,7 +109,7 @@ class Report:
         rows = []
         for check in self.checks:
             layer = "" if check.layer is None else str(check.layer)
-            figures = map(_number, (check.hooked, check.expected, check.difference, check.tolerance))
+            figures = (_number(check.hooked), _number(check.expected), check.apart, _number(check.tolerance))
             rows.append([check.name, check.outcome, layer, *figures, check.detail])
         return rows
 

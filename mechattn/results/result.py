@@ -209,6 +209,16 @@ class Result:
 
         return agreement(self, condition, other, over, quantity, controls, level)
 
+    def digest(self) -> str:
+        """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
+
+        Two equal runs have the same one, and so has a result that was stored and read again. On another CPU, or with
+        another number of threads, the last digits differ, and so does this.
+        """
+        from mechattn.results.schema import numbers_digest
+
+        return numbers_digest(self.datasets)
+
     def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
         """A tidy table: one row for each prompt, condition, layer, head and so on.
 

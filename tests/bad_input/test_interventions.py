@@ -22,7 +22,13 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
         (lambda: ma.ARM(p1=-1), "p1=-1"),
         (lambda: ma.ARM(strength=float("inf")), "strength=inf"),
-        (lambda: ma.ARM(form="published"), "form='published': choose one of 'paper', 'released', 'gemma'"),
+        (lambda: ma.ARM(p1=0.85), "p1=0.85: give a percentile such as 85, not a fraction"),
+        (lambda: ma.ARM(p1=0.995, form="gemma"), "p1=0.995: give a percentile such as 99.5, not a fraction"),
+        (lambda: ma.ARM(p1=1), "p1=1: give a percentile such as 100, not a fraction"),
+        (
+            lambda: ma.ARM(form="published"),
+            "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
+        ),
         (lambda: ma.ARM(scope="batch"), "scope='batch': choose one of 'token', 'tensor'"),
         (lambda: ma.ARM(control="noise"), "control='noise'"),
         (lambda: ma.ARM(layers=()), r"layers=\(\)"),
@@ -40,6 +46,20 @@ PROMPT = "Tom has 3 apples."
 def test_options(make, message):
     with pytest.raises(OptionError, match=message):
         make()
+
+
+def test_percentiles_that_are_taken():
+    for p1 in (0, 1.01, 85, 100):
+        assert ma.ARM(p1=p1).p1 == p1
+
+
+def test_the_old_name_of_a_form_is_the_new_one():
+    with pytest.warns(DeprecationWarning, match='is now "released_llama"') as caught:
+        old = ma.ARM(form="released", p1=95.0)
+    assert caught[0].filename == __file__, "the line that says it"
+    assert old == ma.ARM(form="released_llama", p1=95.0)
+    assert "released_llama" in repr(old)
+    assert old != ma.ARM(form="released_qwen2", p1=95.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def some():
 
 @pytest.fixture(scope="module")
 def evaluation(toy, some):
-    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released"))}
+    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released_llama"))}
     return ma.evaluate(toy, some, conditions, new_tokens=60, progress=False)
 
 
@@ -118,7 +118,7 @@ def test_grades_and_accuracy(evaluation, some):
 
 
 def test_batches_decide_nothing(toy, some, evaluation):
-    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released"))}
+    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released_llama"))}
     one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3, progress=False)
     same = [a.tokens == b.tokens for a, b in zip(one.answers, evaluation.answers, strict=True)]
     assert np.mean(same) > 0.9  # rounding may turn a tie

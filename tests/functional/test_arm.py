@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from mechattn.functional.arm import as_control, redistribute
+from mechattn.errors import OptionError
+from mechattn.functional.arm import as_control, known_form, redistribute
 from mechattn.functional.keyed import keyed_uniform, token_keys
 
-SHARES = {"paper": (0.02, 0.25), "released": (0.2, 0.25)}
+SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
+FORMS = [*SHARES, "gemma"]
 
 
 def oracle(x, uniform, c, p1, form, shares=SHARES):
@@ -53,7 +55,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("form", ["paper", "released", "gemma"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scope", ["token", "tensor"])
 @pytest.mark.parametrize("name", FIXED)
 def test_against_numpy(name, scope, form):
@@ -89,7 +91,7 @@ def test_strength():
 def test_bfloat16_moves_what_float32_moves():
     x = FIXED["activations"].bfloat16()
     uniform = drawn(x.shape)
-    for form in ("paper", "released", "gemma"):
+    for form in FORMS:
         got, same = redistribute(x, uniform, 0.13, 99.5, form), redistribute(x.float(), uniform, 0.13, 99.5, form)
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, same.bfloat16(), rtol=0, atol=0)
@@ -100,7 +102,7 @@ def test_more_entries_than_torch_quantile_takes():
     n = 2**24 + 5
     x = torch.nn.functional.silu(torch.randn(1, n, generator=torch.Generator().manual_seed(0)))
     uniform = drawn((1, n))
-    got = redistribute(x, uniform, 0.13, 99.5, "released", "tensor").numpy()[0]
+    got = redistribute(x, uniform, 0.13, 99.5, "released_llama", "tensor").numpy()[0]
     values = x.numpy()[0]
     size = np.abs(values)
     median = np.partition(size, (n - 1) // 2)[(n - 1) // 2]
@@ -116,14 +118,58 @@ def test_more_entries_than_torch_quantile_takes():
     np.testing.assert_allclose(got[chosen], uniform.numpy()[0][chosen] * values.min(), atol=1e-6)
 
 
-def test_some_entries_move_inward_in_the_released_form_alone():
+def test_some_entries_move_inward_where_they_are_replaced():
     x, uniform = silu_like(20, 400), drawn((20, 400))
     inward = {
         form: (redistribute(x, uniform, 0.13, 99.5, form).abs() < x.abs()).float().mean()
-        for form in ("paper", "released")
+        for form in ("paper", "released_llama", "released_qwen2")
     }
     assert inward["paper"] == 0
-    assert 0.001 < inward["released"] < 0.07
+    assert 0.001 < inward["released_llama"] < 0.07
+    assert 0 < inward["released_qwen2"] < inward["released_llama"] / 3
+
+
+def test_the_two_released_forms_differ_by_their_floor_alone():
+    """A share of 5 % near zero: one moves 5 %, the other 20 %. From 20 % on they are the same."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = drawn((30, 400))
+    for share, moved in ((0.01, (0.2, 0.02)), (0.05, (0.2, 0.05)), (0.22, (0.22, 0.22)), (0.4, (0.25, 0.25))):
+        x = 1 + torch.rand(30, 400, generator=generator)  # MAD 0.25, so that near zero is below 0.048
+        near = torch.arange(400) < round(share * 400)
+        x = torch.where(near, 0.04 * torch.rand(30, 400, generator=generator) + 1e-4, x)
+        made = {form: redistribute(x, uniform, 0.13, 99.5, form) for form in ("released_llama", "released_qwen2")}
+        shares = tuple(float((y != x).float().mean()) for y in made.values())
+        assert shares == pytest.approx(moved, abs=2e-3), share
+        both = (made["released_llama"] != x) & (made["released_qwen2"] != x)
+        assert torch.equal(made["released_llama"][both], made["released_qwen2"][both]), (
+            "what both move, they move alike"
+        )
+        other = oracle(x[0].numpy(), uniform[0].numpy(), 0.13, 99.5, "released_qwen2", {"released_qwen2": (0.2, 0.25)})
+        wrong = np.abs(made["released_qwen2"][0].numpy() - other).max()
+        assert (wrong > 0.1) == (share < 0.2), "negative control: the oracle with the other floor"
+
+
+def test_the_name_from_before_there_were_two_released_forms():
+    with pytest.warns(DeprecationWarning, match='is now "released_llama"; .* for Qwen2 is'):
+        assert known_form("released") == "released_llama"
+    with pytest.raises(
+        OptionError, match="form='published': choose one of 'paper', 'released_llama', 'released_qwen2'"
+    ):
+        known_form("published")
+
+
+def test_gelu_is_exactly_zero_where_it_is_switched_off():
+    """In float32 below −5.5, with tanh below −5.1: these are among the smallest, so they count, and stay. SiLU has none."""
+    off = torch.linspace(-8, -6, 100)
+    x = torch.nn.functional.gelu(torch.cat([off, torch.linspace(0.5, 3, 300)]))[None]
+    assert not x[0, :100].any()
+    assert not torch.nn.functional.gelu(off, approximate="tanh").any()
+    assert torch.nn.functional.silu(off).all()
+    for form in FORMS:
+        made = redistribute(x, drawn((1, 400)), 0.25, 99.5, form)
+        assert torch.equal(made, x), f"{form}: a quarter is moved at most, and the quarter is 0"
+    wider = redistribute(x, drawn((1, 400)), 0.3, 99.5, "gemma")
+    assert ((wider != x).sum(), (wider[0, :100] != 0).sum()) == (20, 0)
 
 
 @pytest.mark.parametrize("control", ["random_direction", "random_channels", "shuffled_signs"])

@@ -10,7 +10,7 @@ from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.model.activations import at_nonlinearity
 from mechattn.model.toys import toy_names
 
-ARM = ma.ARM(form="released", p1=95.0, layers=(0, 1))
+ARM = ma.ARM(form="released_llama", p1=95.0, layers=(0, 1))
 
 
 def seen_with(model, tokens, *interventions, prompts=()):
@@ -36,9 +36,9 @@ def test_on_a_model_it_is_the_function(name):
     model = ma.load_model(name)
     tokens = torch.arange(10, 50).view(2, 20)
     plain, before = seen_with(model, tokens)
-    moved, after = seen_with(model, tokens, ma.ARM(form="released", p1=95.0), prompts=["a", "b"])
+    moved, after = seen_with(model, tokens, ma.ARM(form="released_llama", p1=95.0), prompts=["a", "b"])
     keys = token_keys(0, ["a", "b"], torch.arange(20).expand(2, -1), 0, "arm")
-    expected = redistribute(plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released")
+    expected = redistribute(plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released_llama")
     torch.testing.assert_close(moved[0], expected, rtol=0, atol=0)
     assert 0.1 < (moved[0] != plain[0]).float().mean() < 0.3
     assert (after - before).abs().max() > 1e-3
@@ -74,7 +74,7 @@ def test_batches_and_order_decide_nothing(toy, prompts):
     for other in (measured(prompts[:5], "1KiB"), measured([*reversed(prompts[:5])], "2GiB")):
         for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
             np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
-    seeds = ma.Baseline(intervention=ma.ARM(form="released", p1=95.0, layers=(0, 1), seed=1))
+    seeds = ma.Baseline(intervention=ma.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1))
     other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.MlpActivations(), progress=False)["mlp_activations"]
     assert float(abs(other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")).max()) > 0.01
 
@@ -94,7 +94,7 @@ def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
 def test_the_whole_tensor_depends_on_the_batch_and_a_token_does_not(toy):
     tokens = torch.arange(10, 50).view(2, 20)
     for scope, differs in (("tensor", True), ("token", False)):
-        arm = ma.ARM(scope=scope, form="released")
+        arm = ma.ARM(scope=scope, form="released_llama")
         both, _ = seen_with(toy, tokens, arm)
         alone, _ = seen_with(toy, tokens[1:], arm)
         apart = float((both[0][1] - alone[0][0]).abs().max())
@@ -119,7 +119,7 @@ def test_generation_with_a_cache_is_generation_without(toy):
             out = native(after[:, i : i + 1], past_key_values=cache, use_cache=True)
             steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
-    hard = ma.ARM(form="released", strength=3.0, layers=(0, 1, 2, 3))
+    hard = ma.ARM(form="released_llama", strength=3.0, layers=(0, 1, 2, 3))
     with hard.on(native, ["a"]):
         other = native.generate(tokens, max_new_tokens=12, do_sample=False)
     assert not torch.equal(other, without)

@@ -1,0 +1,134 @@
+"""The digest of a result's numbers: equal for equal numbers, and for nothing else."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.report import summary
+from mechattn.results.packed import packed, unpacked
+from mechattn.results.result import Result
+from mechattn.results.schema import canonical, digest
+
+QUANTITY = "received_by_segment"
+
+
+@pytest.fixture(scope="module")
+def run(toy, prompts):
+    analyses = [ma.ReceivedAttention(), ma.MlpActivations(), ma.AttentionFocus()]
+    conditions = {"“é”": ma.RandomTokens(count=5)}
+    return lambda: ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
+
+
+@pytest.fixture(scope="module")
+def result(run):
+    return run()
+
+
+def changed(result, change):
+    """The result with another dataset of received attention."""
+    datasets = {name: dataset.copy(deep=True) for name, dataset in result.datasets.items()}
+    datasets["received_attention"] = change(datasets["received_attention"])
+    return Result(datasets, result.provenance)
+
+
+def with_values(result, turn, where=(0, 1, 0, 2, 1)):
+    def change(dataset):
+        values = dataset[QUANTITY].values
+        values[where] = turn(values[where])
+        return dataset
+
+    return changed(result, change)
+
+
+def test_two_equal_runs_have_the_same_one(run, result):
+    again = run()
+    assert again.digest() == result.digest()
+    assert len(result.digest()) == 32
+    stored = {digest(r.datasets, json.dumps(r.provenance)) for r in (result, again)}
+    assert (
+        again.provenance["time"] != result.provenance["time"]
+        or again.provenance["seconds"] != result.provenance["seconds"]
+    )
+    assert len(stored) == 2, "negative control: the digest of a stored result covers the clock"
+
+
+@pytest.mark.parametrize("name", ["result.zarr", "result.nc", "memory://tests/digest.zarr"])
+def test_stored_and_read_again_it_is_the_same(result, tmp_path, name):
+    place = name if "://" in name else tmp_path / name
+    result.save(place)
+    assert ma.load_result(place).digest() == result.digest() == unpacked(packed(result)).digest()
+    assert f"digest of the numbers: {result.digest()}\n" in summary(ma.load_result(place))
+
+
+def test_nothing_of_the_provenance_is_in_it(result):
+    about = result.provenance | {
+        "time": "then",
+        "seconds": 1e9,
+        "threads": 99,
+        "versions": {},
+        "command": "/another/path",
+    }
+    assert Result(result.datasets, about).digest() == result.digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.assign({QUANTITY: d[QUANTITY] * (1 + 1e-6)}),
+        lambda d: d.rename({QUANTITY: "received_by_part"}),
+        lambda d: d.transpose(*list(d.dims)[::-1]),
+        lambda d: d.assign({QUANTITY: d[QUANTITY].astype("float64")}),
+        lambda d: d.assign_attrs(more="words"),
+        lambda d: d.assign({QUANTITY: d[QUANTITY].assign_attrs(units="nats")}),
+        lambda d: d.assign_coords(condition=["baseline", "e"]),
+        lambda d: d.drop_vars(QUANTITY),
+    ],
+    ids=["numbers", "name", "dimensions", "kind", "attribute", "unit", "text", "one fewer"],
+)
+def test_anything_else_is_another(result, change):
+    other = changed(result, change)
+    assert other.digest() != result.digest()
+    assert changed(result, lambda d: d).digest() == result.digest(), "a copy is not"
+
+
+def test_one_changed_number_is_another(result):
+    """By one unit in its last place."""
+    assert with_values(result, lambda x: np.nextafter(x, np.float32(1))).digest() != result.digest()
+
+
+def nan(dtype, bits):
+    return np.array([bits], dtype=f"u{np.dtype(dtype).itemsize}").view(dtype)[0]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (nan("f4", 0x7FC00000), nan("f4", 0xFFC00000)),
+        (nan("f4", 0x7FC00000), nan("f4", 0x7FC00123)),
+        (nan("f4", 0x7FC00000), nan("f4", 0x7F800001)),
+        (np.float32(0.0), np.float32(-0.0)),
+    ],
+    ids=["sign of NaN", "payload", "signalling", "sign of 0"],
+)
+def test_what_a_cpu_may_write_otherwise_is_the_same(result, pair):
+    one, other = (with_values(result, lambda _, x=x: x) for x in pair)
+    values = [r["received_attention"][QUANTITY].values for r in (one, other)]
+    assert values[0].tobytes() != values[1].tobytes(), "negative control: the bytes differ"
+    assert one.digest() == other.digest() != result.digest()
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?", "U3"])
+def test_canonical_bytes(dtype):
+    """Contiguous or not, big-endian or not, and without touching what was given."""
+    values = np.arange(24).reshape(4, 6).astype(dtype)
+    before = values.copy()
+    same = bytes(canonical(values))
+    assert bytes(canonical(np.asfortranarray(values))) == same
+    assert bytes(canonical(values.astype(values.dtype.newbyteorder(">")))) == same
+    if dtype != "U3":
+        assert same == values.astype(values.dtype.newbyteorder("<")).tobytes()
+    assert (values == before).all()
+    for part in (values[:0], np.array(values[0, 0])):
+        assert isinstance(bytes(canonical(part)), bytes)
