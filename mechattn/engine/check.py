@@ -10,8 +10,10 @@ from typing import Any
 from mechattn.analysis.analysis import Analysis, CaptureAnalysis
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
+from mechattn.engine.sides import check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
+from mechattn.model.positions import takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
@@ -71,6 +73,7 @@ def check_sequences(
     prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
 ) -> None:
     """Every sequence fits the model, and every analysis can measure it."""
+    check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
         where = f'prompt {prompt.id} ("{prompt.excerpt}")'
@@ -106,14 +109,20 @@ def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
     if kept and not hooks.takes_position_ids(model):
         raise OptionError(
-            f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does), so "
-            f"the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
+            f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does, or "
+            f"has none), so the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
         )
     negative = {n: -int(s.position_ids.min()) for made in sequences for n, s in made.items() if s.keeps_positions}
-    if kept and hasattr(model, "pos_embed") and max(negative.values()) > 0:
+    if not kept or max(negative.values()) <= 0:
+        return
+    learned = hasattr(model, "pos_embed")
+    if learned or not takes_negative_ids(model):
         name = max(negative, key=lambda condition: negative[condition])
+        has = (
+            "learned positions" if learned else "a table of positions, where a negative one is an error or another row"
+        )
         raise OptionError(
-            f"{model.cfg.model_name} has learned positions, and {name!r} needs {negative[name]} before the first: "
+            f"{model.cfg.model_name} has {has}, and {name!r} needs {negative[name]} before the first: "
             "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
         )
 

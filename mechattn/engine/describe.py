@@ -12,9 +12,11 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.axes import SEGMENTS
+from mechattn.engine.sides import sides_of
 from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
 from mechattn.model.known import Known, known
+from mechattn.model.positions import boundary_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
@@ -50,6 +52,9 @@ def sequences_dataset(
     dims = ("prompt", "condition", "pos")
     variables: dict[str, Any] = {name: (dims, array, {"units": _UNITS[name]}) for name, array in arrays.items()}
     variables["first_prompt_text"] = (dims[1:], texts.astype(np.dtypes.StringDType()), {"units": "text"})
+    if sides := sides_of(model, sequences):
+        factors = np.array(sides, dtype=object).astype(np.dtypes.StringDType())
+        variables["rope_factors"] = (("prompt",), factors, {"units": "text"})
     variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
     made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
@@ -68,6 +73,7 @@ def described(
     """The model, the prompts and the options: what decides the numbers, and when and where they were computed."""
     parameters = next(model.parameters())
     about = known(model) or Known()
+    boundary = boundary_of(model)
     return {
         "model": {
             "name": str(model.cfg.model_name),
@@ -85,6 +91,7 @@ def described(
             "verified": about.verified,
             "not_verified": about.report.not_checked if about.report else [],
             "mended": list(about.mended),
+            **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
         "conditions": {name: repr(condition) for name, condition in named.items()},

@@ -48,13 +48,14 @@ def memory_bytes(memory: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str) -> list[list[int]]:
+def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget.
 
     Args:
         lengths: For each prompt the length of its sequence in every condition; these stay in one batch.
         cost: What a row takes.
         memory: The budget.
+        sides: For each prompt its side of the model's boundary, which no batch crosses; none without a boundary.
 
     Returns:
         Prompt indices for each batch; a prompt that exceeds the budget alone still gets a batch.
@@ -62,11 +63,13 @@ def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str) -> list[list[int
     budget = memory_bytes(memory)
     batches: list[list[int]] = []
     shortest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (max(lengths[i]), i)):
+    side = list(sides) or [""] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda i: (side[i], max(lengths[i]), i)):
         longest = max(lengths[index])
         rows = (len(batches[-1]) + 1 if batches else 1) * len(lengths[index])
         full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
-        if not batches or full or shortest < _FULLEST * longest:
+        crosses = bool(batches) and side[batches[-1][0]] != side[index]
+        if not batches or full or crosses or shortest < _FULLEST * longest:
             batches.append([])
             shortest = longest
         batches[-1].append(index)

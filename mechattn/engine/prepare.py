@@ -24,6 +24,7 @@ from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_thr
 from mechattn.engine.halve import measure_halving
 from mechattn.engine.measure import measure_batch
 from mechattn.engine.plan import Cost, batch_plan, memory_bytes
+from mechattn.engine.sides import sides_of
 from mechattn.errors import OptionError
 from mechattn.model import hooks
 from mechattn.model.load import as_hooked, load_model
@@ -92,7 +93,8 @@ class Ready:
         plan, ids = self.plan, [prompt.id for prompt in prompts]
         square = self.forward is forward_through_hooks
         cost = Cost(plan.model.cfg.n_heads, position_width(plan.model), square)
-        batches = batch_plan([[len(s) for s in made.values()] for made in sequences], cost, plan.memory)
+        lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
+        batches = batch_plan(lengths, cost, plan.memory, sides)
         collectors = [Collector(a, ids, list(plan.conditions), plan.layers, plan.positions) for a in plan.analyses]
         measure, made = partial(self._measure, ids), partial(_batch, plan.model, sequences)
         halved = [

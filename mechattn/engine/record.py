@@ -14,12 +14,14 @@ from mechattn.axes import BASELINE
 from mechattn.engine.check import check_interventions, check_sequences, check_variants
 from mechattn.engine.forward import chosen_forward
 from mechattn.engine.measure import measure_batch
-from mechattn.errors import OptionError
+from mechattn.engine.sides import check_side
+from mechattn.errors import ModelError, OptionError
 from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine import Affine, AffineAttention
 from mechattn.model import hooks
 from mechattn.model.head_outputs import ChangeZ, changing_z
+from mechattn.model.known import known
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -48,8 +50,10 @@ def record_affine(
 
     Raises:
         OptionError: The condition inserts nothing, or a layer is out of range.
+        ModelError: The model gates or norms what attention mixes before it is z.
     """
     model = load_model(as_hooked(model))
+    _check_values(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
@@ -70,6 +74,16 @@ def record_affine(
         recorded[prompt.id] = kept.layers
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
+
+
+def _check_values(model: Any) -> None:
+    """λ and Σσ are of pattern · v, and are applied to z: the two have to be the same."""
+    about = known(model)
+    why = None if about is None or about.report is None else about.report.limited.get("values")
+    if why:
+        raise ModelError(
+            f"{model.cfg.model_name}: {why}; λ and Σσ are of pattern · v, so they cannot be applied to z in this model"
+        )
 
 
 class _AffineParts:
@@ -138,9 +152,11 @@ def head_means(
         return look
 
     device = next(model.parameters()).device
+    sequences = [Baseline().apply(prompt, model) for prompt in prompts]
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        check_side(prompt, {BASELINE: sequence}, model)
     with changing_z(model, {layer: add(layer) for layer in chosen}):
-        for prompt in prompts:
-            read = Baseline().apply(prompt, model).tokens
+        for read in (sequence.tokens for sequence in sequences):
             tokens += len(read)
             hooks.forward_to(model, read[None].to(device), max(chosen), [])
     return HeadMeans({layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts))

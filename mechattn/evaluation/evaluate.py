@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechattn.axes import BASELINE
 from mechattn.engine.check import check_interventions, check_variants, with_baseline
+from mechattn.engine.sides import check_side, counted_sides, sides_of
 from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
@@ -24,6 +25,7 @@ from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
 
 Key = tuple[str, str, int]
+Todo = tuple[Prompt, str, Asked]  # a prompt, the name of a condition, and its sequence
 
 
 def evaluate(
@@ -71,7 +73,9 @@ def evaluate(
     native = native_of(model)
     sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
     _check_sequences(model, native, prompts, sequences, new_tokens)
+    sides = dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
     about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)
+    about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
     done = {} if out is None else _continued(Path(out), about)
     todo = [
         (p, name, Asked(p.id, made[name], sample))
@@ -80,9 +84,8 @@ def evaluate(
         for sample in range(samples)
         if (p.id, name, sample) not in done
     ]
-    todo.sort(key=lambda item: len(item[2].sequence))
     end = _end_tokens(model, native)
-    for some in _progress([todo[i : i + batch] for i in range(0, len(todo), batch)], progress):
+    for some in _progress(_batches(todo, batch, sides), progress):
         written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
         texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
         fresh = [
@@ -105,6 +108,14 @@ def load_evaluation(path: str | Path) -> Evaluation:
     """
     about, found = _read(Path(path))
     return Evaluation(tuple(found.values()), about)
+
+
+def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list[Todo]]:
+    """What is to be answered, similar lengths together, and never prompts on both sides of a model's boundary."""
+    parts: dict[str, list[Todo]] = {}
+    for item in sorted(todo, key=lambda item: len(item[2].sequence)):
+        parts.setdefault(sides.get(item[0].id, ""), []).append(item)
+    return [part[i : i + batch] for part in parts.values() for i in range(0, len(part), batch)]
 
 
 def _answered(prompt: Prompt, name: str, asked: Asked, answer: Answer, text: str, grader: Grader) -> Answered:
@@ -166,6 +177,7 @@ def _check_sequences(
     model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
 ) -> None:
     for prompt, made in zip(prompts, sequences, strict=True):
+        check_side(prompt, made, model, new_tokens)
         for name, sequence in made.items():
             if name == BASELINE and (sequence.inserted.any() or sequence.knocked or sequence.interventions):
                 raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
@@ -53,12 +54,17 @@ def native_of(model: Any) -> Any:
     """The model without hooks.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There is none, or one that keeps no keys and values.
     """
     about = known(model)
     if about is None or about.native is None:
         why = about.why_not_native if about else "it has not gone through load_model"
         raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
+    if "past_key_values" not in inspect.signature(about.native.forward).parameters:
+        raise ModelError(
+            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but keeps what it has read in "
+            "another way, as Mamba and RWKV do, so each token would be read without the ones before it"
+        )
     return about.native
 
 

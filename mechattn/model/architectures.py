@@ -112,10 +112,21 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
     name, usual = FAMILIES[family]
     if not hasattr(transformers, name):
         raise ModelError(f"transformers {transformers.__version__} has no {name}")
-    config = getattr(transformers, name)(vocab_size=vocabulary, **{**usual, **settings})
+    return random_model(getattr(transformers, name)(vocab_size=vocabulary, **{**usual, **settings}), seed)
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A model of transformers with this configuration, random weights large enough that its attention is not uniform.
+
+    Args:
+        config: A configuration object of transformers, of a small model.
+        seed: Decides the weights.
+    """
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
             _enlarge(parameter)
     return model

@@ -14,6 +14,7 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Cut
 from mechattn.model.norms import norms_once
+from mechattn.model.values import as_mixed
 
 SeePattern = Callable[
     [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
@@ -166,8 +167,8 @@ def forward_with_patterns(
         tokens: Token ids, padded on the right, on the device of the model.
         real: Which positions hold tokens, not padding [batch pos].
         layers: The layers whose patterns are wanted.
-        see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are None where no hook
-            shows them head by head.
+        see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are those that the pattern
+            mixes; None where no hook shows them head by head.
         cuts: For some layers, edges that are cut.
         position_ids: In place of 0, 1, 2 ….
         last: The last layer to be computed; the last of ``layers`` by default.
@@ -180,7 +181,8 @@ def forward_with_patterns(
             values[layer] = v.detach()
 
         def reduce(pattern: Tensor, hook: Any) -> None:
-            see(layer, pattern.detach(), _by_head(values.pop(layer, None), pattern))
+            v = _by_head(values.pop(layer, None), pattern)
+            see(layer, pattern.detach(), None if v is None else as_mixed(model, layer, v).transpose(1, 2))
 
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
@@ -207,10 +209,10 @@ def _cutting(layer: int, cut: Cut) -> tuple[str, Callable]:
 
 
 def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
-    """Values [batch pos kv_head d_head] as [batch kv_head pos d_head]; None if they have another layout."""
+    """Values [batch pos kv_head d_head]; None if they have another layout."""
     if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
         return None
-    return v.transpose(1, 2)
+    return v
 
 
 def forward_to(
@@ -226,18 +228,21 @@ def forward_to(
         # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
         options = {"attention_mask": torch.ones_like(tokens)} | options
         options["position_ids"] = position_ids
-    taken = _options_taken(model)
-    if "use_cache" in taken:
-        options["use_cache"] = False
+    options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
-    elif "logits_to_keep" in taken:
+    elif "logits_to_keep" in _options_taken(model):
         options["logits_to_keep"] = 1
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
         else:  # the same, without a list of every hook
             model(tokens, return_type=None, **options)
+
+
+def keeping_nothing(model: Any) -> dict[str, bool]:
+    """What tells a forward pass to keep no keys and values, where it can be told."""
+    return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
 
 
 def blocks_of(model: Any) -> nn.ModuleList:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.model.hooks import prepends_bos
 from mechattn.model.known import Known, boots, count_boot, known, remember
 from mechattn.model.mend import mend
 from mechattn.model.native import classes_left_alone, native_twin
 from mechattn.model.report import Report
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
-from mechattn.model.verify import AT_LOADING, PROBE, check_model, check_streaming
+from mechattn.model.verify import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
 
 Dtype = torch.dtype | Literal["auto"]
+Made = TypeVar("Made")
+_LONGEST_REASON = 300  # characters: some errors list every architecture that there is
 
 
 def load_model(
@@ -103,8 +106,8 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     about = _known_or_met(hooked)
     if native is not None:
         about = replace(about, native=native.eval(), why_not_native="", probe_logits=None)
-    about.streaming = check_streaming(hooked)
-    report = check_model(hooked, about, length)
+    about.streaming = _tried(check_streaming, hooked)
+    report = _tried(check_model, hooked, about, length)
     about.report = replace(report, checks=(*report.checks, about.streaming))
     about.boots = boots()
     remember(hooked, about)
@@ -138,10 +141,27 @@ def _verified(model: Any, about: Known, verify: bool) -> Any:
     if not verify:
         about.to_verify = about.report is not None
     elif about.to_verify and (about.report is None or about.boots < boots()):
-        about.report = check_model(model, about, AT_LOADING)
+        about.report = _tried(check_model, model, about, AT_LOADING)
         about.boots = boots()
         about.report.require()
     return model
+
+
+def _tried(check: Callable[..., Made], model: Any, *arguments: Any) -> Made:
+    """What a check of a model gives.
+
+    Raises:
+        ModelError: The model was hooked, and a few tokens are too much for it.
+    """
+    try:
+        return check(model, *arguments)
+    except MechattnError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{model.cfg.model_name} cannot be used as a hooked model: TransformerLens makes one, and a pass of a few "
+            f"tokens through it raises {_reason(error)}. {ANOTHER_VERSION.capitalize()}"
+        ) from error
 
 
 def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
@@ -198,6 +218,8 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
+        if Path(name).is_dir():
+            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
             f"and the hub did not give it ({_reason(error)})"
@@ -280,4 +302,5 @@ def _quiet() -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _MENDED = "_mechattn_alibi_once"
@@ -12,6 +13,15 @@ FALCON = (
     "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in transformers 4.46 to 5.23, "
     "since the mask carries it already"
 )
+NO_ROTARY = (
+    "no rotary embedding is called, as the model has none (NoPE): TransformerLens puts an empty one in its place where "
+    "the configuration leaves position_embedding_type out"
+)
+ROTATED = (
+    "rotated queries and keys have the dtype of the weights, as in the model itself: TransformerLens leaves them in "
+    "the float32 of OLMo's cosines, which its values are not in"
+)
+_FLOAT_COSINES = ("olmo", "olmo2", "olmo3", "flex_olmo")
 
 
 def mend(model: Any) -> tuple[str, ...]:
@@ -20,12 +30,38 @@ def mend(model: Any) -> tuple[str, ...]:
     Returns:
         What was mended, a sentence each; empty for most models.
     """
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    if getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
+    original = getattr(model, "original_model", None)
+    config = getattr(original, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind in _FLOAT_COSINES and next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
+        for block in model.blocks:
+            _rotated_in(block.attn, next(model.parameters()).dtype)
+        return (ROTATED,)
+    if kind == "falcon" and getattr(config, "alibi", False):
         for block in model.blocks:
             _count_alibi_once(block.attn)
         return (FALCON,)
+    if kind == "granitemoehybrid" and getattr(model, "rotary_emb", None) is not None:
+        return _without_empty_rotary(model, original)
     return ()
+
+
+def _rotated_in(attention: Any, dtype: torch.dtype) -> None:
+    for name in ("hook_rot_q", "hook_rot_k"):
+        if (point := getattr(attention, name, None)) is not None:
+            point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
+
+
+def _without_empty_rotary(model: Any, original: Any) -> tuple[str, ...]:
+    """A model that asks whether it has a rotary embedding gets a true answer again."""
+    if model.rotary_emb.original_component is not None:
+        return ()
+    for module in original.modules():
+        if module._modules.get("rotary_emb") is model.rotary_emb:
+            module._modules["rotary_emb"] = None
+    for cfg in (model.cfg, *(block.attn.config for block in model.blocks if hasattr(block, "attn"))):
+        cfg.positional_embedding_type = "none"
+    return (NO_ROTARY,)
 
 
 def _count_alibi_once(attention: Any) -> None:

@@ -14,6 +14,7 @@ from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.scores import alibi_slopes, mpt_slopes, score_parts
 from mechattn.model.hooks import attention_layers, attention_window, pattern_hook
+from mechattn.model.values import clip_of
 from mechattn.model.weights import score_biases
 
 Q, K = "attn.hook_q", "attn.hook_k"
@@ -120,6 +121,10 @@ def scores_of(model: Any, layers: list[int]) -> dict[int, Scores]:
             f"{name} turns queries and keys with the position (RoPE), so its scores are no sum of position, bias and "
             "content; ScoreDecomposition is defined for ALiBi (Falcon-RW, BLOOM, MPT) and for models whose scores hold "
             "no position (GPT-2, OPT, GPT-Neo)"
+        )
+    if clip := next((limit for layer in layers if (limit := clip_of(model, layer)) is not None), None):
+        raise ModelError(
+            f"{name} clips queries and keys at ±{clip:g} after they are projected, so its scores are no sum of parts"
         )
     made = {layer: _scores(model, layer) for layer in layers}
     for layer, (error, scores) in _tried(model, made).items():

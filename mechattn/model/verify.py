@@ -1,4 +1,4 @@
-"""Is the hooked model the model? A probe of a few tokens, two forward passes, and every identity that should hold."""
+"""Is the hooked model the model? A probe of a few tokens, a few forward passes, and every identity that should hold."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from mechattn.model import hooks
 from mechattn.model.compare import PROBABILITY, TOLERANCE, compare, compare_positions, limited
 from mechattn.model.known import Known
 from mechattn.model.native import attention_of, run_native
+from mechattn.model.neighbours import check_neighbours
 from mechattn.model.report import Check, Report
 from mechattn.model.streaming import streaming, why_not
+from mechattn.model.values import GATES, Shown, check_values
 
 AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
 PROBE = 24
@@ -30,7 +32,7 @@ STREAMED = 2e-4
 
 # Inputs that TransformerLens fires only when asked to by a flag of cfg.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
-_ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
+ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 
 Seen = dict[str, Tensor]
 
@@ -41,7 +43,8 @@ def check_model(model: Any, about: Known, length: int) -> Report:
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
     has attention: logits against native attention; rows of the pattern sum to 1; no mass on keys that a query cannot
     see, some on every distance that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O =
-    attention output; residual + parts = residual; padded = unpadded; BOS; every declared hook fires.
+    attention output; residual + parts = residual; padded = unpadded; alone = beside a longer row; BOS; every declared
+    hook fires.
 
     Args:
         model: A hooked model.
@@ -62,6 +65,7 @@ def check_model(model: Any, about: Known, length: int) -> Report:
         _heads(model, captured, dtype),
         _residual(model, captured, dtype),
         _padding(logits, dtype),
+        check_neighbours(model, about.native, tokens, logits[:1] if native is None else native, TOLERANCE[dtype][0]),
         _bos(model),
         _hooks(model, fired),
     ]
@@ -95,11 +99,12 @@ def check_streaming(model: Any) -> Check:
     def see(layer: int, rows: Rows) -> None:
         blocks[layer].append(replace(rows, pattern=rows.pattern.clone()))
 
+    options = hooks.keeping_nothing(model)
     with torch.no_grad():
-        expected = model.run_with_hooks(tokens, fwd_hooks=named, return_type="logits")[0].float()
+        expected = model.run_with_hooks(tokens, fwd_hooks=named, return_type="logits", **options)[0].float()
         try:
             with streaming(model, windows, see, block=8):
-                got = model(tokens, return_type="logits")[0].float()
+                got = model(tokens, return_type="logits", **options)[0].float()
         except Exception as error:
             return Check("streaming", "limited", detail=f"it raises {type(error).__name__}: {error}")
     silent = [layer for layer, seen in blocks.items() if not seen]
@@ -172,13 +177,15 @@ def _forward(model: Any, tokens: Int[Tensor, "1 pos"]) -> tuple[Seen, Tensor, se
     both = torch.cat([tokens, tokens]).to(device).masked_fill(real == 0, padding)
     named = [(name, keep(name)) for name in model.hook_dict if not name.endswith(_BY_FLAG)]
     with torch.no_grad():
-        logits = model.run_with_hooks(both, fwd_hooks=named, return_type="logits", attention_mask=real)
+        options = {"attention_mask": real, **hooks.keeping_nothing(model)}
+        logits = model.run_with_hooks(both, fwd_hooks=named, return_type="logits", **options)
     return {name: value.float().cpu() for name, value in captured.items()}, logits.detach().float().cpu(), fired
 
 
 def _is_captured(name: str) -> bool:
     return name in {
         *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "v", "z", "out")),
+        *(f"attn.{gate}" for gate in GATES),
         *(f"hook_{part}" for part in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")),
     }
 
@@ -195,7 +202,7 @@ def _logits(about: Known, hooked: Tensor, native: Tensor | None, dtype: torch.dt
         why = f"{about.why_not_native}; hand the model of transformers over with native=…"
         return Check("logits", "not checked", detail=why)
     detail = f"logits against the model's own attention ({attention_of(about.native)}), worst position"
-    remedy = f"the hooks compute another model than transformers does; {_ANOTHER_VERSION}"
+    remedy = f"the hooks compute another model than transformers does; {ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
 
 
@@ -238,7 +245,7 @@ def _mask(model: Any, seen: Seen, length: int) -> Check:
     detail = "mass on keys that a query cannot see, and whether one is masked that it can"
     if beyond:
         detail += f" (the probe of {length} tokens does not reach the window of {min(beyond)}; verify_model(length=…))"
-    remedy = "the mask is not the model's; " + _ANOTHER_VERSION
+    remedy = "the mask is not the model's; " + ANOTHER_VERSION
     return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
 
@@ -256,31 +263,16 @@ def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
 
 
 def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
-    pairs, other = {}, ""
+    layers = {}
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
-        v, z = (seen.get(f"blocks.{layer}.attn.hook_{part}") for part in ("v", "z"))
-        if v is None or z is None:
-            other = f"layer {layer} fires no hook_v or no hook_z"
-            continue
-        mixed = _mixed(pattern, v)
-        if mixed is None or mixed.shape != z.shape:
-            other = f"layer {layer}: pattern {_shape(pattern)}, v {_shape(v)} and z {_shape(z)} do not fit together"
-            continue
-        pairs[layer] = (mixed[0], z[0])
-    if other:
-        return Check("values", "limited", detail=f"pattern · v against z: {other}")
-    if getattr(model.cfg, "gated_q_proj", False):
-        return Check("values", "limited", detail="pattern · v is gated before it is z, so the two cannot be compared")
-    remedy = "the hooked pattern is not the one that mixes the values; " + _ANOTHER_VERSION
-    return compare("values", pairs, TOLERANCE[dtype][1], "pattern · v against z", remedy)
-
-
-def _mixed(pattern: Float[Tensor, "batch head query key"], v: Tensor) -> Tensor | None:
-    """Values mixed by the pattern, [batch pos head d_head]; None where v has another layout."""
-    if v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
-        return None
-    every = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2)
-    return torch.einsum("bhqk,bkhd->bqhd", pattern, every)
+        shown = {name: seen.get(f"blocks.{layer}.attn.{name}") for name in ("hook_v", "hook_z", *GATES)}
+        v, z, *gates = (None if value is None else value[0] for value in shown.values())
+        layers[layer] = Shown(pattern[0], v, z, next((gate for gate in gates if gate is not None), None))
+    check = check_values(model, layers, TOLERANCE[dtype][1])
+    if check.outcome != "failed":
+        return check
+    why = check.remedy or "the hooked pattern is not the one that mixes the values"
+    return replace(check, remedy=f"{why}; {ANOTHER_VERSION}")
 
 
 def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
@@ -298,7 +290,7 @@ def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
         pairs[layer] = (parts[0], min((out[0] for out in outs), key=lambda out: float((out - parts[0]).abs().max())))
     if other:
         return Check("heads", "limited", detail=f"Σ_h z W_O + b_O against the attention output: {other}")
-    remedy = "the heads' outputs are not what reaches the residual stream; " + _ANOTHER_VERSION
+    remedy = "the heads' outputs are not what reaches the residual stream; " + ANOTHER_VERSION
     return compare("heads", pairs, TOLERANCE[dtype][1], "Σ_h z W_O + b_O against the attention output", remedy)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.known import known
+from mechattn.model.values import norm_before_output
 
 
 def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model"]:
@@ -23,6 +24,11 @@ def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model
     if about is not None and about.report is not None and "heads" in about.report.limited:
         raise ModelError(
             f"{model.cfg.model_name}: {about.report.limited['heads']}; so heads have no updates of their own"
+        )
+    if norm := norm_before_output(model, layer):
+        raise ModelError(
+            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so that what one "
+            "adds depends on all others: heads have no updates of their own"
         )
     try:
         w_o = model.blocks[layer].attn.W_O.detach()

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, PersimmonConfig
 
 import mechattn as ma
 from mechattn.errors import ModelError
+from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
+from mechattn.model.known import known
+from tests.model.unusual import unusual_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -147,3 +150,60 @@ def test_a_model_that_was_placed_keeps_its_place(checkpoint, native):
     with pytest.raises(OptionError, match="keeps its dtype and devices"):
         ma.load_model(model, tokenizer=native[1], dtype=torch.bfloat16)
     assert ma.load_model(model, tokenizer=native[1])._mechattn.report.passed
+
+
+@pytest.mark.parametrize("how", ["object", "directory"])
+def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
+    """TransformerLens puts an empty rotary embedding where the configuration leaves the type of positions out."""
+    made = unusual_model("Granite hybrid without a type of positions", len(tokenizer))
+    if how == "directory":
+        made.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        model = ma.load_model(tmp_path)
+    else:
+        model = ma.load_model(made, tokenizer=tokenizer)
+    assert known(model).report.passed
+    assert "no rotary embedding is called" in known(model).report.mended[0]
+    assert model.cfg.positional_embedding_type == "none"
+    said = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
+    assert not known(said).report.mended
+    first, second = (ma.run(each, TEXT, progress=False)["received_attention"].received for each in (model, said))
+    torch.testing.assert_close(
+        torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("family", ["OLMo", "OLMo 2"])
+def test_olmo_in_half_precision(family, tokenizer):
+    """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16)
+    assert "rotated queries and keys" in known(model).report.mended[0]
+    half = ma.run(model, TEXT, engine="hooks", progress=False)["received_attention"].received_by_segment
+    assert not known(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report.mended
+    whole = ma.run(
+        ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer), TEXT, engine="hooks", progress=False
+    )["received_attention"].received_by_segment
+    assert 0 < float(abs(half - whole).max()) < 0.1
+
+
+def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
+    made = tiny_model("Llama", len(tokenizer))
+    made.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
+    with pytest.raises(
+        ModelError, match=r"cannot be used as a hooked model.*few tokens through it raises RuntimeError"
+    ):
+        ma.load_model(made, tokenizer=tokenizer)
+    hooked = ma.load_model(made, tokenizer=tokenizer, verify=False)
+    with pytest.raises(ModelError, match="raises RuntimeError"):
+        ma.verify_model(hooked)
+
+
+def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer):
+    config = PersimmonConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(
+        ModelError, match=r"cannot load 'PersimmonForCausalLM' as a hooked model: ValueError"
+    ) as refused:
+        ma.load_model(random_model(config), tokenizer=tokenizer)
+    assert len(str(refused.value)) < 500

@@ -1,0 +1,78 @@
+"""Whether what a model says of a row depends on the rows beside it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.model.compare import compare_positions
+from mechattn.model.positions import Boundary, boundary_of
+from mechattn.model.report import Check
+
+_REMEDY = (
+    "its numbers depend on the batch in a way that mechattn does not know, so that two conditions would be read by two "
+    "models; report it"
+)
+
+
+def check_neighbours(
+    model: Any, native: Any, tokens: Int[Tensor, "1 pos"], alone: Float[Tensor, "1 pos d_vocab"], tolerance: float
+) -> Check:
+    """The probe alone, and padded beside a row that is twice as long and, where that can be said, far out.
+
+    Where a model has a boundary, the other row stays on the probe's side: ``run`` and ``evaluate`` never cross it.
+
+    Args:
+        model: A hooked model.
+        native: The same without hooks, which is quicker; None where there is none.
+        tokens: The probe.
+        alone: What the same model says of it alone.
+        tolerance: Of logits.
+    """
+    asked = native or model
+    device = next(asked.parameters()).device
+    boundary, length, most = boundary_of(model), tokens.shape[1], _most(model)
+    limit = min(most, boundary.at) if boundary is not None and length <= boundary.at else most
+    longer = max(min(2 * length, limit), length)
+    real = torch.ones(2, longer, dtype=torch.long, device=device)
+    real[0, length:] = 0
+    twice = tokens.repeat(1, 2)[:, :longer]
+    both = torch.cat([twice, twice.flip(1)]).to(device)
+    options: dict[str, Any] = {"attention_mask": real}
+    far = 0
+    if "position_ids" in inspect.signature(getattr(model, "original_model", asked).forward).parameters:
+        far = limit - longer
+        options["position_ids"] = torch.arange(longer, device=device) + torch.tensor([[0], [far]], device=device)
+    try:
+        beside = _logits(asked, both, **options)[:, :length]
+    except Exception as error:
+        return Check("neighbours", "not checked", detail=f"the probe beside a longer row raises {type(error).__name__}")
+    detail = f"logits of the probe beside a row of {longer} tokens{_far(far, longer)} against those alone"
+    return compare_positions("neighbours", beside[0], alone[0], tolerance, detail + _kept_apart(boundary), _REMEDY)
+
+
+def _most(model: Any) -> int:
+    """How many positions the model has at least."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    own = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
+    said = [int(number) for number in (own, model.cfg.n_ctx) if number]
+    return min(said, default=1)
+
+
+def _logits(model: Any, tokens: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        if hasattr(model, "hook_dict"):
+            return model(tokens, return_type="logits", **options).float().cpu()
+        return model(tokens, use_cache=False, **options).logits.float().cpu()
+
+
+def _far(far: int, longer: int) -> str:
+    return f" at positions {far:,} to {far + longer - 1:,}" if far else ""
+
+
+def _kept_apart(boundary: Boundary | None) -> str:
+    return "" if boundary is None else f"; {boundary}: no batch holds both"

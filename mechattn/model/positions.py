@@ -1,0 +1,121 @@
+"""What position ids do to a model: whether ids before 0 mean something, and frequencies that depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mechattn.errors import ModelError
+from mechattn.model.hooks import attention_layers, forward_with_patterns
+
+_aten = torch.ops.aten
+_LOOKUPS = (_aten.embedding, _aten.gather, _aten.index, _aten.index_select, _aten.take)
+_SHIFT = 6
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """So many positions are computed with the frequencies that a model has for short texts; more with others.
+
+    Args:
+        at: The largest number of positions of a short text.
+        kind: "longrope": there is a second set of factors, and transformers takes the set of the longest row for the
+            whole batch. "dynamic" (NTK): the frequencies of a long text are those of the longest that was read so far.
+    """
+
+    at: int
+    kind: Literal["longrope", "dynamic"]
+
+    def side(self, positions: int) -> Literal["short", "long"]:
+        """The factors for a row of so many positions."""
+        return "long" if positions > self.at else "short"
+
+    def __str__(self) -> str:
+        if self.kind == "longrope":
+            return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
+        return f"dynamic NTK beyond {self.at:,} positions, which nothing is measured with"
+
+
+def boundary_of(model: Any) -> Boundary | None:
+    """The boundary of a hooked model or of a model of transformers, as its configuration says; None for most.
+
+    Raises:
+        ModelError: Layers differ in it.
+    """
+    config = getattr(getattr(model, "original_model", model), "config", None)
+    config = getattr(config, "text_config", None) or config
+    found = {boundary for scaling in _scalings(config) if (boundary := _boundary(scaling, config)) is not None}
+    if len(found) > 1:
+        several = ", ".join(f"{each.at:,}" for each in sorted(found, key=lambda each: each.at))
+        raise ModelError(
+            f"the layers of a {type(model).__name__} change their frequencies at different lengths ({several}), so "
+            "that mechattn cannot keep its prompts apart"
+        )
+    return next(iter(found), None)
+
+
+def _scalings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """What a configuration says of RoPE, for all layers or for each kind of them, by its new name and its old one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        if isinstance(given, Mapping):
+            yield from (given, *(each for each in given.values() if isinstance(each, Mapping)))
+
+
+def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "")
+    longest = getattr(config, "max_position_embeddings", None)
+    if "dynamic" in kind and longest:
+        return Boundary(int(longest), "dynamic")
+    if kind in ("longrope", "su") or "long_factor" in scaling:
+        at = scaling.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", longest
+        )
+        return Boundary(int(at), "longrope") if at else None
+    return None
+
+
+def takes_negative_ids(model: Any) -> bool:
+    """Whether attention depends on how far apart position ids are, so that ids before 0 are like any others.
+
+    Tried on a few tokens: their pattern stays what it is when all ids are moved up, and when they are moved down so
+    that some are negative. A table of positions is none of that: the id −19 is an error, or its 19th row from the end.
+    The pattern is that of the first layer, as deeper ones show the rounding of all before them too.
+    """
+    layer = attention_layers(model)[0]
+    parameter = next(model.parameters())
+    tokens = torch.arange(5, 5 + 2 * _SHIFT, device=parameter.device)[None]
+    seen: list[Tensor] = []
+    try:
+        for moved in (0, _SHIFT, -_SHIFT):
+            ids = torch.arange(2 * _SHIFT, device=parameter.device)[None] + moved
+            with _NoNegativeRow():
+                forward_with_patterns(
+                    model, tokens, torch.ones_like(tokens), [layer], lambda n, p, v: seen.append(p.float()), None, ids,
+                    last=int(model.cfg.n_layers) - 1,
+                )  # fmt: skip
+    except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
+        return False
+    rounding = 1e-3 if parameter.dtype in (torch.float32, torch.float64) else 0.1
+    return all(float((other - seen[0]).abs().max()) <= rounding for other in seen[1:])
+
+
+class _NegativeRow(Exception):
+    """A table was read at a negative index."""
+
+
+class _NoNegativeRow(TorchDispatchMode):
+    """No table is read at a negative index: on a GPU the attempt would be the end of all later calls of the process."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _LOOKUPS:
+            given = [each for arg in args[1:] for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+            for index in given:
+                if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and (index < 0).any():
+                    raise _NegativeRow
+        return func(*args, **(kwargs or {}))

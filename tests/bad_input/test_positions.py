@@ -1,0 +1,109 @@
+"""What a model's positions do not allow is refused before the first forward pass, with the reason."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from tests.model.unusual import TABLES, unusual_model
+
+
+def loaded(name, tokenizer):
+    return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+
+def prompt_of(length, tokenizer, **more):
+    drawn = torch.randint(5, len(tokenizer), (length - 1,), generator=torch.Generator().manual_seed(length)).tolist()
+    return ma.Prompt(tokens=(tokenizer.bos_token_id, *drawn), id="17", solution="3", **more)
+
+
+@pytest.fixture
+def no_pass(monkeypatch):
+    """Loads a model; once it is loaded, none of its passes must be reached."""
+
+    def load(name, tokenizer):
+        model = loaded(name, tokenizer)
+
+        def reached(*args, **kwargs):
+            raise AssertionError("the model ran before the input was checked")
+
+        monkeypatch.setattr(model, "run_with_hooks", reached)
+        monkeypatch.setattr(model, "forward", reached)
+        monkeypatch.setattr(model._mechattn.native, "forward", reached)
+        return model
+
+    return load
+
+
+def test_conditions_on_both_sides(no_pass, tokenizer):
+    said = (
+        r'prompt 17 \("28 token ids"\) has 28 positions with the condition "baseline" and 38 with "slash": beyond 32 '
+        r"Phi3ForCausalLM computes with other factors \(LongRoPE\).*two models.*insert fewer tokens, or .*unshifted"
+    )
+    model = no_pass("Phi-3 LongRoPE", tokenizer)
+    conditions = {"slash": ma.MeaninglessTokens("/", 10), "three": ma.MeaninglessTokens("/", 3)}
+    with pytest.raises(PromptError, match=said):
+        ma.run(model, prompt_of(28, tokenizer), conditions, progress=False)
+
+
+def test_both_sides_in_evaluate(tokenizer):
+    model = loaded("Phi-4-mini", tokenizer)
+    prompts = [prompt_of(28, tokenizer)]
+    with pytest.raises(PromptError, match=r'28 positions with the condition "baseline" and 38 with "slash"'):
+        ma.evaluate(model, prompts, {"slash": ma.MeaninglessTokens("/", 10)}, new_tokens=4, progress=False)
+    with pytest.raises(PromptError, match=r"8 new tokens are allowed.*middle of an answer. Give new_tokens=4 at most"):
+        ma.evaluate(model, prompts, new_tokens=8, progress=False)
+    with pytest.raises(PromptError, match="Leave the prompt out"):
+        ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8, progress=False)
+    assert len(ma.evaluate(model, prompts, new_tokens=4, progress=False).answers) == 1
+
+
+def test_both_sides_in_what_is_recorded(tokenizer):
+    with pytest.raises(PromptError, match="would be read by two models"):
+        ma.record_affine(
+            loaded("Llama LongRoPE", tokenizer), prompt_of(28, tokenizer), ma.MeaninglessTokens("/", 10)
+        )  # fmt: skip
+
+
+def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
+    said = (
+        r'has 40 positions with the condition "slash": beyond 32 the frequencies of LlamaForCausalLM are those of the'
+    )
+    model = loaded("Llama dynamic NTK", tokenizer)
+    with pytest.raises(PromptTooLong, match=said):
+        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)}, progress=False)
+    model.cfg.n_ctx = 256  # as one may ask load_model for
+    with pytest.raises(PromptTooLong, match=said):
+        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)}, progress=False)
+    with pytest.raises(PromptTooLong, match=r"30 positions .* and 4 new tokens are allowed: beyond 32"):
+        ma.evaluate(model, [prompt_of(30, tokenizer)], new_tokens=4, progress=False)
+    with pytest.raises(PromptTooLong, match="dynamic NTK"):
+        ma.head_means(model, [prompt_of(40, tokenizer)])
+    assert ma.run(model, prompt_of(32, tokenizer), progress=False)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_ids_before_the_first_row_of_a_table(name, tokenizer):
+    start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
+    said = (
+        r"has a table of positions, where a negative one is .*'kept' needs 18 before the first: insert after at least"
+    )
+    model = loaded(name, tokenizer)
+    with pytest.raises(OptionError, match=said):
+        ma.run(model, prompt_of(40, tokenizer), {"kept": start}, progress=False)
+    with pytest.raises(OptionError, match=said):
+        ma.evaluate(model, [prompt_of(40, tokenizer)], {"kept": start}, new_tokens=4, progress=False)
+
+
+def test_a_model_without_positions_has_none_to_keep(tokenizer):
+    start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
+    with pytest.raises(OptionError, match="or has none"):
+        ma.run(loaded("Granite hybrid NoPE", tokenizer), prompt_of(40, tokenizer), {"kept": start}, progress=False)
+
+
+def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer):
+    from mechattn.model.architectures import tiny_model
+
+    mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="takes no past_key_values"):
+        ma.evaluate(mamba, [prompt_of(10, tokenizer)], progress=False)

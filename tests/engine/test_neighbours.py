@@ -1,0 +1,162 @@
+"""A row's numbers do not depend on the rows beside it: every family, prompts far apart in length, alone and together."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.engine import plan, prepare, sides
+from mechattn.errors import MechattnError, ModelError
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.hooks import attention_layers
+from mechattn.model.known import known
+from tests.model.unusual import DYNAMIC, LONGROPE, UNUSUAL, unusual_model
+
+LENGTHS = (6, 20, 60)
+NEW = 4
+ALL = [*FAMILIES, *(name for name in UNUSUAL if name not in {**LONGROPE, **DYNAMIC, **FAMILIES})]
+CLOSE = 5e-5  # of the largest value: float32, two layers, sums over 60 keys
+
+
+def loaded(name, tokenizer):
+    make = tiny_model if name in FAMILIES else unusual_model
+    return ma.load_model(make(name, len(tokenizer)), tokenizer=tokenizer)
+
+
+def prompts_of(tokenizer, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(5, len(tokenizer), (n - 1,), generator=generator).tolist() for n in lengths]
+    return [
+        ma.Prompt(tokens=(tokenizer.bos_token_id, *row), id=str(i), solution="3", system="")
+        for i, row in enumerate(drawn)
+    ]
+
+
+@pytest.fixture
+def one_batch(monkeypatch):
+    """Prompts of any lengths in one batch, whose rows are noted."""
+    seen = []
+    pad = prepare.pad_right
+
+    def noting(sequences, *arguments):
+        seen.append([len(sequence) for sequence in sequences])
+        return pad(sequences, *arguments)
+
+    monkeypatch.setattr(plan, "_FULLEST", 0.0)
+    monkeypatch.setattr(prepare, "pad_right", noting)
+    return seen
+
+
+def analyses_of(model, prompts):
+    """Received attention, and what the first of these says of the residual stream that this model has."""
+    for stream in (ma.HeadUpdates(per_query=True), ma.BlockUpdates()):
+        try:
+            ma.run(model, prompts[0], analyses=[stream], progress=False)
+        except MechattnError:
+            continue
+        return [ma.ReceivedAttention(), stream]
+    return [ma.ReceivedAttention()]
+
+
+def of_each(result, prompts):
+    """All that was kept of each prompt, as far as it reaches."""
+    found = {}
+    for prompt in prompts:
+        for name, dataset in result.datasets.items():
+            for variable, values in dataset.data_vars.items():
+                if name == "sequences" or "prompt" not in values.dims or values.dtype.kind not in "fi":
+                    continue
+                own = values.sel(prompt=prompt.id)
+                growing = [dim for dim in ("key", "original_key", "pos") if dim in own.dims]
+                found[prompt.id, name, variable] = own.isel({d: slice(len(prompt.tokens)) for d in growing}).values
+    return found
+
+
+def differences(one, other):
+    """The largest difference of each quantity, in units of its largest value."""
+    assert one.keys() == other.keys()
+    for where in one:
+        a, b = (np.asarray(each[where], dtype=np.float64) for each in (one, other))
+        assert (np.isnan(a) == np.isnan(b)).all(), where
+        yield where, float(np.nanmax(np.abs(a - b), initial=0) / max(np.nanmax(np.abs(a), initial=0), 1e-6))
+
+
+def run(model, prompts, analyses, engine):
+    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts", progress=False)
+    return of_each(made, prompts)
+
+
+def worst(model, prompts, analyses, engine, one_batch):
+    alone = {}
+    for prompt in prompts:
+        alone |= run(model, [prompt], analyses, engine)
+    one_batch.clear()
+    together = run(model, prompts, analyses, engine)
+    assert one_batch == [[len(prompt.tokens) for prompt in prompts]], "they have to be in one batch"
+    return max(differences(alone, together), key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_row_is_measured_alike_alone_and_beside_others(family, tokenizer, one_batch):
+    model = loaded(family, tokenizer)
+    if not attention_layers(model):
+        return
+    prompts = prompts_of(tokenizer)
+    analyses = analyses_of(model, prompts)
+    ma.run(model, prompts[0], progress=False)
+    engines = ["hooks"] + ["streaming"] * (known(model).streaming.outcome == "passed")
+    for engine in engines:
+        where, difference = worst(model, prompts, analyses, engine, one_batch)
+        assert difference < CLOSE, (engine, where, difference)
+
+
+def read_anew(native, prompt):
+    """The likeliest tokens, and their mean log-probability, by a model that reads everything anew for each: no cache."""
+    tokens, logprobs = list(prompt.tokens), []
+    for _ in range(NEW):
+        with torch.no_grad():
+            likely = native(torch.tensor([tokens]), use_cache=False).logits[0, -1].double().log_softmax(-1)
+        tokens.append(int(likely.argmax()))
+        logprobs.append(float(likely.max()))
+    return tuple(tokens[-NEW:]), sum(logprobs) / NEW
+
+
+def answered(model, prompts, batch):
+    return ma.evaluate(model, prompts, batch=batch, new_tokens=NEW, progress=False).answers
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_row_is_answered_alike_alone_and_beside_others(family, tokenizer):
+    model = loaded(family, tokenizer)
+    prompts = prompts_of(tokenizer)
+    if not attention_layers(model):
+        with pytest.raises(ModelError, match="takes no past_key_values"):
+            answered(model, prompts, 1)
+        return
+    for batch in (8, 1):
+        for answer, prompt in zip(answered(model, prompts, batch), prompts, strict=True):
+            tokens, logprob = read_anew(known(model).native, prompt)
+            assert answer.tokens == tokens
+            assert math.isclose(answer.logprob, logprob, abs_tol=1e-4)
+
+
+@pytest.fixture
+def longrope(tokenizer):
+    return loaded("Llama LongRoPE", tokenizer)
+
+
+@pytest.mark.parametrize("engine", ["hooks", "streaming"])
+def test_the_law_would_notice_a_model_that_depends_on_its_batch(longrope, tokenizer, one_batch, monkeypatch, engine):
+    monkeypatch.setattr(sides, "boundary_of", lambda model: None)
+    prompts = prompts_of(tokenizer)
+    _, difference = worst(longrope, prompts, [ma.ReceivedAttention()], engine, one_batch)
+    assert difference > 1000 * CLOSE
+
+
+def test_the_law_would_notice_answers_that_depend_on_their_batch(longrope, tokenizer, monkeypatch):
+    monkeypatch.setattr(sides, "boundary_of", lambda model: None)
+    prompts = prompts_of(tokenizer)
+    together, alone = (answered(longrope, prompts, batch) for batch in (8, 1))
+    assert [a.tokens for a in together] != [a.tokens for a in alone]

@@ -1,0 +1,195 @@
+"""LongRoPE: both sides of the boundary never share a batch, each side is right, and the result says which it is."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.engine import check, plan, prepare, sides
+from mechattn.engine.job import Job, Worker
+from mechattn.engine.plan import Cost, batch_plan
+from mechattn.errors import OptionError
+from mechattn.results.merge import merge_results
+from mechattn.results.packed import unpacked
+from tests.model.unusual import BOUNDARY, LONGROPE, TABLES, unusual_model
+
+SLASH = ma.MeaninglessTokens("/", 3)
+LENGTHS = (12, 40, 27, 60, 6, BOUNDARY, BOUNDARY + 1)
+
+
+def tokens_of(length, tokenizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (tokenizer.bos_token_id, *torch.randint(5, len(tokenizer), (length - 1,), generator=generator).tolist())
+
+
+def prompts_of(tokenizer, lengths=LENGTHS):
+    made = [tokens_of(length, tokenizer, seed) for seed, length in enumerate(lengths)]
+    return [ma.Prompt(tokens=tokens, id=f"p{i}", solution="3") for i, tokens in enumerate(made)]
+
+
+def loaded(name, tokenizer):
+    return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+
+def received(result, prompt, condition="baseline"):
+    dataset = result["received_attention"]
+    own = dataset.received_per_prompt.sel(prompt=prompt.id, condition=condition)
+    return own.isel(key=slice(len(prompt.tokens))).values
+
+
+def run(model, prompts, conditions=None, **options):
+    return ma.run(model, prompts, conditions, positions="prompts", progress=False, **options)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """As few batches as there can be; what is in them."""
+    seen = []
+    pad = prepare.pad_right
+
+    def noting(sequences, *arguments):
+        seen.append([len(sequence) for sequence in sequences])
+        return pad(sequences, *arguments)
+
+    monkeypatch.setattr(plan, "_FULLEST", 0.0)
+    monkeypatch.setattr(prepare, "pad_right", noting)
+    return seen
+
+
+def test_a_plan_crosses_no_boundary():
+    cost = Cost(4, 64, square=False)
+    lengths = [[n, n + 2] for n in (5, 90, 30, 33, 70, 8)]
+    side = ["long" if max(pair) > 32 else "short" for pair in lengths]
+    made = batch_plan(lengths, cost, "2GiB", side)
+    assert sorted(index for batch in made for index in batch) == list(range(6))
+    assert all(len({side[index] for index in batch}) == 1 for batch in made)
+    assert any(len(batch) > 1 for batch in made)
+    mixed = [batch for batch in batch_plan(lengths, cost, "2GiB") if len({side[index] for index in batch}) > 1]
+    assert mixed, "without sides the same plan would cross it"
+
+
+@pytest.mark.parametrize("engine", ["hooks", "streaming"])
+@pytest.mark.parametrize("name", LONGROPE)
+def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batches):
+    model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
+    if name != "Llama LongRoPE" and engine == "streaming":
+        return  # Phi-3 is not streamed
+    together = run(model, prompts, engine=engine)
+    assert sorted(map(sorted, batches)) == [[6, 12, 27, BOUNDARY], [BOUNDARY + 1, 40, 60]]
+    for prompt in prompts:
+        alone = run(model, prompt, engine=engine)
+        np.testing.assert_allclose(received(together, prompt), received(alone, prompt), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LONGROPE)
+def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
+    """The oracle: plain RoPE has no boundary, and LongRoPE with factors of 1 is plain RoPE times a constant."""
+    model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
+    made = run(model, prompts)
+    for index, factors in ((0, "short_factor"), (3, "long_factor")):
+        native = unusual_model(name, len(tokenizer))
+        scaling = native.config.rope_parameters
+        rotary = native.model.rotary_emb
+        width = len(scaling[factors])
+        turns = 1 / (torch.tensor(scaling[factors]) * scaling["rope_theta"] ** (torch.arange(width) / width))
+        rotary.rope_type = "default"  # nothing is chosen by length any more
+        rotary.inv_freq.copy_(turns)
+        native.set_attn_implementation("eager")
+        with torch.no_grad():
+            tokens = torch.tensor([prompts[index].tokens])
+            patterns = native(tokens, output_attentions=True, use_cache=False).attentions
+        for layer, pattern in enumerate(patterns):
+            own = pattern[0].double()
+            got = made["received_attention"].received_per_prompt.sel(prompt=f"p{index}", condition="baseline")
+            for key in range(len(prompts[index].tokens) - 1):
+                expected = own[:, key + 1 :, key].mean(-1).numpy()
+                np.testing.assert_allclose(got.isel(layer=layer, key=key).values, expected, atol=2e-6)
+
+
+def test_the_result_says_which_side(tokenizer, tmp_path):
+    model, prompts = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer)
+    result = run(model, prompts[:4])
+    assert "short factors up to 32 positions" in result.provenance["model"]["rope"]
+    assert result["sequences"].rope_factors.values.tolist() == ["short", "long", "short", "long"]
+    result.save(tmp_path / "stored.zarr")
+    assert ma.load_result(tmp_path / "stored.zarr")["sequences"].rope_factors.values.tolist() == [
+        "short", "long", "short", "long",
+    ]  # fmt: skip
+    plain = ma.run("toy:llama", "Tom has 3 apples.", progress=False)
+    assert "rope" not in plain.provenance["model"]
+    assert "rope_factors" not in plain["sequences"]
+
+
+def test_chunks_of_both_sides_merge(tokenizer, tmp_path):
+    unusual_model("Llama LongRoPE", len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    worker = Worker(Job(str(tmp_path), prompts_of(tokenizer, (12, 20, 50, 60)), chunk=2))
+    parts = [unpacked(worker.part(chunk)) for chunk in (0, 1)]
+    merged = merge_results(parts)
+    assert merged["sequences"].rope_factors.values.tolist() == ["short", "short", "long", "long"]
+
+
+def test_answers_of_both_sides_share_no_batch(tokenizer):
+    model, prompts = loaded("Phi-3 LongRoPE", tokenizer), prompts_of(tokenizer, (10, 20, 28, 40, 60))
+    many, one = (ma.evaluate(model, prompts, batch=b, new_tokens=4, progress=False) for b in (8, 1))
+    assert [a.tokens for a in many.answers] == [a.tokens for a in one.answers]
+    np.testing.assert_allclose([a.logprob for a in many.answers], [a.logprob for a in one.answers], atol=1e-4)
+    assert many.provenance["rope_factors"] == "short for 3 prompts, long for 2 prompts"
+
+
+def test_tokens_that_move_nothing_stay_on_their_side(tokenizer):
+    """28 tokens and 10 more at the positions of the 28: the model counts no more positions than in the baseline."""
+    model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
+    few = ma.MeaninglessTokens("/", 10, place="before_answer").unshifted()
+    made = run(model, [prompt], {"few": few})
+    np.testing.assert_allclose(received(made, prompt), received(run(model, prompt), prompt), atol=2e-6)
+    assert made["sequences"].rope_factors.values.tolist() == ["short"]
+
+
+def test_without_the_guard_the_baseline_would_be_of_another_model(tokenizer, monkeypatch):
+    """What was so until now: the condition crosses the boundary, and takes the baseline's factors with it."""
+    model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
+    alone = received(run(model, prompt), prompt)
+    monkeypatch.setattr(sides, "boundary_of", lambda model: None)
+    beside = received(run(model, [prompt], {"ten": ma.MeaninglessTokens("/", 10)}), prompt)
+    assert np.nanmax(np.abs(beside - alone)) > 0.1
+
+
+def kept_apart(name, tokenizer, count, place, moved=0):
+    """The largest difference of what run says under ``.unshifted()`` and the model's own patterns at the same ids.
+
+    Under RoPE ids that are all moved by the same are the same.
+    """
+    model, (prompt,) = loaded(name, tokenizer), prompts_of(tokenizer, (12,))
+    condition = ma.MeaninglessTokens("/", count, place=place).unshifted()
+    got = run(model, [prompt], {"kept": condition})["received_attention"].received_per_prompt.sel(condition="kept")[0]
+    sequence = condition.apply(prompt, model)
+    native = unusual_model(name, len(tokenizer))
+    native.set_attn_implementation("eager")
+    ids, mask = sequence.position_ids[None] + moved, torch.ones_like(sequence.tokens)[None]
+    assert int(ids.min()) >= 0
+    with torch.no_grad():
+        options = {"position_ids": ids, "attention_mask": mask, "output_attentions": True, "use_cache": False}
+        patterns = native(sequence.tokens[None], **options).attentions
+    original, worst = sequence.origin >= 0, 0.0
+    for layer, pattern in enumerate(patterns):
+        for key in range(len(sequence)):
+            queries = original & (torch.arange(len(sequence)) > key)
+            if queries.any():
+                expected = pattern[0, :, queries, key].double().mean(-1).numpy()
+                worst = max(worst, float(np.abs(got.isel(layer=layer, key=key).values - expected).max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", [*TABLES, "Phi-3 LongRoPE"])
+def test_ids_from_0_up_are_in_every_table(name, tokenizer):
+    assert kept_apart(name, tokenizer, 7, "before_answer") < 2e-6
+
+
+def test_ids_below_0_are_in_no_table_and_fine_for_the_others(tokenizer, monkeypatch):
+    """The last is what was so until now: CodeGen took rows from the end of its table."""
+    assert kept_apart("Phi-3 LongRoPE", tokenizer, 19, "start", moved=19) < 5e-6
+    with pytest.raises(OptionError, match="has a table of positions"):
+        kept_apart("CodeGen", tokenizer, 19, "start", moved=19)
+    monkeypatch.setattr(check, "takes_negative_ids", lambda model: True)
+    assert kept_apart("CodeGen", tokenizer, 19, "start", moved=19) > 0.05

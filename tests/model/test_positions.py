@@ -1,0 +1,108 @@
+"""Where frequencies change, as transformers itself shows it; and which models take position ids before 0."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError
+from mechattn.model import positions
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.hooks import attention_layers, takes_position_ids
+from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
+from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
+
+TABLE_FAMILIES = {"GPT-2", "GPT-Neo", "GPT-J", "OPT"}  # learned positions, and GPT-J's sines
+
+
+def cosines(model, longest):
+    """What the model's rotary module gives position 3 in a batch whose longest row has so many positions."""
+    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+    ids = torch.tensor([[3, longest - 1]])
+    return rotary(torch.zeros(1, 2, 64), ids)[0][0, 0]
+
+
+@pytest.mark.parametrize("name", [*LONGROPE, *DYNAMIC])
+def test_the_boundary_is_where_transformers_takes_other_frequencies(name, tokenizer):
+    model = unusual_model(name, len(tokenizer))
+    boundary = boundary_of(model)
+    assert boundary == Boundary(BOUNDARY, "dynamic" if name in DYNAMIC else "longrope")
+    short = cosines(model, 8)
+    assert torch.equal(cosines(model, boundary.at), short)
+    beyond = cosines(model, boundary.at + 1)
+    assert not torch.equal(beyond, short)
+    assert torch.equal(cosines(model, boundary.at + 100), beyond) == (boundary.kind == "longrope")
+    assert [boundary.side(n) for n in (1, BOUNDARY, BOUNDARY + 1)] == ["short", "short", "long"]
+
+
+def test_hooked_models_have_the_boundary_of_what_is_behind_them(tokenizer):
+    hooked = ma.load_model(unusual_model("Phi-4-mini", len(tokenizer)), tokenizer=tokenizer)
+    assert boundary_of(hooked) == boundary_of(hooked._mechattn.native) == Boundary(BOUNDARY, "longrope")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_of_the_table_has_one(family, tokenizer):
+    assert boundary_of(tiny_model(family, len(tokenizer))) is None
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
+def test_other_scalings_are_the_same_in_every_batch(kind, tokenizer):
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **more}
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = 32
+    model = tiny_model("Llama", len(tokenizer), rope_parameters=scaling)
+    assert boundary_of(model) is None
+    assert torch.equal(cosines(model, 8), cosines(model, 200))
+
+
+def configured(**config):
+    return SimpleNamespace(config=SimpleNamespace(max_position_embeddings=256, text_config=None, **config))
+
+
+def test_old_spellings_and_layers_that_differ():
+    """A checkpoint with code of its own has a configuration that transformers has not put in order."""
+    su = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    assert boundary_of(configured(rope_scaling=su, original_max_position_embeddings=64)) == Boundary(64, "longrope")
+    assert boundary_of(configured(rope_scaling={"type": "dynamic", "factor": 2.0})) == Boundary(256, "dynamic")
+    layers = {
+        "full_attention": {**su, "original_max_position_embeddings": 64},
+        "sliding_attention": {"type": "default"},
+    }
+    assert boundary_of(configured(rope_parameters=layers)) == Boundary(64, "longrope")
+    layers["sliding_attention"] = {**su, "original_max_position_embeddings": 128}
+    with pytest.raises(ModelError, match=r"at different lengths \(64, 128\)"):
+        boundary_of(configured(rope_parameters=layers))
+    inside = SimpleNamespace(config=SimpleNamespace(text_config=configured(rope_parameters={**su}).config))
+    assert boundary_of(inside) == Boundary(256, "longrope")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*FAMILIES, *TABLES])
+def test_only_tables_of_positions_take_no_negative_ids(family, dtype, tokenizer):
+    made = (tiny_model if family in FAMILIES else unusual_model)(family, len(tokenizer))
+    model = ma.load_model(made, tokenizer=tokenizer, dtype=dtype, verify=False)
+    if attention_layers(model) and takes_position_ids(model):
+        assert takes_negative_ids(model) == (family not in {*TABLE_FAMILIES, *TABLES})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_numbers_alone_show_a_table_too(name, tokenizer, monkeypatch):
+    """Not only that one is read: CodeGen's wraps around, the others raise."""
+    monkeypatch.setattr(positions, "_LOOKUPS", ())
+    assert not takes_negative_ids(ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer))
+
+
+def test_a_table_is_found_before_it_is_read(tokenizer, monkeypatch):
+    """An index out of range on a GPU is the end of every later call there; so the attempt is not made."""
+    model = ma.load_model(unusual_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
+    read = []
+    gather = torch.gather
+    monkeypatch.setattr(torch, "gather", lambda *a, **k: read.append(a[2].min().item()) or gather(*a, **k))
+    assert not takes_negative_ids(model)
+    assert read, "GPT-J gathers its sines"
+    with pytest.raises(positions._NegativeRow), positions._NoNegativeRow():
+        gather(torch.zeros(1, 3), 1, torch.tensor([[-1]]))
+    with positions._NoNegativeRow():
+        assert gather(torch.ones(1, 3), 1, torch.tensor([[2]])) == 1

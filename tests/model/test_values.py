@@ -1,0 +1,127 @@
+"""Models that do something to values before or after the pattern mixes them: shown to be so, and said."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError
+from mechattn.model import values
+from mechattn.model.hooks import attention_layers, forward_with_patterns
+from mechattn.model.known import known
+from mechattn.model.values import as_mixed, clip_of, norm_before_output
+from tests.model.unusual import CLIPPED, GATED, unusual_model
+
+PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")
+SLASH = ma.MeaninglessTokens("/", 6)
+
+
+def loaded(name, tokenizer, **options):
+    return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer, **options)
+
+
+def mixed(model):
+    """For each layer the values that analyses are given, mixed by the pattern, and z [pos, head, d_head]."""
+    tokens, shown, z = torch.arange(5, 29)[None], {}, {}
+
+    def see(layer, pattern, v):
+        every = v.double().repeat_interleave(pattern.shape[1] // v.shape[1], 1)
+        shown[layer] = (pattern.double() @ every)[0].transpose(0, 1)
+
+    layers = attention_layers(model)
+    points = {layer: model.hook_dict[f"blocks.{layer}.attn.hook_z"] for layer in layers}
+    held = [p.register_forward_hook(lambda m, i, out, n=n: z.update({n: out[0].double()})) for n, p in points.items()]
+    forward_with_patterns(model, tokens, torch.ones_like(tokens), layers, see, last=model.cfg.n_layers - 1)
+    for handle in held:
+        handle.remove()
+    return {layer: (shown[layer], z[layer].reshape(shown[layer].shape)) for layer in layers}
+
+
+@pytest.mark.parametrize("name", [*CLIPPED, "Gemma 4"])
+def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypatch):
+    model = loaded(name, tokenizer)
+    check = known(model).report["values"]
+    assert check.outcome == "passed"
+    assert ("clipped at ±0.5 after hook_v" if name in CLIPPED else "v normed after hook_v") in check.detail
+    for made, z in mixed(model).values():
+        torch.testing.assert_close(made, z, atol=1e-5, rtol=0)
+    monkeypatch.setattr("mechattn.model.hooks.as_mixed", lambda model, layer, v: v)
+    assert any((made - z).abs().max() > 0.5 for made, z in mixed(model).values()), "hook_v shows others"
+
+
+@pytest.mark.parametrize("name", ["OLMo clipped"])
+def test_both_engines_are_given_the_same_values(name, tokenizer):
+    model = loaded(name, tokenizer)
+    made = [
+        ma.run(model, PROMPT, {"slash": SLASH}, [ma.AffineShift(), ma.SegmentFlow()], engine=engine, progress=False)
+        for engine in ("hooks", "streaming")
+    ]
+    for analysis in ("affine_shift", "segment_flow"):
+        for variable in made[0][analysis]:
+            one, other = (result[analysis][variable].values for result in made)
+            if one.dtype.kind == "f":
+                np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4, err_msg=str(variable))
+
+
+def test_clipped_scores_are_no_sum(tokenizer):
+    with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*no sum of parts"):
+        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.ScoreDecomposition()], progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", GATED)
+def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
+    model = loaded(name, tokenizer, dtype=dtype)
+    assert "times a gate of its query (sigmoid)" in known(model).report.limited["values"]
+    assert ma.run(model, PROMPT, {"slash": SLASH}, progress=False).provenance["model"]["verified"]
+    with pytest.raises(ModelError, match=r"times a gate .*λ and Σσ are of pattern · v"):
+        ma.record_affine(model, PROMPT, SLASH, layers=attention_layers(model)[0])
+
+
+def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
+    model = loaded("BitNet", tokenizer)
+    assert "after a norm over all heads (attn_sub_norm)" in known(model).report.limited["values"]
+    assert norm_before_output(model, 0) == "attn_sub_norm"
+    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.SegmentFlow()], progress=False)
+    for analysis in (ma.HeadUpdates(), ma.TopTargetUpdates(), ma.DirectLogits(), ma.AttentionSinks()):
+        with pytest.raises(ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"):
+            ma.run(model, PROMPT, {"slash": SLASH}, [analysis], progress=False)
+    with pytest.raises(ModelError, match="cannot be applied to z"):
+        ma.record_affine(model, PROMPT, SLASH)
+
+
+def test_most_models_do_neither(tokenizer, toy):
+    assert clip_of(toy, 0) is None
+    assert norm_before_output(toy, 0) is None
+    v = torch.randn(1, 3, 2, 4)
+    assert as_mixed(toy, 0, v) is v
+    assert norm_before_output(loaded("Gemma 4", tokenizer), 0) is None, "its norms are of queries, keys and values"
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "reason"),
+    [
+        ("BitNet", "_norms_of_output", r"its attention has attn_sub_norm, and mechattn does not know"),
+        ("AFMoE", "_GATES", r"its attention has .*gate_proj.*, and mechattn does not know"),
+        ("Gemma 4", "_norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
+    ],
+)
+def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
+    """As for a step that nobody has met yet."""
+    nothing = {"_norms_of_output": lambda *a: iter(()), "_GATES": {}, "_norm_of_values": lambda *a: None}
+    monkeypatch.setattr(values, without, nothing[without])
+    with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
+        loaded(name, tokenizer)
+
+
+def test_a_clip_that_is_not_known_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(values, "as_mixed", lambda model, layer, v: v)
+    with pytest.raises(ModelError, match=r"its attention has clip_qkv=0.5"):
+        loaded("OLMo clipped", tokenizer)
+
+
+def test_a_gate_that_is_another_is_not_taken_for_it(tokenizer):
+    """Half of each row of the pattern is lost behind the hook: a gate doesn't explain that."""
+    model = loaded("Qwen3-Next", tokenizer, verify=False)
+    model.hook_dict["blocks.0.attn.hook_z"].add_perma_hook(lambda z, hook: z.roll(1, 2))
+    assert ma.verify_model(model)["values"].outcome == "failed"
