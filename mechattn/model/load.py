@@ -52,8 +52,9 @@ def load_model(
             model that was verified already is verified again when another model was made since: booting one can
             change classes that both use. With False it stays unverified, and its results say so.
         pickled_weights: Load a checkpoint that has no safetensors too. A pickle can run code: only from who you trust.
-        **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``device_map``, ``n_devices``,
-            ``max_memory``, ``n_ctx``, ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
+        **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``n_ctx``, ``revision`` or
+            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` names one device: models that
+            are spread over several are refused, as nothing here was tried on one.
 
     Returns:
         A ``TransformerBridge`` in compatibility mode, or the hooked model that was given.
@@ -67,7 +68,9 @@ def load_model(
         return _verified(model, _known_or_met(model), verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
+    _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
+        _check_one_device(getattr(model, "hf_device_map", None), None)
         made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
         with nullcontext() if pickled_weights else _safetensors_only(str(model)):
@@ -77,6 +80,18 @@ def load_model(
             f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
         )
     return _verified(made, _known_or_met(made), verify)
+
+
+def _check_one_device(device_map: Any, n_devices: Any) -> None:
+    """Refuse a model on several devices: its batches, nulls and statistics would be on the wrong one."""
+    several = isinstance(device_map, dict) and len(set(map(str, device_map.values()))) > 1
+    by_itself = isinstance(device_map, str) and device_map.startswith(("auto", "balanced", "sequential"))
+    if several or (n_devices or 1) > 1 or (by_itself and torch.cuda.device_count() > 1):
+        given = f"n_devices={n_devices}" if (n_devices or 1) > 1 else f"device_map={device_map!r}"
+        raise OptionError(
+            f"{given} would spread the model over several devices, which mechattn does not do yet: give one, such as "
+            'device="cuda:0", and dtype=torch.bfloat16 where it does not fit'
+        )
 
 
 def as_hooked(model: Any) -> Any:

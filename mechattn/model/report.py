@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, OptionError
 from mechattn.markup import table
 
 Outcome = Literal["passed", "failed", "limited", "not checked"]
@@ -88,7 +88,10 @@ class Report:
         return {check.name: check.detail for check in self.checks if check.outcome == "limited"}
 
     def __getitem__(self, name: str) -> Check:
-        return next(check for check in self.checks if check.name == name)
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise OptionError(f"the report has no check {name!r}; it has {', '.join(check.name for check in self.checks)}")
 
     def require(self) -> None:
         """Refuse a model whose check failed.

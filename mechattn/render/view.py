@@ -47,6 +47,11 @@ class View:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(self.page(), encoding="utf-8")
 
+    def __repr__(self) -> str:
+        """One line: the HTML itself is for a notebook or a file."""
+        drawn = f", drawn by {self.script}" if self.script else ""
+        return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
+
     def _repr_html_(self) -> str:
         # Packed, so that a notebook with ten views holds 5 MB and not 15; unpacked by the browser, without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()

@@ -524,6 +524,9 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
         (lambda toy, r: ma.pattern(toy, "Tom has 3 apples.", 0, [1.5]), "heads holds 1.5"),
         (lambda toy, r: ma.load_prompts("word-problem"), "did you mean 'word-problems'.*hub was not asked"),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
+        (lambda toy, r: ma.verify_model(toy)["logit"], "no check 'logit'; it has logits, "),
+        (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 would spread the model over several"),
+        (lambda toy, r: ma.load_model("toy:llama", device_map={"a": "cpu", "b": "cuda:0"}), "spread the model over"),
     ],
 )
 def test_what_a_user_may_well_type(toy, call, message):
@@ -531,3 +534,9 @@ def test_what_a_user_may_well_type(toy, call, message):
     result = ma.run(toy, texts, analyses=[ma.ReceivedAttention(), ma.MlpActivations()], layers=[0], progress=False)
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, result)
+
+
+def test_a_view_is_one_line_in_a_console(toy):
+    view = ma.pattern(toy, "Tom has 3 apples.", 0, [1])
+    assert "\n" not in repr(view)
+    assert len(repr(view)) < 120
