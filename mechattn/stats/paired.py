@@ -1,4 +1,4 @@
-"""Many paired differences at once: intervals, simultaneous intervals, sign-flip tests, false discovery rate, power."""
+"""Many paired differences at once: intervals, sign-flip tests, false discovery rate, power."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.bootstrap import Counts, bootstrap_t, resample, resample_sequentially, simultaneous, spread
+from mechattn.stats.intervals import t_interval
 
 FEWEST_FOR_BOOTSTRAP = 20
-FEWEST_FOR_MAX_T = 10  # signs of n deviations give |t| up to about n: below, too little for many heads
+FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from there on
 _EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
 
@@ -20,6 +21,9 @@ _CHUNK = 2000
 class Paired:
     """One number a cell (say layer × head), over prompts; every array has the shape of a prompt's cells.
 
+    What is tested (effect_size, p, q, detectable) is difference − null, or the difference itself where no null is
+    known; null, beyond and its intervals are NaN there.
+
     Args:
         n: Prompts.
         difference: Mean difference.
@@ -27,14 +31,23 @@ class Paired:
         high: Upper end.
         low_bootstrap: Lower end of the bootstrap-t interval; NaN below 20 prompts.
         high_bootstrap: Upper end.
-        low_simultaneous: Lower end of the interval that holds for all cells at once (max-t); NaN below 10 prompts.
+        low_simultaneous: Lower end of the interval that holds for all cells at once, by the studentised bootstrap of
+            the largest and the smallest t; NaN below 10 prompts. Nominal 95 %, measured with 1 to 256 cells: 93 to
+            98 % of normal data; of lognormal data (σ = 1) 88 to 97 % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64;
+            of data that are more skewed (σ = 2) 13 to 64 % at 20 and 91 to 95 % at 64.
         high_simultaneous: Upper end.
         null: Mean difference under the null, such as uniform attention.
         beyond: Mean of difference − null.
-        effect_size: That, over its standard deviation between prompts (Cohen's d_z).
-        p: Two-sided sign-flip test of difference = null.
+        beyond_low: Lower end of its t interval.
+        beyond_high: Upper end.
+        beyond_low_bootstrap: Lower end of its bootstrap-t interval, from the same resamples.
+        beyond_high_bootstrap: Upper end.
+        beyond_low_simultaneous: Lower end of the interval of it that holds for all cells at once.
+        beyond_high_simultaneous: Upper end.
+        effect_size: Mean of what is tested, over its standard deviation between prompts (Cohen's d_z).
+        p: Two-sided sign-flip test of its mean = 0.
         q: Benjamini-Hochberg over all cells.
-        detectable: The smallest |difference − null| that a single t test at 5 % finds with a power of 80 %.
+        detectable: The smallest mean of it, up to sign, that a single t test at 5 % finds with a power of 80 %.
     """
 
     n: int
@@ -47,6 +60,12 @@ class Paired:
     high_simultaneous: np.ndarray
     null: np.ndarray
     beyond: np.ndarray
+    beyond_low: np.ndarray
+    beyond_high: np.ndarray
+    beyond_low_bootstrap: np.ndarray
+    beyond_high_bootstrap: np.ndarray
+    beyond_low_simultaneous: np.ndarray
+    beyond_high_simultaneous: np.ndarray
     effect_size: np.ndarray
     p: np.ndarray
     q: np.ndarray
@@ -54,13 +73,18 @@ class Paired:
 
 
 def paired(
-    difference: np.ndarray, null: np.ndarray | float = 0.0, *, level: float = 0.95, resamples: int = 9999, seed: int = 0
+    difference: np.ndarray,
+    null: np.ndarray | float | None = 0.0,
+    *,
+    level: float = 0.95,
+    resamples: int = 9999,
+    seed: int = 0,
 ) -> Paired:
     """Everything about paired differences [prompt, *cells], each prompt's own null beside it.
 
     Args:
         difference: The difference of each prompt in each cell.
-        null: The same under the null.
+        null: The same under the null; None where no null is known.
         level: Of the intervals.
         resamples: Bootstrap samples, and patterns of signs where they are too many to try all (12 prompts and more);
             raised to 20 for each cell, so that the false discovery rate can be reached.
@@ -72,32 +96,48 @@ def paired(
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
-    null = np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape).reshape(d.shape)
-    interval = t_interval(d, level)
-    n, deviation = len(d), (d - null).std(0, ddof=1)
+    expected = np.broadcast_to(np.asarray(0.0 if null is None else null, dtype=np.float64), difference.shape)
+    tested = d - expected.reshape(d.shape)
     generator = np.random.default_rng(seed)
-    low, high = _bootstrap_t(d, level, resamples, generator)
-    reach = _max_t(d, level, resamples, generator) * d.std(0, ddof=1) / np.sqrt(n)
-    reach = np.full_like(reach, np.nan) if n < FEWEST_FOR_MAX_T else reach
-    p = sign_flip(d - null, max(resamples, 20 * d.shape[1]), generator)
-    beyond = (d - null).mean(0)
+    plain = resample(len(d), resamples, generator) if len(d) >= FEWEST_FOR_BOOTSTRAP else []
+    sequential = resample_sequentially(len(d), resamples, generator) if len(d) >= FEWEST_FOR_ALL else []
+    ends = _intervals(d, plain, sequential, level)
+    beyond = _intervals(tested, plain, sequential, level) if expected.any() else ends
+    unknown = np.nan if null is None else 0.0
+    made = {"difference": d.mean(0)} | ends
+    made |= {"null": expected.mean(0).reshape(-1) + unknown, "beyond": tested.mean(0) + unknown}
+    made |= {f"beyond_{name}": end + unknown for name, end in beyond.items()}
+    made |= _test(tested, max(resamples, 20 * d.shape[1]), generator)
+    return Paired(n=len(d), **{name: value.reshape(cells) for name, value in made.items()})
+
+
+def _intervals(d: np.ndarray, plain: Counts, sequential: Counts, level: float) -> dict[str, np.ndarray]:
+    """Ends of the t, bootstrap-t and simultaneous intervals of the mean of each column; NaN where prompts are few."""
+    none = np.full(d.shape[1], np.nan)
+    _, low, high = t_interval(d, level)
+    own_low, own_high = bootstrap_t(d, plain, level) if plain else (none, none)
+    all_low, all_high = simultaneous(d, sequential, level) if sequential else (none, none)
+    return {
+        "low": low,
+        "high": high,
+        "low_bootstrap": own_low,
+        "high_bootstrap": own_high,
+        "low_simultaneous": np.minimum(all_low, np.fmin(low, own_low)),  # never narrower than a single one
+        "high_simultaneous": np.maximum(all_high, np.fmax(high, own_high)),
+    }
+
+
+def _test(d: np.ndarray, resamples: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Whether the mean of each column is 0, how large it is for its spread, and what could have been found."""
+    n, mean, deviation = len(d), d.mean(0), spread(d)
+    p = sign_flip(d, resamples, generator)
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
-    made = dict(
-        difference=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        low_bootstrap=low,
-        high_bootstrap=high,
-        low_simultaneous=interval.estimate - reach,
-        high_simultaneous=interval.estimate + reach,
-        null=null.mean(0),
-        beyond=beyond,
-        effect_size=np.divide(beyond, deviation, out=np.full_like(beyond, np.nan), where=deviation > 0),
-        p=p,
-        q=stats.false_discovery_control(p) if p.size else p,
-        detectable=power * deviation / np.sqrt(n),
-    )
-    return Paired(n=n, **{name: value.reshape(cells) for name, value in made.items()})
+    return {
+        "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
+        "p": p,
+        "q": stats.false_discovery_control(p) if p.size else p,
+        "detectable": power * deviation / np.sqrt(n),
+    }
 
 
 def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
@@ -122,42 +162,3 @@ def _signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[n
         return
     for start in range(0, resamples, _CHUNK):
         yield generator.choice([-1.0, 1.0], (min(_CHUNK, resamples - start), n))
-
-
-def _max_t(d: np.ndarray, level: float, resamples: int, generator: np.random.Generator) -> float:
-    """The quantile of the largest |t| over all cells, from random signs of the deviations: cells may correlate."""
-    n = len(d)
-    deviations = d - d.mean(0)
-    squares = (deviations**2).sum(0)
-    moving = squares > 0
-    if not moving.any():
-        return 0.0
-    deviations, squares = deviations[:, moving], squares[moving]
-    largest = []
-    for start in range(0, resamples, _CHUNK):
-        signs = generator.choice([-1.0, 1.0], (min(_CHUNK, resamples - start), n))
-        mean = signs @ deviations / n
-        variance = np.maximum(squares - n * mean**2, squares * 1e-12) / (n - 1)
-        largest.append((abs(mean) / np.sqrt(variance / n)).max(1))
-    return max(float(np.quantile(np.concatenate(largest), level)), float(stats.t.ppf((1 + level) / 2, n - 1)))
-
-
-def _bootstrap_t(
-    d: np.ndarray, level: float, resamples: int, generator: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bootstrap-t interval of the mean of each column; NaN below 20 prompts."""
-    n, mean = len(d), d.mean(0)
-    if n < max(FEWEST, FEWEST_FOR_BOOTSTRAP):
-        return np.full(d.shape[1], np.nan), np.full(d.shape[1], np.nan)
-    error = d.std(0, ddof=1) / np.sqrt(n)
-    counts = generator.multinomial(n, np.full(n, 1 / n), resamples)
-    low, high = np.empty_like(mean), np.empty_like(mean)
-    for start in range(0, d.shape[1], _CHUNK // 20):
-        part = slice(start, start + _CHUNK // 20)
-        centred = d[:, part] - mean[part]
-        drawn = counts @ centred / n
-        spread = np.maximum(counts @ centred**2 / n - drawn**2, 0) * n / (n - 1)
-        t = np.divide(drawn, np.sqrt(spread / n), out=np.zeros_like(drawn), where=spread > 0)
-        ends = np.quantile(t, [(1 + level) / 2, (1 - level) / 2], axis=0)
-        low[part], high[part] = mean[part] - ends[0] * error[part], mean[part] - ends[1] * error[part]
-    return low, high

@@ -93,6 +93,53 @@ def test_false_discoveries_stay_at_the_nominal_rate(shared):
     assert np.mean(found) > 0.7
 
 
+def ends(made, of=""):
+    """All six ends of the intervals of ``difference`` or, with "beyond_", of ``beyond``."""
+    return [
+        getattr(made, f"{of}{end}{kind}") for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")
+    ]
+
+
+@pytest.mark.parametrize("n", [9, 19, 20])
+def test_the_intervals_of_what_is_beyond_the_null(n):
+    """Each prompt has its own null: the intervals are those of its differences, from the same resamples."""
+    d, null = drawn(n, 6, mean=0.4), drawn(n, 6, seed=1, mean=0.2)
+    made = paired(d, null, resamples=999)
+    expected = stats.ttest_rel(d, null).confidence_interval()
+    np.testing.assert_allclose((made.beyond_low, made.beyond_high), expected)
+    np.testing.assert_allclose(ends(made, "beyond_"), ends(paired(d - null, resamples=999)))
+    np.testing.assert_array_equal(ends(made), ends(paired(d, resamples=999)))
+    assert not np.allclose(made.beyond_low, made.low - made.null.mean(0)), (
+        "negative control: moved, they would be wrong"
+    )
+    given = [bool(np.isfinite(end).all()) for end in ends(made, "beyond_")]
+    assert given == [True, True, n >= 20, n >= 20, n >= 10, n >= 10]
+
+
+def test_one_null_for_all_prompts_moves_the_intervals():
+    made = paired(drawn(24, 3, mean=0.4), 0.1, resamples=999)
+    np.testing.assert_allclose(ends(made, "beyond_"), np.array(ends(made)) - 0.1)
+
+
+def test_where_no_null_is_known_the_difference_is_tested():
+    d = drawn(24, 4, mean=0.3)
+    made, against_none = paired(d, None, resamples=999), paired(d, resamples=999)
+    assert np.isnan([made.null, made.beyond, *ends(made, "beyond_")]).all()
+    for name in ("difference", "effect_size", "p", "q", "detectable"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(against_none, name))
+    np.testing.assert_array_equal(ends(made), ends(against_none))
+    assert np.isfinite([against_none.null, against_none.beyond, *ends(against_none, "beyond_")]).all()
+
+
+@pytest.mark.parametrize("cells", [1, 2, 64])
+def test_simultaneous_intervals_are_never_narrower_than_single_ones(cells):
+    """Of skewed data too, where one end of the bootstrap-t interval lies within the t interval."""
+    made = paired(np.random.default_rng(0).lognormal(size=(20, cells)), resamples=999)
+    assert (made.low_simultaneous <= np.minimum(made.low, made.low_bootstrap)).all()
+    assert (made.high_simultaneous >= np.maximum(made.high, made.high_bootstrap)).all()
+    assert (made.low_bootstrap > made.low).any(), "negative control: neither holds the other"
+
+
 def test_the_smallest_detectable_effect_is_found_with_its_power():
     d = drawn(20, 2000, seed=1)
     effect = float(np.median(paired(d, resamples=99).detectable))
@@ -110,4 +157,7 @@ def test_no_spread_and_no_difference():
     assert (made.p == 1).all()
     assert (made.low_simultaneous == 0).all()
     assert np.isnan(made.effect_size).all()
+    constant = paired(np.full((24, 2), 0.1))
+    assert np.isnan(constant.effect_size).all(), "its standard deviation is rounding, 1e-17"
+    np.testing.assert_allclose(ends(constant), 0.1)
     assert np.isnan(paired(np.zeros((9, 3))).low_simultaneous).all(), "too few prompts for all cells at once"
