@@ -183,7 +183,6 @@ def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndar
     made = made.assign(n=numbers.n)
     # What a table that is cut off should still show.
     first = [*labels, "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q", "n"]
-    first = [n for n in first if n in made]
     return made[[*first, *(name for name in made if name not in first)]]
 
 
