@@ -46,7 +46,7 @@ def test_the_ten_lines_print_the_verdict(tmp_path, monkeypatch, capsys):
     verdict = re.search(r"The verdict that it prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1].replace("\n> ", " ")
     table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
     assert_same_words_and_numbers([verdict, *table.splitlines()], capsys.readouterr().out.splitlines())
-    assert f"8 of its {len(scope['result'].compare('slash', resamples=99).columns)} columns" in block("python")
+    assert f"9 of its {len(scope['result'].compare('slash', resamples=99).columns)} columns" in block("python")
 
 
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])

@@ -182,7 +182,7 @@ def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndar
     made = pd.DataFrame(labels | means | {name: getattr(numbers, name) for name in _COLUMNS})
     made = made.assign(n=numbers.n)
     # What a table that is cut off should still show.
-    first = [*labels, "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q", "n"]
+    first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
     return made[[*first, *(name for name in made if name not in first)]]
 
 
