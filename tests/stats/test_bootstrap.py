@@ -36,7 +36,7 @@ def covered(low, high):
 
 
 def signs(d, generator):
-    """The reference that was used before: largest |t| of deviations with random signs, so symmetric about 0."""
+    """The usual max-t: the largest |t| of deviations with random signs, so symmetric about 0."""
     n, deviations = len(d), d - d.mean(0)
     flipped = generator.choice([-1.0, 1.0], (499, n, 1)) * deviations
     largest = abs(flipped.mean(1) / (flipped.std(1, ddof=1) / np.sqrt(n))).max(1)
