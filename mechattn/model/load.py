@@ -234,7 +234,9 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
         if Path(name).is_dir():
-            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
+            own = "custom code" in str(error)
+            hint = ". It runs with trust_remote_code=True: only from who you trust" if own else ""
+            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}{hint}") from error
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
             f"and the hub did not give it ({_reason(error)})"

@@ -60,3 +60,12 @@ def test_code_of_a_checkpoint_is_not_run_unless_asked_for(checkpoint, tmp_path):
     with pytest.raises(ModelError, match=r"trust_remote_code|not give it"):
         ma.load_model(str(folder))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_that_transformers_refuses_is_not_called_missing(checkpoint, tmp_path):
+    folder = tmp_path / "odd"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
+    with pytest.raises(ModelError, match=r"transformers cannot read .*odd/config\.json: .*no_such_type"):
+        ma.load_model(folder)
