@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -139,8 +140,6 @@ def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undi
 
 def spoiled(monkeypatch, name, error):
     """Reading a file of this name fails."""
-    from pathlib import Path
-
     for method in ("read_text", "read_bytes"):
         real = getattr(Path, method)
 
@@ -316,6 +315,63 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, s
             ma.run_job(replace(mine), path)
 
 
+def own_key(path, change=("", "")):
+    """The analysis of the how-to, from a file that is read anew."""
+    import importlib.util
+    import sys
+
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
+    code = page.split("```python\n")[1].split("\nresult = ")[0]
+    assert change[0] in code
+    path.write_text(code.replace(*change) if change[0] else code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OwnKey()
+
+
+def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
+    """As the how-to writes it, in a second process too; not where its source is another."""
+    path = tmp_path / "r.zarr"
+    first, second = own_key(tmp_path / "one.py"), own_key(tmp_path / "two.py")
+    assert repr(first) != repr(second), "two objects at two addresses"
+    mine = replace(job, analyses=[first])
+    stopped(mine, path)
+    other = own_key(tmp_path / "three.py", (".sum(-1)", ".mean(-1)"))
+    with pytest.raises(OptionError, match=r"keeps chunks of another run: analyses was \[OwnKey\[source "):
+        ma.run_job(replace(job, analyses=[other]), path)
+    computed = []
+    part = Worker.part
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    made = ma.run_job(replace(job, analyses=[second]), path)
+    assert computed == [2, 3, 4, 5]
+    assert numbers(made) == numbers(ma.run_job(mine, tmp_path / "undisturbed.zarr"))
+    computed.clear()
+    ma.run_job(replace(job, analyses=[own_key(tmp_path / "four.py")]), path)
+    assert computed == []
+
+
+class Under:
+    """A condition of one's own that is no dataclass."""
+
+    def __init__(self, count):
+        self.inner = ma.MeaninglessTokens(count=count)
+
+    def apply(self, prompt, model, seed=0):
+        return self.inner.apply(prompt, model, seed)
+
+
+def test_a_condition_of_ones_own_goes_on(job, tmp_path):
+    path = tmp_path / "r.zarr"
+    stopped(replace(job, conditions={"own": Under(4)}), path)
+    with pytest.raises(OptionError, match="keeps chunks of another run: conditions was"):
+        ma.run_job(replace(job, conditions={"own": Under(3)}), path)
+    made = ma.run_job(replace(job, conditions={"own": Under(4)}), path)
+    assert made.provenance["conditions"]["own"].startswith("Under[source ")
+    plain = ma.run_job(replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr")
+    assert numbers(made) == numbers(plain)
+
+
 def test_two_processes_on_one_result(job, tmp_path):
     from filelock import FileLock
 
@@ -328,7 +384,6 @@ def test_two_processes_on_one_result(job, tmp_path):
 
 def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch):
     import errno
-    from pathlib import Path
 
     path, write, written = tmp_path / "r.zarr", Path.write_bytes, []
 
