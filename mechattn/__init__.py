@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
     from mechattn.errors import MechattnError as MechattnError
+    from mechattn.evaluation.answer_file import load_evaluation as load_evaluation
     from mechattn.evaluation.evaluate import evaluate as evaluate
-    from mechattn.evaluation.evaluate import load_evaluation as load_evaluation
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
     from mechattn.evaluation.noise import baseline_noise as baseline_noise
     from mechattn.interventions.ablation import HeadAblation as HeadAblation
@@ -86,7 +86,7 @@ _HOME = {
     "evaluate": "evaluation.evaluate",
     "explore": "look",
     "head_means": "engine.record",
-    "load_evaluation": "evaluation.evaluate",
+    "load_evaluation": "evaluation.answer_file",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.storage",

@@ -56,6 +56,7 @@ def figures(
     layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
     heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "2,3,4",
     seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
     """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
@@ -68,7 +69,8 @@ def figures(
     toys = all(name.startswith("toy:") for name in models)
     takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU tens of minutes for billions of parameters"
     typer.echo(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
-    page = make_figures(out, models, prompts, limit, layer, _numbers(heads), field=field, seed=seed, command=_command())
+    options: dict[str, Any] = {"field": field, "seed": seed, "command": _command(), "force": force}
+    page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
     typer.echo(f"Open {page} in a browser; it needs no network.")
 
 
@@ -81,12 +83,14 @@ def run_config(
     executor: Annotated[str | None, typer.Option(help='"local", or "ray" for a cluster.')] = None,
     address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is stored, or kept in chunks.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
     from mechattn.from_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    for path in run_from_config(config, _command(), **options):
+    for path in run_from_config(config, _command(), fresh=fresh, force=force, **options):
         typer.echo(f"Wrote {path}")
 
 
@@ -96,11 +100,9 @@ def merge(
     results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as of --shard.")],
 ) -> None:
     """Merge the results of shards into one."""
-    from mechattn.results.merge import merge_results
-    from mechattn.results.storage import check_result_place, load_result, save_result
+    from mechattn.results.shards import merge_stored
 
-    check_result_place(out)
-    save_result(merge_results([load_result(path) for path in results]), out)
+    merge_stored(out, results)
     typer.echo(f"Wrote {out}")
 
 
@@ -161,12 +163,13 @@ def report(
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[int | None, typer.Option(help="The layer that is drawn; the first that was measured.")] = None,
     heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; or one number: how many to choose.")] = "3",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write one page of stored results, with every figure that they can show; it opens offline."""
     from mechattn.report import report as write_report
 
     chosen = _numbers(heads)
-    missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command())
+    missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command(), force)
     for words in missing:
         typer.echo(f"Not shown: {words}", err=True)
     typer.echo(f"Open {out} in a browser; it needs no network.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -230,6 +230,7 @@ def read_config(path: str | Path) -> Config:
         config.made_conditions()
         config.made_analyses()
         _check_figures(config)
+        file_names(config.models)
     except ValidationError as error:
         raise OptionError(f"{path}: {_all_words(error)}") from None
     except OptionError as error:
@@ -241,6 +242,26 @@ def read_config(path: str | Path) -> Config:
     if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
         raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, for a file each')
     return config
+
+
+def file_names(models: Iterable[str]) -> dict[str, str]:
+    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama", "/a/b/" gives "b".
+
+    Raises:
+        OptionError: Two models would write to the same file.
+    """
+    found: dict[str, str] = {}
+    for model in models:
+        last = model.rstrip("/").rsplit("/", 1)[-1]
+        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in last)
+        for other, taken in found.items():
+            if taken.casefold() == name.casefold() and other != model:
+                raise OptionError(
+                    f"the models {other!r} and {model!r} would both write to files named {name!r}: run them apart, or "
+                    "give their folders names of their own"
+                )
+        found[model] = name
+    return found
 
 
 def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str) -> Any:

@@ -10,18 +10,19 @@ from mechattn import config as configs
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.run import run
-from mechattn.from_config import check_enough, check_in_model, file_name
+from mechattn.from_config import check_enough, check_in_model
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import load_model, model_place
 from mechattn.page import Section, drawn_section, prompt_section, view_section, write_page
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
+from mechattn.render.html import check_page_place
 from mechattn.render.patterns import attention_pattern, pattern_difference, received_text
 from mechattn.render.received_attention import check_heads, received_attention
 from mechattn.render.theme import model_caption
 from mechattn.results.result import Result
-from mechattn.results.storage import check_result_place, check_writable
+from mechattn.results.storage import check_result_place
 
 VIEW_TOKENS = 16
 READ_TEXT = (
@@ -41,18 +42,19 @@ def make_figures(
     field: str = "question",
     seed: int = 0,
     command: str = "",
+    force: bool = False,
 ) -> Path:
     """For each model two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
     The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
-    shows ``heads``, on all prompts.
+    shows ``heads``, on all prompts. ``force`` replaces an ``index.html`` that mechattn did not write.
 
     Raises:
         MechattnError: Something given cannot be used; the output folder is tried before the work.
     """
     page = Path(out) / "index.html"
-    check_writable(page)
-    places = {name: Path(out) / f"{file_name(name)}.zarr" for name in models}
+    check_page_place(page, force)
+    places = {name: Path(out) / f"{file}.zarr" for name, file in configs.file_names(models).items()}
     for name, place in places.items():
         model_place(name)
         check_result_place(place)
@@ -72,7 +74,7 @@ def make_figures(
         results.append(result)
         sections += _sections(hooked, result, prompts, layer, heads, seed, command)
     subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
-    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command)
+    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
 
 
 def _conditions() -> dict[str, Condition]:

@@ -19,8 +19,10 @@ from mechattn.model.load import dtype_named, layers_and_heads, load_model
 from mechattn.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
+from mechattn.render.html import check_page_place
 from mechattn.render.received_attention import check_heads
-from mechattn.results.storage import check_result_place, check_writable, is_address
+from mechattn.results.storage import check_result_place, is_address
+from mechattn.results.whole import check_writable
 from mechattn.stats.intervals import FEWEST
 
 
@@ -32,6 +34,8 @@ def run_from_config(
     executor: ExecutorName | None = None,
     address: str | None = None,
     workers: int | None = None,
+    fresh: bool = False,
+    force: bool = False,
 ) -> list[Path | str]:
     """Run a config file, or a share of its chunks; returns what was written.
 
@@ -42,6 +46,8 @@ def run_from_config(
         executor: In place of what the config says; address and workers too.
         address: Of a cluster.
         workers: In a cluster.
+        fresh: Compute again what is stored or kept, as for ``run_job``.
+        force: Replace a page that mechattn did not write.
 
     Raises:
         MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
@@ -49,11 +55,12 @@ def run_from_config(
     config = configs.read_config(path)
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
-    places = {name: output.result.replace("{model}", file_name(name)) for name in config.models}
+    files = configs.file_names(config.models)
+    places = {name: output.result.replace("{model}", file) for name, file in files.items()}
     for place in places.values():
         check_result_place(shard_place(place, part))
     if output.page is not None:
-        check_writable(output.page)
+        check_page_place(output.page, force)
         if not config.conditions:
             raise OptionError(
                 f"{path}: a page compares a condition with the baseline, and there is none under [conditions]"
@@ -69,11 +76,12 @@ def run_from_config(
         results = []
         for name, place in places.items():
             job = _job(config, name, prompts, shown, command)
-            results.append(stack.enter_context(computed(job, place, part, where)))
-            written.append(as_written(shard_place(place, part)))
+            made = stack.enter_context(computed(job, place, part, where, fresh))
+            results.append(made.result)
+            written += [as_written(made.path)] if made.now else []
         if output.page and part == WHOLE:
             figures = [(configs.FIGURES[section.kind], section.options) for section in shown]
-            written.append(results_page(results, output.page, figures, command))
+            written.append(results_page(results, output.page, figures, command, force=force))
     return written
 
 
@@ -114,7 +122,8 @@ def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]
     if config.evaluation is None:
         raise OptionError(f'{path} has no section [evaluation]: give one with out = "answers.jsonl" at least')
     options = config.evaluation.model_dump()
-    places = {name: Path(options["out"].replace("{model}", file_name(name))) for name in config.models}
+    files = configs.file_names(config.models)
+    places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
         check_writable(place)
     prompts = load_prompts(**config.prompts.model_dump())
@@ -178,9 +187,3 @@ def check_enough(prompts: int, heads: Seq[int] | int) -> None:
     if prompts < needed:
         why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
         raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are {prompts}")
-
-
-def file_name(model: str) -> str:
-    """A name for the files of a model: "toy:llama" gives "toy-llama", "/a/folder/" gives "folder"."""
-    last = model.rstrip("/").rsplit("/", 1)[-1]
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in last)

@@ -14,6 +14,7 @@ from typing import Any
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.markup import visible
+from mechattn.render.html import check_page_place, save_page
 from mechattn.render.received_attention import matched_control, received_attention, verdict_words
 from mechattn.render.theme import DARK, faint, model_caption
 from mechattn.render.view import View, in_script, view_script
@@ -125,9 +126,19 @@ def view_section(view: View, title: str, note: str) -> Section:
 
 
 def write_page(
-    path: str | Path, title: str, subtitle: str, results: Seq[Result], sections: Seq[Section], command: str = ""
+    path: str | Path,
+    title: str,
+    subtitle: str,
+    results: Seq[Result],
+    sections: Seq[Section],
+    command: str = "",
+    force: bool = False,
 ) -> Path:
-    """Write one HTML file that makes no request to anywhere; its content policy forbids any."""
+    """Write one HTML file that makes no request to anywhere; its content policy forbids any.
+
+    Raises:
+        OutputError: It cannot be written, or would replace a file that mechattn did not write (not with ``force``).
+    """
     from jinja2 import Environment, PackageLoader
 
     from mechattn import __version__
@@ -150,10 +161,7 @@ def write_page(
         plotly=view_script("plotly") if any(s.figure or s.script == "plotly" for s in sections) else "",
         view_script=view_script() if any(s.script == "circuitsvis" for s in sections) else "",
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return save_page(path, text, force)
 
 
 def _template(name: str) -> str:
@@ -172,6 +180,7 @@ def results_page(
     figures: Seq[tuple[Callable, Mapping[str, Any]]],
     command: str = "",
     missing: list[str] | None = None,
+    force: bool = False,
 ) -> Path:
     """A page of some results: each figure for each of them, or once where it shows several models side by side.
 
@@ -181,6 +190,7 @@ def results_page(
         figures: Functions of ``mechattn.render``, and their options.
         command: What was typed.
         missing: Takes a sentence for each figure that cannot be drawn; without it such a figure is an error.
+        force: Replace a file that mechattn did not write.
     """
     of_one = [one for one in figures if not _of_many(one[0])]
     of_many = [one for one in figures if _of_many(one[0])]
@@ -192,7 +202,7 @@ def results_page(
     counts = {result["sequences"].sizes["prompt"] for result in results}
     subtitle = f"Attention with and without inserted tokens, {', '.join(map(str, counts))} prompts."
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    return write_page(path, title, subtitle, results, sections, command)
+    return write_page(path, title, subtitle, results, sections, command, force)
 
 
 def _drawn(
@@ -295,10 +305,11 @@ def citation(title: str, results: Seq[Result]) -> str:
     )
 
 
-def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, command: str = "") -> Path:
+def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, force: bool = False) -> Path:
     """The page of one result: received attention under each of its conditions."""
+    check_page_place(path, force)
     options = [{"layer": layer, "heads": heads, "condition": name} for name in result.conditions[1:]]
-    return results_page([result], path, [(received_attention, some) for some in options], command)
+    return results_page([result], path, [(received_attention, some) for some in options], force=force)
 
 
 def _tokens(result: Result, condition: str) -> list[tuple[str, str]]:

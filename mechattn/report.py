@@ -10,9 +10,10 @@ from typing import Any
 from mechattn import render
 from mechattn.errors import OptionError
 from mechattn.page import flat, results_page, verdicts
+from mechattn.render.html import check_page_place
 from mechattn.render.received_attention import check_heads
 from mechattn.results.result import Result
-from mechattn.results.storage import check_writable, load_result
+from mechattn.results.storage import load_result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 
@@ -23,6 +24,7 @@ def report(
     layer: int | None = None,
     heads: Seq[int] | int = 3,
     command: str = "",
+    force: bool = False,
 ) -> list[str]:
     """Write one page of stored results with every figure that they can show; returns what could not be shown, and why.
 
@@ -32,11 +34,12 @@ def report(
         layer: The layer of the figures that show one; the first that was measured by default.
         heads: The heads of received attention, from 0; or how many to choose on one half of the prompts.
         command: What was typed.
+        force: Replace a file that mechattn did not write.
 
     Raises:
         MechattnError: A result cannot be read, the page cannot be written, or there is nothing to compare.
     """
-    check_writable(out)
+    check_page_place(out, force)
     results = [load_result(place) for place in places]
     for result in results:
         result.condition()  # refuses a result of the baseline alone
@@ -45,7 +48,7 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if isinstance(heads, int) else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads), command, missing)
+    results_page(results, out, figures_of(results[0], layer, heads), command, missing, force)
     return missing
 
 

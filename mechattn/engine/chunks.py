@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from mechattn.engine.executor import Executor, ExecutorName, executor_named
 from mechattn.engine.job import Job
-from mechattn.engine.parts import Parts, open_parts
-from mechattn.errors import Interrupted, OptionError
+from mechattn.engine.parts import Parts, discard_parts, open_parts
+from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
-from mechattn.results.storage import as_place, check_result_place, is_address, save_result
+from mechattn.results.storage import as_place, check_result_place, is_address, load_result, save_result
+from mechattn.results.whole import say, sweep
 
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The result of a job, and where it is stored.
+
+    Args:
+        result: The result.
+        path: Where it is.
+        now: It was computed and stored by this call; otherwise it was there before.
+    """
+
+    result: Result
+    path: str | Path
+    now: bool
 
 
 def run_job(
@@ -28,8 +44,11 @@ def run_job(
     executor: ExecutorName | Executor = "local",
     address: str | None = None,
     workers: int | None = None,
+    fresh: bool = False,
 ) -> Result:
     """Compute a job, keep it at a place, and return it. The same call goes on where another one was stopped.
+
+    Where the result of this very job is stored already, it is said to be done, and that one is returned.
 
     Args:
         job: What is computed.
@@ -38,27 +57,34 @@ def run_job(
         executor: "local", "ray", or one of your own.
         address: Of a Ray cluster; a cluster of this machine is started without it.
         workers: How many there are in a cluster; one for each GPU, or core, without it.
+        fresh: Begin anew: a stored result is computed again, and chunks that are kept, of this job or of another one,
+            are thrown away.
 
     Raises:
         MechattnError: Something cannot be used, the place is taken, or the work was interrupted.
     """
     made = executor_named(executor, address, workers) if isinstance(executor, str) else executor
-    with computed(job, path, parse_shard(shard), made) as result:
-        return result
+    with computed(job, path, parse_shard(shard), made, fresh) as found:
+        return found.result
 
 
 @contextmanager
-def computed(job: Job, path: str | Path, shard: Shard, executor: Executor) -> Iterator[Result]:
+def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
     """The result of a job, stored; its parts are thrown away when the ``with`` ends well."""
     path = shard_place(path, shard)
     check_result_place(path)
     chunks = _of_shard(job, shard)
-    with open_parts(parts_folder(path), job) as parts:
-        _sweep(path)
+    if not fresh and (stored := _stored(job, path, chunks)) is not None:
+        say(f"{path} is done: it holds the result of this very run; nothing was computed again")
+        yield Computed(stored, path, now=False)
+        discard_parts(parts_folder(path), job)
+        return
+    with open_parts(parts_folder(path), job, fresh) as parts:
         _compute(job, chunks, parts, executor)
         result = merge_results([parts.read(chunk) for chunk in chunks])
+        result = replace(result, provenance={**result.provenance, "job": job.fingerprint})
         save_result(result, path)
-        yield result
+        yield Computed(result, path, now=True)
         parts.remove()
 
 
@@ -128,9 +154,16 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
         ) from None
 
 
-def _sweep(path: str | Path) -> None:
-    """Throw away what a process left that was killed while it wrote this result; nobody else writes it now."""
-    place = as_place(path)
-    if isinstance(place, Path):
-        for left in place.parent.glob(f".{place.name}.*"):
-            shutil.rmtree(left, ignore_errors=True)
+def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
+    """The result of these chunks of a job, if it is this that is stored at a place."""
+    try:
+        found = load_result(path)
+    except OutputError:  # there is none, or a damaged one, which is computed again
+        return None
+    if found.provenance.get("job") != job.fingerprint:
+        return None
+    if found["sequences"].place.values.tolist() != [at for chunk in chunks for at in job.chunks[chunk]]:
+        return None
+    if isinstance(place := as_place(path), Path):
+        sweep(place)
+    return found

@@ -21,6 +21,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
+from mechattn.results.identity import identity
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -94,7 +95,7 @@ def described(
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
-        "conditions": {name: repr(condition) for name, condition in named.items()},
+        "conditions": {name: identity(condition) for name, condition in named.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
         "measured_layers": layers,
         "threads": torch.get_num_threads(),

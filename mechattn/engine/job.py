@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,12 @@ from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
 from mechattn.engine.prepare import Ready, planned
 from mechattn.errors import OptionError
+from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results import provenance
+from mechattn.results.identity import identity
 from mechattn.results.packed import packed
 
 CHUNK = 64  # prompts
@@ -80,15 +83,20 @@ class Job:
 
     def decides(self) -> dict[str, Any]:
         """What decides the numbers, as texts that can be compared with those of another day."""
-        named = {name: repr(condition) for name, condition in (self.conditions or {}).items()}
         options = ("model", "layers", "seed", "positions", "memory", "engine", "dtype", "verify", "chunk", "threads")
         return {
             **{name: repr(getattr(self, name)) for name in options},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
-            "conditions": named,
-            "analyses": repr(self.analyses),
+            "weights": stored_hash(self.model),
+            "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
+            "analyses": identity(self.analyses),
             "versions": provenance.versions(),
         }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what decides the numbers: by it a stored result is known to be of this job."""
+        return provenance.digest([json.dumps(self.decides())])
 
 
 class Worker:

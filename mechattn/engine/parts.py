@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import sys
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mechattn.engine.job import Job
-from mechattn.errors import OptionError, OutputError
+from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.results.merge import merge_results
+from mechattn.results.ours import files_in, named
 from mechattn.results.packed import unpacked
 from mechattn.results.result import Result
+from mechattn.results.whole import say
 
-_JOB = "job.json"
-_LOCK = "lock"
+_JOB, _LOCK = "job.json", "lock"
+_CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
+_OURS = re.compile(rf"{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
+_FRESH = "throw them away and begin anew: mechattn run --fresh, in Python fresh=True"
 
 
 @dataclass(frozen=True)
@@ -29,28 +32,39 @@ class Parts:
 
     folder: Path
 
+    def chunks(self) -> dict[Path, tuple[int, str]]:
+        """The files of chunks, whole or not, with their numbers and their checksums."""
+        found = ((path, _CHUNK.fullmatch(path.name)) for path in sorted(self.folder.iterdir()))
+        return {path: (int(name[1]), name[2]) for path, name in found if name}
+
     def done(self) -> list[int]:
-        """The chunks that are here and whole; what isn't is named on stderr and thrown away."""
+        """The chunks that are here and whole; what isn't is named on stderr.
+
+        Raises:
+            OutputError: A chunk cannot be read.
+        """
         found = []
-        for path in sorted(self.folder.glob("*.zip")):
-            chunk, _, checksum = path.stem.partition("-")
-            if chunk.isdecimal() and _checksum(int(chunk), path.read_bytes()) == checksum:
-                found.append(int(chunk))
+        for path, (chunk, checksum) in self.chunks().items():
+            if _checksum(chunk, _content(path)) == checksum:
+                found.append(chunk)
             else:
-                _say(f"{path} is damaged (its checksum is another): it is computed again")
-                path.unlink()
+                say(f"{path} is damaged (its checksum is another): it is computed again")
         return sorted(set(found))
 
     def write(self, chunk: int, content: bytes) -> None:
-        """Keep a chunk.
+        """Keep a chunk, in place of a damaged one.
 
         Raises:
             OutputError: There is no room; nothing of it is left.
         """
         new = self.folder / f"{chunk:05d}.new"
+        path = self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip"
         try:
             new.write_bytes(content)
-            os.replace(new, self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip")
+            os.replace(new, path)
+            for other, (number, _) in self.chunks().items():
+                if number == chunk and other != path:
+                    other.unlink()
         except OSError as error:
             new.unlink(missing_ok=True)
             raise OutputError(
@@ -60,8 +74,10 @@ class Parts:
 
     def read(self, chunk: int) -> Result:
         """The result of a chunk."""
-        (path,) = self.folder.glob(f"{chunk:05d}-*.zip")
-        return unpacked(path.read_bytes(), path)
+        for path, (number, checksum) in self.chunks().items():
+            if number == chunk and _checksum(chunk, content := _content(path)) == checksum:
+                return unpacked(content, path)
+        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; give the same command again")
 
     def check_same(self, before: int, now: bytes) -> None:
         """A chunk that was kept before and one that is new belong together.
@@ -74,32 +90,50 @@ class Parts:
         except OptionError as error:
             raise OptionError(
                 f"the chunks that are kept in {self.folder} are of another run. {error}. Put back what has changed, "
-                "or delete this folder to begin anew"
+                f"or {_FRESH}"
             ) from None
 
+    def forget(self) -> int:
+        """Throw the chunks away, and say how many there were."""
+        chunks = self.chunks()
+        for path in chunks:
+            path.unlink()
+        return len(chunks)
+
     def remove(self) -> None:
-        """Throw the folder away."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Throw away what a run has written here, and then the folder, if nothing else is in it."""
+        with suppress(OSError):
+            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+            for path in sorted(ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)):  # these two last
+                path.unlink(missing_ok=True)
+            if left := _strangers(self.folder):
+                say(f"{self.folder} stays, since it holds {named(left)}, which mechattn did not write")
+            else:
+                self.folder.rmdir()
 
 
 @contextmanager
-def open_parts(folder: Path, job: Job) -> Iterator[Parts]:
+def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
     """The parts of a job, for this process alone.
 
+    Args:
+        folder: Where they are kept.
+        job: Of which job.
+        fresh: Throw away what is kept there, of this job or of another one.
+
     Raises:
-        OutputError: Another process computes the same result, or the folder cannot be used.
+        OutputError: Another process computes the same result, or the folder cannot be used or holds something that
+            mechattn did not write.
         OptionError: The folder has parts of another run: its config, prompts or versions have changed.
     """
     from filelock import FileLock, Timeout
 
+    _check_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / _LOCK, timeout=0)
-        with lock:
-            for left in folder.glob("*.new"):  # by a process that was killed while it wrote
-                left.unlink()
-            _check_job(folder, job)
-            yield Parts(folder)
+        with FileLock(folder / _LOCK, timeout=0):
+            parts = Parts(folder)
+            _check_job(parts, job, fresh)
+            yield parts
     except Timeout:
         raise OutputError(
             f"another process is computing this result: it holds {folder / _LOCK}. Wait for it, or give this run "
@@ -107,32 +141,88 @@ def open_parts(folder: Path, job: Job) -> Iterator[Parts]:
         ) from None
 
 
-def _check_job(folder: Path, job: Job) -> None:
+def discard_parts(folder: Path, job: Job) -> None:
+    """Throw away what is kept of a job that is done; what is not its own stays as it is."""
+    if folder.is_dir():
+        with suppress(MechattnError), open_parts(folder, job) as parts:
+            parts.remove()
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        strangers = _strangers(folder)
+    except OSError as error:
+        raise OutputError(
+            f"finished chunks cannot be kept in {folder}: {error.strerror or error}; give this run another output"
+        ) from error
+    if strangers:
+        raise OutputError(
+            f"{folder} is where finished chunks are kept, and holds {named(strangers)}, which mechattn did not write; "
+            "move that away, or give this run another output"
+        )
+
+
+def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
     """The job that the folder is of; written down for the first time in an empty one."""
-    path, ours = folder / _JOB, job.decides()
-    theirs = _read_json(path)
-    if theirs is None:
-        for part in folder.glob("*.zip"):
-            _say(f"{part} is thrown away: what run it is of is not known, as {path} cannot be read")
-            part.unlink()
-        new = folder / f"{_JOB}.new"
-        new.write_text(json.dumps(ours, indent=1), encoding="utf-8")
-        os.replace(new, path)
+    ours = job.decides()
+    theirs = _kept_job(parts)
+    if theirs is not None and not fresh:
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                raise OptionError(
+                    f"{parts.folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
+                    f"{_short(value)}. Put it back to go on, or {_FRESH}"
+                )
         return
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            raise OptionError(
-                f"{folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
-                f"{_short(value)}. Put it back to go on, or delete this folder to begin anew"
-            )
+    if theirs is not None and (count := parts.forget()):
+        say(f"{count} chunks in {parts.folder} are thrown away, as was asked")
+    new = parts.folder / f"{_JOB}.new"
+    try:
+        new.write_text(json.dumps(ours, indent=1), encoding="utf-8")
+        os.replace(new, parts.folder / _JOB)
+    except OSError as error:
+        raise OutputError(f"{new} could not be written: {error.strerror or error}; make room") from error
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _kept_job(parts: Parts) -> dict[str, Any] | None:
+    """What the chunks are of; None where there are none and nothing says so.
+
+    Raises:
+        OutputError: It cannot be read. Nothing is thrown away then: of what job the chunks are is not known.
+    """
+    path = parts.folder / _JOB
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return found
+        why = "it is damaged"
+    except FileNotFoundError:
+        if not parts.chunks():
+            return None
+        why = "it is missing"
+    except OSError as error:
+        why = str(error.strerror or error)
+    except (ValueError, RecursionError):
+        why = "it is damaged"
+    raise OutputError(
+        f"{path} cannot be read ({why}), which says of what run the chunks beside it are. Nothing was thrown away: "
+        f"give the same command again when it can be read, or delete {parts.folder} to begin anew"
+    )
+
+
+def _strangers(folder: Path) -> list[str]:
+    return sorted(name for name in files_in(folder) if not _OURS.fullmatch(name))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be read ({error.strerror or error}); nothing was thrown away. Give the same command again "
+            "when it can be"
+        ) from error
 
 
 def _short(value: Any) -> str:
@@ -142,7 +232,3 @@ def _short(value: Any) -> str:
 
 def _checksum(chunk: int, content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8, key=str(chunk).encode()).hexdigest()
-
-
-def _say(sentence: str) -> None:
-    print(f"mechattn: {sentence}", file=sys.stderr, flush=True)

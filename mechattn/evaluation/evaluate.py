@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,18 @@ from torch import Tensor
 from mechattn.axes import BASELINE
 from mechattn.engine.check import check_interventions, check_variants, with_baseline
 from mechattn.engine.sides import check_side, counted_sides, sides_of
-from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
+from mechattn.errors import OptionError, PromptError, PromptTooLong
+from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
-from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
+from mechattn.evaluation.evaluation import Answered, Evaluation
 from mechattn.evaluation.generate import Answer, Asked, answers, native_of, refuse_what_cannot_generate
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
+from mechattn.results.identity import identity
 
-Key = tuple[str, str, int]
 Todo = tuple[Prompt, str, Asked]  # a prompt, the name of a condition, and its sequence
 
 
@@ -76,38 +75,25 @@ def evaluate(
     sides = dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
     about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)
     about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
-    done = {} if out is None else _continued(Path(out), about)
-    todo = [
-        (p, name, Asked(p.id, made[name], sample))
-        for p, made in zip(prompts, sequences, strict=True)
-        for name in named
-        for sample in range(samples)
-        if (p.id, name, sample) not in done
-    ]
-    end = _end_tokens(model, native)
-    for some in _progress(_batches(todo, batch, sides), progress):
-        written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
-        texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
-        fresh = [
-            _answered(prompt, name, asked, answer, text, grader)
-            for (prompt, name, asked), answer, text in zip(some, written, texts, strict=True)
+    with kept(out, about) as file:
+        todo = [
+            (p, name, Asked(p.id, made[name], sample))
+            for p, made in zip(prompts, sequences, strict=True)
+            for name in named
+            for sample in range(samples)
+            if (p.id, name, sample) not in file.answers
         ]
-        done |= {(a.prompt, a.condition, a.sample): a for a in fresh}
-        if out is not None:
-            with open(out, "a", encoding="utf-8") as lines:
-                lines.write(as_lines(asdict(a) for a in fresh))
-    ordered = [done[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
+        end = _end_tokens(model, native)
+        for some in _progress(_batches(todo, batch, sides), progress):
+            written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
+            texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
+            fresh = [
+                _answered(prompt, name, asked, answer, text, grader)
+                for (prompt, name, asked), answer, text in zip(some, written, texts, strict=True)
+            ]
+            file.add(fresh)
+    ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
     return Evaluation(tuple(ordered), about)
-
-
-def load_evaluation(path: str | Path) -> Evaluation:
-    """Read what ``Evaluation.save``, or ``evaluate(out=…)``, has written.
-
-    Raises:
-        OutputError: The file is no evaluation.
-    """
-    about, found = _read(Path(path))
-    return Evaluation(tuple(found.values()), about)
 
 
 def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list[Todo]]:
@@ -213,7 +199,7 @@ def _about(
         "model": str(model.cfg.model_name),
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "prompts": provenance.digest(prompts),
-        "conditions": {name: repr(condition) for name, condition in named.items()},
+        "conditions": {name: identity(condition) for name, condition in named.items()},
         "new_tokens": new_tokens,
         "samples": samples,
         "temperature": temperature,
@@ -221,45 +207,6 @@ def _about(
         "seed": seed,
         "versions": provenance.versions(),
     }
-
-
-def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
-    """The answers that the file holds already; a new file gets its first line.
-
-    Raises:
-        OptionError: The file is of another run.
-    """
-    if not path.exists() or not path.stat().st_size:
-        Evaluation((), about).save(path)
-        return {}
-    before, found = _read(path)
-    for name, value in about.items():
-        if name != "versions" and before.get(name) != json.loads(json.dumps(value)):
-            raise OptionError(
-                f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
-            )
-    Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
-    return found
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
-    try:
-        lines = path.read_bytes().rstrip(b"\n").split(b"\n")
-        about = json.loads(lines[0])["provenance"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
-        reason = "its first line says not where it comes from" if isinstance(error, KeyError) else error
-        raise OutputError(f"{path} is no evaluation: {reason}; give another name, or move it away") from None
-    found: dict[Key, Answered] = {}
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            row = json.loads(line)
-            made = Answered(**{**row, "tokens": tuple(row["tokens"])})
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):  # a run was killed while it wrote this line
-                break
-            raise OutputError(f"line {number} of {path} is no answer: {error}") from None
-        found[made.prompt, made.condition, made.sample] = made
-    return about, found
 
 
 def _progress(batches: list, show: bool) -> Iterable | Iterator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.prompts.prompt import Prompt
+from mechattn.results.whole import check_writable, write_whole
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
 from mechattn.stats.intervals import Interval, t_interval, wilson_interval
 from mechattn.stats.paired import paired
@@ -64,8 +66,10 @@ class Evaluation:
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions, the baseline first."""
-        return list(dict.fromkeys(a.condition for a in self.answers))
+        """The conditions, the baseline first: in the order of the run, also where a file has the answers in another."""
+        found = dict.fromkeys(a.condition for a in self.answers)
+        known = [name for name in self.provenance.get("conditions", ()) if name in found]
+        return list(dict.fromkeys([*known, *found]))
 
     @property
     def samples(self) -> int:
@@ -150,7 +154,7 @@ class Evaluation:
         """The condition with most right answers on one half of the problems, compared with the baseline on the rest.
 
         The accuracy of the best of many, on the problems that it was chosen on, is too high even where nothing has any
-        effect.
+        effect. Which half a problem is in depends on the ids of all problems, and not on the order of the answers.
 
         Args:
             conditions: Among which; all but the baseline by default.
@@ -162,15 +166,16 @@ class Evaluation:
             OptionError: Fewer than two problems, or no condition beside the baseline.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
-        problems = list(dict.fromkeys(a.prompt for a in self.answers))
+        problems = sorted(
+            self._problems(), key=lambda prompt: hashlib.sha256(prompt.encode("utf-8", "replace")).digest()
+        )
         if not names or len(problems) < 2:
             raise OptionError("choose among one condition beside the baseline at least, on two problems at least")
-        chosen = max(names, key=lambda name: self.right(name)[::2].mean())
-        rest = set(problems[1::2])
-        other = Evaluation(tuple(a for a in self.answers if a.prompt in rest), self.provenance)
+        half, other = self._of(problems[::2]), self._of(problems[1::2])
+        chosen = max(sorted(names), key=lambda name: half.right(name).mean())
         return {
             "condition": chosen,
-            "chosen_on": float(self.right(chosen)[::2].mean()),
+            "chosen_on": float(half.right(chosen).mean()),
             "accuracy": float(other.right(chosen).mean()),
             "baseline": float(other.right(BASELINE).mean()),
             **other.compare(chosen),
@@ -315,18 +320,20 @@ class Evaluation:
         """Write one JSON object a line, provenance first, then the answers: the whole file or nothing.
 
         Raises:
-            OutputError: Nothing can be written there.
+            OutputError: Nothing can be written there, or the file that is there is no evaluation.
         """
         path = Path(path)
-        part = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(
-                as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)]), encoding="utf-8"
-            )  # fmt: skip
-            part.replace(path)
-        except OSError as error:
-            raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+        check_writable(path)
+        if not _replaceable(path):
+            raise OutputError(f"{path} exists and is no evaluation; give another name, or move it away")
+        text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
+        write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+    def _of(self, problems: Sequence[str]) -> Evaluation:
+        """The answers to some problems, in their order."""
+        place = {prompt: i for i, prompt in enumerate(problems)}
+        some = sorted((a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt])
+        return Evaluation(tuple(some), self.provenance)
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
@@ -335,6 +342,18 @@ class Evaluation:
 def _within(made: Interval) -> Interval:
     """A share's interval ends at 0 and at 1."""
     return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether there is nothing, or nothing but an evaluation, by its first line."""
+    try:
+        with open(path, "rb") as stored:
+            first = stored.readline()
+        return not first or set(json.loads(first)) == {"provenance"}
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:

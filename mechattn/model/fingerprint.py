@@ -1,8 +1,9 @@
-"""Which weights these are: the revision that was loaded, and a hash of the parameters."""
+"""Which weights these are: the revision that was loaded, and a hash of the parameters, or of the files they are in."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from mechattn.model.known import Known, known
 
+_STORED = (".safetensors", ".bin", ".json", ".model")
+_STRETCH, _STRETCHES = 2**18, 64
 _WHOLE = 2**20  # numbers of a parameter that are hashed one by one; of a larger one as many, spread evenly
 
 
@@ -29,11 +32,36 @@ def weights_hash(model: Any) -> str:
     return made.hexdigest()[:16]
 
 
+def stored_hash(name: str) -> str | None:
+    """A hash of the weights, configs and vocabularies of a checkpoint directory, which is not loaded for it.
+
+    Of a file with more than 16 MiB 64 stretches of 2^18 bytes are read, spread evenly. None for a toy, a name of the
+    hub, or a directory that cannot be read here.
+    """
+    try:
+        return _of_files(Path(name)) if Path(name).is_dir() else None
+    except OSError:
+        return None
+
+
 def revision(model: Any) -> str | None:
     """The commit of the hub that the weights come from; None for a directory, a toy or a model object."""
     about = known(model) or Known()
     found = getattr(getattr(about.native, "config", None), "_commit_hash", None)
     return None if found is None else str(found)
+
+
+def _of_files(place: Path) -> str:
+    made = hashlib.sha256()
+    for path in sorted(path for path in place.iterdir() if path.suffix in _STORED and path.is_file()):
+        size = path.stat().st_size
+        made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
+        step = max(_STRETCH, -(-size // _STRETCHES))
+        with open(path, "rb") as stored:
+            for start in range(0, size, step):
+                stored.seek(start)
+                made.update(stored.read(_STRETCH))
+    return made.hexdigest()[:16]
 
 
 def _sample(values: Tensor) -> bytes:

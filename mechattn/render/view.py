@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mechattn.render.html import GENERATOR, save_page
 from mechattn.render.theme import FONT
 from mechattn.results.result import Result
 
@@ -37,15 +38,22 @@ class View:
         """A whole HTML document that opens offline."""
         script = f"<script>{view_script(self.script)}</script>" if self.script else ""
         return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Attention</title>'
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>Attention</title>'
             f"<style>:root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}</style></head>"
             f"<body>{script}{self.body}</body></html>"
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the document to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.page(), encoding="utf-8")
+    def save(self, path: str | Path, force: bool = False) -> None:
+        """Write the document to a file, whole or not at all.
+
+        Args:
+            path: The HTML file.
+            force: Replace a file that mechattn did not write.
+
+        Raises:
+            OutputError: There is such a file, or nothing can be written there.
+        """
+        save_page(path, self.page(), force)
 
     def __repr__(self) -> str:
         """One line: the HTML itself is for a notebook or a file."""

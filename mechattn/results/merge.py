@@ -22,7 +22,7 @@ _GROW = ("pos", "key", "original_key")  # as long as the longest prompt
 _FIRST = "first_prompt_text"
 _FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
 # Everything else in the provenance has to agree, since it changes the numbers, or their meaning.
-_NAMED_BY_PART = ("model.device", "threads", "versions.python", "command", "engine_reason")
+_NAMED_BY_PART = ("model.device", "threads", "versions.python", "command", "engine_reason", "job")
 
 
 def merge_results(results: Seq[Result]) -> Result:
@@ -49,6 +49,16 @@ def merge_results(results: Seq[Result]) -> Result:
     order = _order(results)
     datasets = {name: _merged([result[name] for result in results], order) for name in results[0].datasets}
     return Result(datasets, provenance)
+
+
+def is_part(part: Result, whole: Result) -> bool:
+    """Whether a result is of the same run as another one, and all its prompts are in that one."""
+    try:
+        reduce(_merged_provenance, (_plain(part), _plain(whole)))
+        _check_datasets(part, whole)
+        return set(_keys(part)) <= set(_keys(whole))
+    except OptionError:
+        return False
 
 
 def _keys(result: Result) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mechattn.errors import OutputError
 from mechattn.results.result import Result
-from mechattn.results.schema import TEXT, digest, read_errors
+from mechattn.results.schema import TEXT, digest, is_digest, read_errors
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -51,7 +51,7 @@ def unpacked(content: bytes, where: object = "these bytes") -> Result:
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")
             datasets = {name: _unpacked_dataset(one, stored) for name, one in header["datasets"].items()}
-        if digest(datasets, header["provenance"]) != header["digest"]:
+        if not is_digest(header["digest"], datasets, header["provenance"]):
             raise OutputError(f"{where} is damaged: its numbers are not those that were written")
         return Result(datasets, json.loads(header["provenance"]))
     except Exception as error:  # zip, JSON and xarray have errors of their own

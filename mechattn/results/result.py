@@ -250,13 +250,13 @@ class Result:
         Addresses are those of fsspec, such as "s3://bucket/llama.zarr".
 
         Raises:
-            OutputError: The place cannot be written, or holds something that is no result.
+            OutputError: The place cannot be written, or holds something that mechattn did not write.
         """
         from mechattn.results.storage import save_result
 
         save_result(self, path)
 
-    def page(self, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3) -> Path:
+    def page(self, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3, force: bool = False) -> Path:
         """Write a page that opens offline: the verdict, received attention under each condition, the provenance.
 
         Args:
@@ -264,13 +264,14 @@ class Result:
             layer: The layer that is drawn, from 0.
             heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, shown on
                 the other (the run must have kept ``positions="prompts"``).
+            force: Replace a file that mechattn did not write.
 
         Raises:
-            MechattnError: The figures cannot be drawn, or the file cannot be written.
+            MechattnError: The figures cannot be drawn, or the file cannot be written, or is somebody's own.
         """
         from mechattn.page import result_page
 
-        return result_page(self, path, layer, heads)
+        return result_page(self, path, layer, heads, force)
 
     def _repr_html_(self) -> str:
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes

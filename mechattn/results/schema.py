@@ -1,6 +1,7 @@
 """How a result is laid out when it is stored: a tree of datasets, a digest of what they hold, and the schema's number.
 
-Schema 2: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout`` and ``digest``.
+Schema 2: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
+``contents``, the names of all arrays, by which files of somebody else are told from ours.
 Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it is read as well.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def as_tree(result: Result, text: Any) -> xr.DataTree:
         "provenance": about,
         "layout": layout(result.datasets),
         "digest": digest(result.datasets, about),
+        "contents": sorted(f"{name}/{label}" for name, one in result.datasets.items() for label in one.variables),
     }
     return tree
 
@@ -73,14 +75,34 @@ def layout(datasets: Mapping[str, xr.Dataset]) -> str:
 
 def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
     """A hash of every array, its name, dimensions and attributes, and of the provenance's text."""
+    return _hashed(datasets, provenance, canonical)
+
+
+def is_digest(stored: object, datasets: Mapping[str, xr.Dataset], provenance: str) -> bool:
+    """Whether this is the digest of these; version 0.1 took it of NaNs with their signs, where they were kept."""
+    return any(stored == _hashed(datasets, provenance, numbers) for numbers in (canonical, _little_endian))
+
+
+def canonical(values: np.ndarray) -> np.ndarray:
+    """Numbers as they are hashed, with one NaN for all: CPUs differ in its sign, and Zarr does not always store it."""
+    if values.dtype.kind == "f" and (missing := np.isnan(values)).any():  # a signalling one too
+        values = np.where(missing, values.dtype.type(np.nan), values)
+    return _little_endian(values)
+
+
+def _little_endian(values: np.ndarray) -> np.ndarray:
+    values = np.ascontiguousarray(values)
+    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
+def _hashed(datasets: Mapping[str, xr.Dataset], provenance: str, numbers: Callable[[np.ndarray], np.ndarray]) -> str:
     made = hashlib.blake2b(provenance.encode("utf-8", "backslashreplace"), digest_size=16)
     for header, variable in _variables(datasets):
         made.update(header)
         if variable.dtype.kind in TEXT:
             made.update(json.dumps([str(text) for text in variable.values.flat]).encode())
         else:
-            values = np.ascontiguousarray(variable.values)
-            made.update(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+            made.update(numbers(variable.values).data)
     return made.hexdigest()
 
 
@@ -89,22 +111,7 @@ def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
     The same for 0 and −0, and for every NaN, whose sign and payload are the CPU's.
     """
-    made = hashlib.blake2b(digest_size=16)
-    for header, variable in _variables(datasets):
-        made.update(header)
-        made.update(canonical(variable.values))
-    return made.hexdigest()
-
-
-def canonical(values: np.ndarray) -> bytes | memoryview:
-    """An array as bytes, little-endian; texts as JSON, one 0 and one NaN."""
-    if values.dtype.kind in TEXT:
-        return json.dumps([str(text) for text in values.flat]).encode()
-    if values.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):  # a signalling NaN
-            values = np.where(np.isnan(values), values.dtype.type(np.nan), values + values.dtype.type(0))
-    values = np.ascontiguousarray(values)
-    return values.astype(values.dtype.newbyteorder("<"), copy=False).data
+    return _hashed(datasets, "", lambda values: canonical(values + values.dtype.type(0)))
 
 
 def _variables(datasets: Mapping[str, xr.Dataset]) -> Iterator[tuple[bytes, xr.Variable]]:
@@ -127,7 +134,7 @@ def _read_2(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     if layout(lazy) != tree.attrs.get("layout"):  # before anything is read: a changed shape could ask for any memory
         raise OutputError(f"the result at {where} is damaged: its variables are not those that were written; {_REDO}")
     datasets = {name: dataset.load() for name, dataset in lazy.items()}
-    if digest(datasets, tree.attrs["provenance"]) != tree.attrs.get("digest"):
+    if not is_digest(tree.attrs.get("digest"), datasets, tree.attrs["provenance"]):
         raise OutputError(f"the result at {where} is damaged: its numbers are not those that were written; {_REDO}")
     return Result(datasets, about)
 

@@ -4,61 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.errors import OutputError
+from mechattn.results.ours import check_ours, files_in
 from mechattn.results.result import Result
-from mechattn.results.schema import as_tree, from_tree, read_errors
+from mechattn.results.schema import as_tree, digest, from_tree, read_errors
+from mechattn.results.whole import check_writable, recover, write_whole
 
 if TYPE_CHECKING:
     import xarray as xr
 
 _SEAL, _BYTES = b"mechattn checksum ", 16  # after the end of a NetCDF file, where HDF5 looks at nothing
 _COMPLETE = "complete"  # written last at an address, where nothing can be renamed
+_HERE = ("file://", "local://")  # what fsspec calls this machine
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
 
 
 def is_address(path: str | Path) -> bool:
     """Whether this is an address of fsspec, such as "s3://bucket/result.zarr", and no place on this machine."""
-    return "://" in str(path) and not str(path).startswith("file://")
+    return "://" in str(path) and not str(path).startswith(_HERE)
 
 
 def as_place(path: str | Path) -> str | Path:
     """An address as it is, anything else as a path from the root."""
-    return str(path) if is_address(path) else Path(str(path).removeprefix("file://")).absolute()
-
-
-def check_writable(path: str | Path) -> None:
-    """Find out before the work whether a file or folder can be written at this place.
-
-    Raises:
-        OutputError: The folder cannot be made or written to.
-    """
-    path = Path(path).absolute()
-    folder = path.parent
-    if path.suffix != ".zarr" and path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file in it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"nothing can be written to {folder}: {error.strerror or error}; choose another place"
-        ) from None
+    here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
+    return str(path) if is_address(path) else Path(here).absolute()
 
 
 def check_result_place(path: str | Path) -> None:
     """Find out before the work whether a result can be stored under this name.
 
     Raises:
-        OutputError: It doesn't end with .zarr or .nc, holds something that is no result, or cannot be written.
+        OutputError: It doesn't end with .zarr or .nc, holds what mechattn did not write, or cannot be written.
     """
     place = as_place(path)
     suffix = Path(str(place)).suffix
@@ -71,8 +52,8 @@ def check_result_place(path: str | Path) -> None:
         return
     if suffix == ".nc":
         _check_netcdf()
-    if place.exists() and not _is_result(place):
-        raise OutputError(f"{place} exists and is no stored result; choose another name, or move it away")
+    if os.path.lexists(place):
+        _check_ours(Path(os.path.realpath(place)))
     check_writable(place)
 
 
@@ -80,16 +61,15 @@ def save_result(result: Result, path: str | Path) -> None:
     """Write a result, whole or not at all: beside its name first, then under it; at an address with a last mark.
 
     Raises:
-        OutputError: The place cannot be written, is full, or holds something that is no result.
+        OutputError: The place cannot be written, is full, or holds something that mechattn did not write; or what was
+            written cannot be read again. What was there before still is.
     """
     check_result_place(path)
     place = as_place(path)
     if isinstance(place, str):
         _save_at_address(result, place)
-    elif place.suffix == ".nc":
-        write_whole(place, lambda new: _write_netcdf(result, new))
     else:
-        write_whole(place, lambda new: as_tree(result, _text()).to_zarr(new, consolidated=False))
+        write_whole(place, lambda new: _write(result, new))
 
 
 def load_result(path: str | Path) -> Result:
@@ -102,6 +82,8 @@ def load_result(path: str | Path) -> Result:
 
     place = as_place(path)
     is_file = Path(str(place)).suffix == ".nc"
+    if isinstance(place, Path):
+        recover(place)
     if isinstance(place, Path) and not (place.is_file() if is_file else (place / "zarr.json").exists()):
         within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
         hint = f"; there is {', '.join(within)} in it" if within else ""
@@ -121,32 +103,22 @@ def load_result(path: str | Path) -> Result:
         raise read_errors(path, error) from error
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file or a folder under a new name beside its own, and rename it when it is whole.
+def _write(result: Result, new: Path) -> None:
+    """Write a result, and read it again: a file system may take what it doesn't give back."""
+    if new.suffix == ".nc":
+        _write_netcdf(result, new)
+    else:
+        as_tree(result, _text()).to_zarr(new, consolidated=False)
+    _check_read_back(result, new)
 
-    Raises:
-        OutputError: It could not be written; what was there before still is, and nothing else.
-    """
-    new = None
+
+def _check_read_back(result: Result, place: str | Path) -> None:
     try:
-        new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        write(new / f"new{path.suffix}")
-        if path.exists():
-            os.replace(path, new / "old")
-        try:
-            os.replace(new / f"new{path.suffix}", path)
-        except OSError:
-            if (new / "old").exists():
-                os.replace(new / "old", path)
-            raise
-    except OSError as error:
-        raise OutputError(
-            f"{path} could not be written: {error.strerror or error}. Nothing of it is left; make room, or choose "
-            "another place"
-        ) from error
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
+        same = digest(load_result(place).datasets) == digest(result.datasets)
+    except OutputError as error:
+        raise OutputError(f"what was just written cannot be read again: {error}") from error
+    if not same:
+        raise OutputError(f"what was just written to {place} reads as other numbers")
 
 
 def _write_netcdf(result: Result, path: Path) -> None:
@@ -157,12 +129,15 @@ def _write_netcdf(result: Result, path: Path) -> None:
         out.write(seal)
 
 
-def _check_seal(path: Path) -> None:
+def _is_sealed(path: Path) -> bool:
     size = path.stat().st_size - len(_SEAL) - _BYTES
     with open(path, "rb") as stored:
         stored.seek(max(size, 0))
-        whole = stored.read() == _SEAL + _checksum(path, size)
-    if not whole:
+        return stored.read() == _SEAL + _checksum(path, size)
+
+
+def _check_seal(path: Path) -> None:
+    if not _is_sealed(path):
         raise OutputError(f"the result at {path} is damaged, or was not written by mechattn: its checksum is another")
 
 
@@ -187,6 +162,7 @@ def _save_at_address(result: Result, address: str) -> None:
             f"{address} could not be written ({type(error).__name__}: {error}); what is there is no whole result, and "
             "load_result will say so"
         ) from error
+    _check_read_back(result, address)
 
 
 def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
@@ -197,11 +173,13 @@ def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
 def _check_address(address: str) -> None:
     """Whether a file can be made at this address, and nothing else is there."""
     try:
-        files = _filesystem(address)
-        if files.exists(address) and not files.exists(f"{address}/zarr.json"):
-            raise OutputError(f"{address} exists and is no stored result; choose another name")
-        files.pipe_file(f"{address}.probe", b"")
-        files.rm_file(f"{address}.probe")
+        files, probe = _filesystem(address), f"{address}.mechattn-{os.urandom(8).hex()}"
+        if files.exists(address):
+            root = str(files._strip_protocol(address)).rstrip("/")
+            found = [str(name).removeprefix(root).removeprefix("/") for name in files.find(address)]
+            check_ours(address, found, lambda name: files.cat_file(f"{root}/{name}"))
+        files.pipe_file(probe, b"")
+        files.rm_file(probe)
     except OutputError:
         raise
     except ImportError as error:
@@ -217,6 +195,22 @@ def _filesystem(address: str) -> Any:
     return fsspec.url_to_fs(address)[0]
 
 
+def _check_ours(place: Path) -> None:
+    """Refuse to replace what is at a place here, unless it is a result and nothing else."""
+    try:
+        if place.suffix == ".zarr" and place.is_dir():
+            check_ours(place, files_in(place), lambda name: (place / name).read_bytes())
+            return
+        ours = place.suffix == ".nc" and place.is_file() and _is_sealed(place)
+    except OSError as error:
+        raise OutputError(f"{place} exists and cannot be looked at: {error.strerror or error}") from None
+    if not ours:
+        raise OutputError(
+            f"{place} exists and is no stored result, or was changed since mechattn wrote it; choose another name, or "
+            "move it away"
+        )
+
+
 def _check_netcdf() -> None:
     try:
         import h5netcdf  # noqa: F401
@@ -224,18 +218,6 @@ def _check_netcdf() -> None:
         raise OutputError(
             'a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]", or save as .zarr, which needs nothing else'
         ) from None
-
-
-def _is_result(place: Path) -> bool:
-    if place.suffix == ".zarr":
-        return (place / "zarr.json").exists()
-    import h5netcdf
-
-    try:
-        with h5netcdf.File(place) as stored:
-            return "mechattn_schema" in stored.attrs
-    except OSError:
-        return False
 
 
 def _text() -> Any:

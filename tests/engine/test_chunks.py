@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -125,14 +126,134 @@ def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path,
     assert "is damaged (its checksum is another): it is computed again" in capsys.readouterr().err
 
 
-def test_what_a_killed_writer_leaves_is_swept(job, undisturbed, tmp_path):
-    path = tmp_path / "r.zarr"
+def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):
+    path, left = tmp_path / "r.zarr", tmp_path / ".r.zarr.mechattn-abcd_123"
     stopped(job, path, 1)
     (parts_folder(path) / "00001.new").write_bytes(b"half a chu")
-    (tmp_path / ".r.zarr.abc123" / "new.zarr").mkdir(parents=True)
-    (parts_folder(path) / "job.json").write_text('{"model": ')
+    (left / "new.zarr").mkdir(parents=True)
+    (left / "mechattn.json").write_text('{"writes": "r.zarr"}')
+    stopped(job, path, 1)
+    assert left.exists(), "nothing is swept before there is a result"
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+
+
+def spoiled(monkeypatch, name, error):
+    """Reading a file of this name fails."""
+    for method in ("read_text", "read_bytes"):
+        real = getattr(Path, method)
+
+        def read(self, *args, real=real, **kwargs):
+            if self.name == name:
+                raise error
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, method, read)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("why", ["Stale file handle", "Permission denied", "it is missing", "it is damaged"])
+def test_a_job_that_cannot_be_read_costs_no_chunk(job, undisturbed, tmp_path, why, fresh, monkeypatch):
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 3)
+    about = parts_folder(path) / "job.json"
+    content, before = about.read_text(), sorted(p.name for p in parts_folder(path).glob("*.zip"))
+    if why == "it is missing":
+        about.unlink()
+    elif why == "it is damaged":
+        about.write_text(content[: len(content) // 2])
+    else:
+        spoiled(monkeypatch, "job.json", OSError(116, why))
+    with pytest.raises(OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was thrown away"):
+        ma.run_job(job, path, fresh=fresh)
+    assert sorted(p.name for p in parts_folder(path).glob("*.zip")) == before
+    monkeypatch.undo()
+    about.write_text(content)
+    assert len(before) == 3
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+
+
+def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_path, monkeypatch):
+    path = tmp_path / "r.zarr"
+    stopped(job, path, 3)
+    chunk = sorted(parts_folder(path).glob("*.zip"))[1]
+    spoiled(monkeypatch, chunk.name, OSError(116, "Stale file handle"))
+    with pytest.raises(
+        OutputError, match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was thrown away"
+    ):
+        ma.run_job(job, path)
+    monkeypatch.undo()
+    assert chunk.exists()
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
+
+
+def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "r.zarr"
+    stopped(replace(job, seed=4), path, 2)
+    with pytest.raises(OptionError, match="keeps chunks of another run: seed"):
+        ma.run_job(job, path)
+    assert len(list(parts_folder(path).glob("*.zip"))) == 2
+    assert numbers(ma.run_job(job, path, fresh=True)) == numbers(undisturbed)
+    assert "2 chunks in " in capsys.readouterr().err
+    computed = []
+    part = Worker.part
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    ma.run_job(job, path, fresh=True)
+    assert computed == [0, 1, 2, 3, 4, 5], "a finished result too is computed again"
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".nc"])
+def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, suffix, monkeypatch, capsys):
+    path = tmp_path / f"r{suffix}"
+    ma.run_job(job, path)
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()}
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
+    again = ma.run_job(job, path)
+    assert numbers(again) == numbers(undisturbed)
+    assert "r" + suffix + " is done: it holds the result of this very run" in capsys.readouterr().err
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()}
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(pytest.fail.Exception, match="computed again"):  # another job, and other chunks of this one
+        ma.run_job(replace(job, seed=4), path)
+    path.rename(tmp_path / f"r-1-of-2{suffix}")
+    with pytest.raises(pytest.fail.Exception, match="computed again"):
+        ma.run_job(job, path, shard="1/2")
+
+
+def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
+    from mechattn.results.shards import merge_stored
+
+    for number in (1, 2):
+        ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/2")
+    places = [str(tmp_path / f"r-{number}-of-2.zarr") for number in (1, 2)]
+    merge_stored(str(tmp_path / "r.zarr"), places[:1])
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
+    with pytest.raises(pytest.fail.Exception, match="computed again"):
+        ma.run_job(job, tmp_path / "r.zarr")
+    merge_stored(str(tmp_path / "r.zarr"), places)
+    assert ma.run_job(job, tmp_path / "r.zarr").provenance["job"] == job.fingerprint
+
+
+def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path, monkeypatch):
+    """A file system that gives back something else than it was given."""
+    from mechattn.results import storage
+
+    path, write = tmp_path / "r.nc", storage._write_netcdf
+
+    def rotten(result, new):
+        write(result, new)
+        content = bytearray(new.read_bytes())
+        content[len(content) // 2] ^= 1
+        new.write_bytes(content)
+
+    monkeypatch.setattr(storage, "_write_netcdf", rotten)
+    with pytest.raises(OutputError, match="what was just written cannot be read again"):
+        ma.run_job(job, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.nc.parts"]
+    assert len(list(parts_folder(path).glob("*.zip"))) == 6
+    monkeypatch.undo()
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
+    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +270,7 @@ def test_what_a_killed_writer_leaves_is_swept(job, undisturbed, tmp_path):
 def test_parts_of_another_run_are_refused_by_name(job, tmp_path, change, field):
     path = tmp_path / "r.zarr"
     stopped(job, path, 1)
-    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*delete this folder"):
+    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*begin anew: mechattn run --fresh"):
         ma.run_job(replace(job, **change), path)
     assert len(list(parts_folder(path).glob("*.zip"))) == 1
 
@@ -164,12 +285,15 @@ def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
         ma.run_job(replace(job, prompts=ma.load_prompts(str(file))), path)
 
 
-def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint):
-    """In its place, so that only the weights tell: after one chunk, not at the end."""
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, seen, monkeypatch):
+    """In its place, so that only the weights tell: at once where the files are here, else after one chunk."""
     import shutil
 
     from safetensors.torch import load_file, save_file
 
+    if not seen:
+        monkeypatch.setattr("mechattn.engine.job.stored_hash", lambda name: None)
     folder, path = tmp_path / "model", tmp_path / "r.zarr"
     shutil.copytree(checkpoint, folder)
     mine = replace(job, model=str(folder), prompts=numbered(3), chunk=1)
@@ -178,9 +302,74 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint):
     name = next(n for n in sorted(weights) if "q_proj" in n)
     weights[name][0, 0] += 0.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(OptionError, match=r"are of another run\. .*model\.weights_hash is"):
-        ma.run_job(mine, path)
+    message = r"of another run: weights was " if seen else r"are of another run\. .*model\.weights_hash is"
+    with pytest.raises(OptionError, match=message):
+        ma.run_job(replace(mine), path)
     assert len(list(parts_folder(path).glob("*.zip"))) == 1
+    if seen:
+        ma.run_job(replace(mine), path, fresh=True)
+        weights[name][0, 0] += 0.5
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
+        with pytest.raises(pytest.fail.Exception, match="computed again"):  # a finished result is not taken for it
+            ma.run_job(replace(mine), path)
+
+
+def own_key(path, change=("", "")):
+    """The analysis of the how-to, from a file that is read anew."""
+    import importlib.util
+    import sys
+
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
+    code = page.split("```python\n")[1].split("\nresult = ")[0]
+    assert change[0] in code
+    path.write_text(code.replace(*change) if change[0] else code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OwnKey()
+
+
+def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
+    """As the how-to writes it, in a second process too; not where its source is another."""
+    path = tmp_path / "r.zarr"
+    first, second = own_key(tmp_path / "one.py"), own_key(tmp_path / "two.py")
+    assert repr(first) != repr(second), "two objects at two addresses"
+    mine = replace(job, analyses=[first])
+    stopped(mine, path)
+    other = own_key(tmp_path / "three.py", (".sum(-1)", ".mean(-1)"))
+    with pytest.raises(OptionError, match=r"keeps chunks of another run: analyses was \[OwnKey\[source "):
+        ma.run_job(replace(job, analyses=[other]), path)
+    computed = []
+    part = Worker.part
+    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    made = ma.run_job(replace(job, analyses=[second]), path)
+    assert computed == [2, 3, 4, 5]
+    assert numbers(made) == numbers(ma.run_job(mine, tmp_path / "undisturbed.zarr"))
+    computed.clear()
+    ma.run_job(replace(job, analyses=[own_key(tmp_path / "four.py")]), path)
+    assert computed == []
+
+
+class Under:
+    """A condition of one's own that is no dataclass."""
+
+    def __init__(self, count):
+        self.inner = ma.MeaninglessTokens(count=count)
+
+    def apply(self, prompt, model, seed=0):
+        return self.inner.apply(prompt, model, seed)
+
+
+def test_a_condition_of_ones_own_goes_on(job, tmp_path):
+    path = tmp_path / "r.zarr"
+    stopped(replace(job, conditions={"own": Under(4)}), path)
+    with pytest.raises(OptionError, match="keeps chunks of another run: conditions was"):
+        ma.run_job(replace(job, conditions={"own": Under(3)}), path)
+    made = ma.run_job(replace(job, conditions={"own": Under(4)}), path)
+    assert made.provenance["conditions"]["own"].startswith("Under[source ")
+    plain = ma.run_job(replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr")
+    assert numbers(made) == numbers(plain)
 
 
 def test_two_processes_on_one_result(job, tmp_path):
@@ -195,7 +384,6 @@ def test_two_processes_on_one_result(job, tmp_path):
 
 def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch):
     import errno
-    from pathlib import Path
 
     path, write, written = tmp_path / "r.zarr", Path.write_bytes, []
 

@@ -178,10 +178,77 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(evaluation, tmp_pat
     path = tmp_path / "e.jsonl"
     evaluation.save(path)
     before = path.read_text()
-    monkeypatch.setattr("pathlib.Path.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OutputError, match="disk full"):
         evaluation.save(path)
     assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["e.jsonl"]
+
+
+def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
+    path = tmp_path / "e.jsonl"
+    for content in (
+        "a thesis",
+        '{"question": "Tom has 3 apples."}\n',
+        '{"provenance": {}, "text": "mine"}\n',
+        '"provenance"\n',
+    ):
+        path.write_text(content)
+        with pytest.raises(OutputError, match="exists and is no evaluation"):
+            evaluation.save(path)
+        assert path.read_text() == content
+    path.write_text("")
+    evaluation.save(path)
+    evaluation.save(path)
+    assert ma.load_evaluation(path).answers == evaluation.answers
+
+
+def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some, tmp_path):
+    path = tmp_path / "e.jsonl"
+    ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
+    before = path.read_text() + "# Tom's answer is the one to look at\n"
+    path.write_text(before)
+    with pytest.raises(OutputError, match=r"line 3 of .* is no answer"):
+        ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
+    assert path.read_text() == before
+
+
+def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
+    """The second is refused at once, the file is as if it had not come, and no lock is left."""
+    path, real = tmp_path / "e.jsonl", module.answers
+    refused = []
+
+    def meanwhile(*args):
+        monkeypatch.setattr(module, "answers", real)
+        with pytest.raises(OutputError, match=r"another process is adding answers to .*e\.jsonl") as raised:
+            ma.evaluate(toy, some[:2], new_tokens=4, out=path, progress=False)
+        refused.append(raised.value)
+        return real(*args)
+
+    monkeypatch.setattr(module, "answers", meanwhile)
+    made = ma.evaluate(toy, some[:2], new_tokens=4, out=path, progress=False)
+    assert len(refused) == 1
+    assert ma.load_evaluation(path).answers == made.answers
+    assert len(path.read_text().splitlines()) == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["e.jsonl"]
+
+
+def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
+    import resource
+
+    path = tmp_path / "e.jsonl"
+    ma.evaluate(toy, some[:1], new_tokens=4, out=tmp_path / "small.jsonl", progress=False)
+    room = (tmp_path / "small.jsonl").stat().st_size + 40
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"answers could not be added to .*Those before are kept"):
+            ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(ma.load_evaluation(path).answers) == 1
+    assert len(ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path, progress=False).answers) == 3
+    assert len(ma.load_evaluation(path).answers) == 3
 
 
 def test_interventions_act_in_the_order_of_their_condition(toy, some):

@@ -1,5 +1,8 @@
 """`mechattn evaluate`: from a file to a table, and on from where it stopped."""
 
+import hashlib
+import random
+
 import pytest
 from typer.testing import CliRunner
 
@@ -48,14 +51,39 @@ def test_the_best_of_many_is_reported_on_the_other_half():
     def rows(name, right):
         return [Answered(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
 
-    even = [i % 2 == 0 for i in range(20)]
-    made = Evaluation((*rows("baseline", [True] * 20), *rows("lucky", even), *rows("other", [not e for e in even])), {})
-    best = made.best()
+    in_order = sorted(range(20), key=lambda i: hashlib.sha256(str(i).encode()).hexdigest())
+    chosen_on = [i in in_order[::2] for i in range(20)]
+    answers = [*rows("baseline", [1] * 20), *rows("lucky", chosen_on), *rows("other", [not c for c in chosen_on])]
+    best = Evaluation(tuple(answers), {}).best()
     assert best["condition"] == "lucky"
     assert (best["chosen_on"], best["accuracy"], best["baseline"]) == (1.0, 0.0, 1.0)
     assert best["difference"] == -1
     with pytest.raises(OptionError, match="one condition beside the baseline"):
         Evaluation(tuple(rows("baseline", [True] * 20)), {}).best()
+
+
+def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
+    """A file has its answers in order of length, and conditions with ties come in another order."""
+    from mechattn.evaluation.evaluation import Answered, Evaluation
+
+    draw = random.Random(0)
+    alternating, differs = [], 0
+    for trial in range(40):
+        right = {name: [draw.random() < 0.5 for _ in range(12)] for name in ("baseline", "b", "a", "c")}
+        rows = [
+            Answered(str(i), name, 0, "", (), None, "1", made[i], True)
+            for name, made in right.items()
+            for i in range(12)
+        ]
+        memory = Evaluation(tuple(rows), {"conditions": dict.fromkeys(right, "")})
+        draw.shuffle(rows)
+        Evaluation(tuple(rows), memory.provenance).save(tmp_path / f"{trial}.jsonl")
+        loaded = ma.load_evaluation(tmp_path / f"{trial}.jsonl")
+        assert loaded.best() == memory.best()
+        assert loaded.conditions == memory.conditions == list(right)
+        alternating = [max(right, key=lambda name: made.right(name)[::2].mean()) for made in (memory, loaded)]
+        differs += alternating[0] != alternating[1]
+    assert differs > 0  # negative control: halves by the order of answers differ between the two
 
 
 def test_bad_configs(tmp_path):

@@ -119,16 +119,15 @@ def test_what_a_cpu_may_write_otherwise_is_the_same(result, pair):
     assert one.digest() == other.digest() != result.digest()
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?", "U3"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?"])
 def test_canonical_bytes(dtype):
     """Contiguous or not, big-endian or not, and without touching what was given."""
     values = np.arange(24).reshape(4, 6).astype(dtype)
     before = values.copy()
-    same = bytes(canonical(values))
-    assert bytes(canonical(np.asfortranarray(values))) == same
-    assert bytes(canonical(values.astype(values.dtype.newbyteorder(">")))) == same
-    if dtype != "U3":
-        assert same == values.astype(values.dtype.newbyteorder("<")).tobytes()
+    same = canonical(values).tobytes()
+    assert canonical(np.asfortranarray(values)).tobytes() == same
+    assert canonical(values.astype(values.dtype.newbyteorder(">"))).tobytes() == same
+    assert same == values.astype(values.dtype.newbyteorder("<")).tobytes()
     assert (values == before).all()
     for part in (values[:0], np.array(values[0, 0])):
-        assert isinstance(bytes(canonical(part)), bytes)
+        assert canonical(part).tobytes() == part.tobytes()

@@ -14,7 +14,7 @@ import xarray as xr
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.packed import packed, unpacked
-from mechattn.results.schema import digest
+from mechattn.results.schema import as_tree, digest
 
 PLACES = ["result.zarr", "result.nc", "memory://tests/result.zarr"]
 
@@ -235,7 +235,7 @@ def test_netcdf_without_its_package(slash_result, tmp_path, monkeypatch):
 
 def test_another_schema_is_refused(slash_result, tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.results.schema.SCHEMA", 99)
-    slash_result.save(tmp_path / "result.zarr")
+    as_tree(slash_result, np.dtypes.StringDType()).to_zarr(tmp_path / "result.zarr", consolidated=False)
     monkeypatch.undo()
     with pytest.raises(OutputError, match="has schema 99"):
         ma.load_result(tmp_path / "result.zarr")

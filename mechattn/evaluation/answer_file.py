@@ -1,0 +1,125 @@
+"""The file that answers go to as they come: of one run, written by one process at a time, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mechattn.errors import OptionError, OutputError
+from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
+
+Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The answers that there are, by prompt, condition and sample; in a file too, if there is one."""
+
+    answers: dict[Key, Answered]
+    path: Path | None
+
+    def add(self, fresh: Seq[Answered]) -> None:
+        """Keep some more.
+
+        Raises:
+            OutputError: There is no room; those before are kept.
+        """
+        self.answers.update({(a.prompt, a.condition, a.sample): a for a in fresh})
+        if self.path is None:
+            return
+        try:
+            with open(self.path, "a", encoding="utf-8") as lines:
+                lines.write(as_lines(asdict(a) for a in fresh))
+        except OSError as error:
+            raise OutputError(
+                f"answers could not be added to {self.path}: {error.strerror or error}. Those before are kept; make "
+                "room, and call evaluate with the same arguments again"
+            ) from error
+
+
+@contextmanager
+def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
+    """What a file holds of a run already, for this process alone; nothing without a file.
+
+    Raises:
+        OutputError: Another process is adding answers to it, or it is no evaluation.
+        OptionError: It is of another run.
+    """
+    if path is None:
+        yield Kept({}, None)
+        return
+    from filelock import FileLock, Timeout
+
+    place = Path(os.path.realpath(path))
+    lock = place.with_name(f".{place.name}.mechattn-lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(lock, timeout=0)
+        held.acquire()
+    except Timeout:
+        raise OutputError(
+            f"another process is adding answers to {path}: it holds {lock}. Wait for it, or give this run another file"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+    try:
+        yield Kept(_continued(place, about), place)
+    finally:
+        lock.unlink(missing_ok=True)
+        held.release()
+
+
+def load_evaluation(path: str | Path) -> Evaluation:
+    """Read what ``Evaluation.save``, or ``evaluate(out=…)``, has written.
+
+    Raises:
+        OutputError: The file is no evaluation.
+    """
+    about, found = _read(Path(path))
+    return Evaluation(tuple(found.values()), about)
+
+
+def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
+    """The answers that the file holds already; a new file gets its first line.
+
+    Raises:
+        OptionError: The file is of another run.
+    """
+    if not path.exists() or not path.stat().st_size:
+        Evaluation((), about).save(path)
+        return {}
+    before, found = _read(path)
+    for name, value in about.items():
+        if name != "versions" and before.get(name) != json.loads(json.dumps(value)):
+            raise OptionError(
+                f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
+            )
+    Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
+    try:
+        content = path.read_bytes()
+        lines = content.rstrip(b"\n").split(b"\n")
+        about = json.loads(lines[0])["provenance"]
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        reason = "its first line says not where it comes from" if isinstance(error, KeyError) else error
+        raise OutputError(f"{path} is no evaluation: {reason}; give another name, or move it away") from None
+    found: dict[Key, Answered] = {}
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            row = json.loads(line)
+            made = Answered(**{**row, "tokens": tuple(row["tokens"])})
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
+                break
+            raise OutputError(f"line {number} of {path} is no answer: {error}") from None
+        found[made.prompt, made.condition, made.sample] = made
+    return about, found

@@ -1,0 +1,111 @@
+"""What decides a number, in words that are the same on another day: never an address in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import re
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, os.PathLike, np.generic)
+
+
+def identity(value: Any, within: tuple[int, ...] = ()) -> str:
+    """An analysis, a condition or an intervention in words: its class and its fields, as ``repr`` has them.
+
+    Of a class that is not mechattn's a hash of its source stands with it, where its source can be had, and an object
+    without fields is told by its attributes. Arrays are told by a hash of their numbers.
+
+    Args:
+        value: What is told.
+        within: The objects that this one stands in.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in within:
+        return "…"
+    within = (*within, id(value))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{identity(k, within)}: {identity(v, within)}' for k, v in value.items())}}}"
+    if isinstance(value, (tuple, list, Set)):
+        return _several(value, within)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _function(value, within) if inspect.isroutine(value) else _named(value)
+    if hasattr(value, "__array__"):
+        return f"{type(value).__name__}({_numbers(value)})"
+    return _object(value, within)
+
+
+def _several(values: Any, within: tuple[int, ...]) -> str:
+    made = [identity(value, within) for value in values]
+    if isinstance(values, Set):
+        return f"{{{', '.join(sorted(made))}}}"
+    if isinstance(values, list):
+        return f"[{', '.join(made)}]"
+    return f"({', '.join(made)}{',' * (len(made) == 1)})"
+
+
+def _function(function: Any, within: tuple[int, ...]) -> str:
+    """With what it remembers: its object, its defaults, what it took from around it."""
+    inner = getattr(function, "__func__", function)
+    around = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+    held = [getattr(function, "__self__", None), *(getattr(inner, "__defaults__", None) or ()), *around]
+    held = [one for one in held if one is not None and not inspect.ismodule(one)]
+    return f"{_named(inner)}({', '.join(identity(one, within) for one in held)})"
+
+
+def _object(value: Any, within: tuple[int, ...]) -> str:
+    """A dataclass by its fields (one of ours by those alone that are given), anything else by all that it has."""
+    kind: Any = type(value)
+    names: list[str] = []
+    if is_dataclass(value):
+        if _is_ours(kind) and kind.__repr__.__globals__["__name__"] not in _WRITE_REPR:
+            return repr(value)  # in words of its own: it says what it holds by a hash
+        names = [field.name for field in fields(value) if field.repr or not _is_ours(kind)]
+    else:
+        slots = [name for part in kind.__mro__ for name in vars(part).get("__slots__", ())]
+        names = [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+    if not names and kind.__repr__ is not object.__repr__:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    return f"{_named(kind)}({', '.join(f'{name}={identity(getattr(value, name), within)}' for name in names)})"
+
+
+_WRITE_REPR = ("dataclasses", "reprlib")  # the modules that write a dataclass its __repr__
+
+
+@cache
+def _named(kind: Any) -> str:
+    """The name of a class or function; with a hash of the source of what is not mechattn's."""
+    name = getattr(kind, "__qualname__", type(kind).__qualname__)
+    parts = kind.__mro__ if isinstance(kind, type) else (kind,)
+    foreign = [part for part in parts if not _is_ours(part) and part.__module__ != "builtins"]
+    made = hashlib.sha256("".join(map(_source, foreign)).encode("utf-8", "backslashreplace")).hexdigest()
+    return f"{name}[source {made[:12]}]" if foreign else name
+
+
+def _source(kind: Any) -> str:
+    """What it was written as; of a class in a notebook its functions; its name where there is neither."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        inner = vars(kind).values() if isinstance(kind, type) else ()
+        return "".join([str(getattr(kind, "__qualname__", "")), *map(_source, filter(inspect.isfunction, inner))])
+
+
+def _is_ours(kind: Any) -> bool:
+    return str(getattr(kind, "__module__", "")).partition(".")[0] == "mechattn"
+
+
+def _numbers(array: Any) -> str:
+    """The kind, the shape and a hash of an array of numpy or torch."""
+    plain = array.detach().cpu() if hasattr(array, "detach") else array
+    values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
+    content = values.tobytes() if values.dtype != object else repr(values.tolist()).encode()
+    return f"{getattr(plain, 'dtype', values.dtype)}, {values.shape}, {hashlib.sha256(content).hexdigest()[:12]}"

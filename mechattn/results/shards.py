@@ -1,0 +1,46 @@
+"""Stored results of shards, merged into one that is stored beside them and takes the place of none of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+
+from mechattn.errors import OptionError
+from mechattn.results.merge import is_part, merge_results
+from mechattn.results.ours import named
+from mechattn.results.result import Result
+from mechattn.results.storage import as_place, check_result_place, is_address, load_result, save_result
+
+
+def merge_stored(out: str, places: Seq[str]) -> Result:
+    """Merge stored results, and store what comes out of it.
+
+    Args:
+        out: Where it goes; an earlier merge of these results, or of some of them, is replaced.
+        places: Where the results are.
+
+    Raises:
+        OptionError: They don't belong together, or what is stored at ``out`` would be lost.
+        OutputError: One cannot be read, or nothing can be written.
+    """
+    check_result_place(out)
+    if _real(out) in map(_real, places):
+        raise OptionError(f"{out} is to be merged and is the target as well; name the target first, and a new one")
+    merged = merge_results([load_result(place) for place in places])
+    if _exists(out) and not is_part(load_result(out), merged):
+        raise OptionError(
+            f"{out} exists and is no merge of {named(places)}: it holds something else, which would be lost. The first "
+            "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
+        )
+    save_result(merged, out)
+    return merged
+
+
+def _real(place: str) -> str:
+    return place.rstrip("/") if is_address(place) else os.path.realpath(as_place(place))
+
+
+def _exists(place: str) -> bool:
+    import fsspec
+
+    return fsspec.url_to_fs(place)[0].exists(place) if is_address(place) else os.path.lexists(as_place(place))

@@ -1,0 +1,188 @@
+"""Files and folders that are written whole or not at all, whenever the process that writes them is killed.
+
+What is written stands in a folder beside its name first, ``.NAME.mechattn-…``, and is renamed when it is whole. A file
+is renamed over the old one in one step. A folder cannot be: the old one is moved away, and the new one gets its name.
+A process that is killed between the two leaves both, and :func:`recover` finishes what it began.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mechattn.errors import OutputError
+
+_MARKER, _LOCK, _OLD = "mechattn.json", "lock", "old"
+_WAIT = 10.0  # seconds for another process that is just renaming what it wrote
+
+
+def say(sentence: str) -> None:
+    """Tell the user something on standard error."""
+    print(f"mechattn: {sentence}", file=sys.stderr, flush=True)
+
+
+def check_writable(path: str | Path) -> None:
+    """Find out before the work whether a file or folder can be written at this place.
+
+    Raises:
+        OutputError: The folder cannot be made or written to.
+    """
+    path = Path(path).absolute()
+    folder = path.parent
+    if path.suffix != ".zarr" and path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file in it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"nothing can be written to {folder}: {error.strerror or error}; choose another place"
+        ) from None
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file or a folder under a new name beside its own, and rename it when it is whole.
+
+    A link is followed: what it points to is replaced.
+
+    Raises:
+        OutputError: It could not be written; what was there before still is, and nothing else.
+    """
+    path = Path(os.path.realpath(path))
+    recover(path)
+    try:
+        with _beside(path) as folder:
+            write(folder / f"new{path.suffix}")
+            _rename(folder / f"new{path.suffix}", path, folder / _OLD)
+    except OSError as error:
+        raise OutputError(
+            f"{path} could not be written: {error.strerror or error}. Nothing of it is left; make room, or choose "
+            "another place"
+        ) from error
+    sweep(path)
+
+
+def recover(path: Path) -> None:
+    """Give a folder its name where a process was killed after it had written it, and had moved the old one away.
+
+    Raises:
+        OutputError: It cannot be renamed; the message says what to do.
+    """
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path):
+        return
+    for folder in _left_beside(path):
+        new = folder / f"new{path.suffix}"
+        if not ((folder / _OLD).exists() and new.exists()):
+            continue
+        try:
+            with _locked(folder, _WAIT) as alone:
+                if alone and not os.path.lexists(path):
+                    os.replace(new, path)
+                    say(f"the result of {path} was found whole in {folder}, where a killed process had left it")
+                    _remove(folder, path)
+        except OSError as error:
+            raise OutputError(
+                f"the result of {path} was found whole in {folder}, and cannot be put in its place "
+                f"({error.strerror or error}): rename {new} to {path}"
+            ) from error
+
+
+def sweep(path: Path) -> None:
+    """Throw away what processes left that were killed while they wrote this file or folder, now that it is there."""
+    path = Path(os.path.realpath(path))
+    for folder in _left_beside(path):
+        with suppress(OSError), _locked(folder, 0) as alone:
+            if alone:
+                _remove(folder, path)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A folder beside a name, marked as ours and locked for the length of a ``with``."""
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+    try:
+        (folder / _MARKER).write_text(json.dumps({"writes": path.name}), encoding="utf-8")
+        with _locked(folder, 0):
+            yield folder
+    finally:
+        with suppress(OSError):
+            _remove(folder, path)
+
+
+def _rename(new: Path, path: Path, old: Path) -> None:
+    if not path.is_dir():
+        os.replace(new, path)
+        return
+    os.replace(path, old)
+    try:
+        os.replace(new, path)
+    except OSError:
+        os.replace(old, path)
+        raise
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.mechattn-"
+
+
+def _left_beside(path: Path) -> list[Path]:
+    """The folders of :func:`_beside` that are there: told by their names, their markers and what they hold."""
+    named = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
+    try:
+        found = [folder for folder in path.parent.iterdir() if named.fullmatch(folder.name)]
+        return [folder for folder in found if _is_ours(folder, path)]
+    except OSError:
+        return []
+
+
+def _is_ours(folder: Path, path: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    held = {entry.name for entry in folder.iterdir()}
+    if not held <= {_MARKER, _LOCK, _OLD, f"new{path.suffix}"}:
+        return False
+    if not held <= {_MARKER, _LOCK}:
+        with suppress(ValueError, RecursionError):
+            return bool(json.loads((folder / _MARKER).read_text(encoding="utf-8")) == {"writes": path.name})
+        return False
+    return True  # killed before it wrote anything, or when it had thrown all away
+
+
+@contextmanager
+def _locked(folder: Path, wait: float) -> Iterator[bool]:
+    """Whether nobody else is at work in the folder; it is this process's for the length of a ``with`` then."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / _LOCK, timeout=wait)
+    try:
+        lock.acquire()
+    except (Timeout, NotImplementedError):  # held by another process, or a file system without locks
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _remove(folder: Path, path: Path) -> None:
+    """Throw the folder away, its marker last; never where it holds the only result that there is."""
+    if (folder / _OLD).exists() and not os.path.lexists(path):
+        return
+    for entry in (f"new{path.suffix}", _OLD):
+        if (folder / entry).is_dir():
+            shutil.rmtree(folder / entry)
+        else:
+            (folder / entry).unlink(missing_ok=True)
+    for entry in (_LOCK, _MARKER):
+        (folder / entry).unlink(missing_ok=True)
+    folder.rmdir()

@@ -1,0 +1,104 @@
+"""Whatever an analysis measures can be stored: saved, loaded, equal, under conditions of every kind."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import mechattn as ma
+from mechattn.analysis.registry import ANALYSES
+from mechattn.errors import OutputError
+from mechattn.results import schema
+from mechattn.results.packed import packed, unpacked
+from mechattn.results.schema import digest, is_digest
+
+SLASH = ma.MeaninglessTokens(count=3)
+CONDITIONS = {
+    "the baseline alone": {},
+    "slash": {"slash": SLASH},
+    "arm": {"arm": ma.Baseline(intervention=ma.ARM(c=0.3))},
+    "ablation": {"ablation": ma.Baseline(intervention=ma.HeadAblation(((0, 1),)))},
+    "masked": {"masked": SLASH.masked()},
+    "a sweep": ma.sweep(SLASH, count=[0, 1, 4]),
+}
+
+
+ALIBI = [kind for kind in ANALYSES if kind is ma.ScoreDecomposition]  # of scores with a position in them
+MODELS = {"toy:llama": [kind for kind in ANALYSES if kind not in ALIBI], "toy:falcon": ALIBI}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return request.param, ma.load_model(request.param)
+
+
+@pytest.fixture(scope="module", params=CONDITIONS)
+def result(request, model, prompts):
+    name, loaded = model
+    short = sorted(prompts, key=lambda prompt: len(prompt.question))[:2]
+    analyses = [kind() for kind in MODELS[name]]
+    made = ma.run(loaded, short, CONDITIONS[request.param], analyses, layers=[0, 1], progress=False)
+    assert made.datasets.keys() == {analysis.name for analysis in analyses} | {"sequences"}
+    return made
+
+
+def assert_same(loaded, result):
+    assert digest(loaded.datasets) == digest(result.datasets)
+    assert loaded.datasets.keys() == result.datasets.keys()
+    for name, dataset in result.datasets.items():
+        for label, expected in dataset.variables.items():
+            got = loaded[name].variables[label]
+            assert got.dims == expected.dims
+            np.testing.assert_array_equal(got.values.astype(expected.dtype), expected.values)  # NaN equals NaN
+
+
+@pytest.mark.parametrize("name", ["r.zarr", "r.nc"])
+def test_saved_loaded_equal(result, tmp_path, name):
+    result.save(tmp_path / name)
+    assert_same(ma.load_result(tmp_path / name), result)
+
+
+def test_packed_and_unpacked(result):
+    assert_same(unpacked(packed(result)), result)
+
+
+def of(values):
+    return {"r": xr.Dataset({"x": (("at",), np.asarray(values))})}
+
+
+def with_signs(values):
+    made = np.array(values)
+    return np.where(np.isnan(made), np.copysign(made, -1), made).astype(made.dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f8"])
+def test_one_nan_for_all(dtype):
+    plain = np.array([0.5, np.nan, -1.0, np.nan], dtype=dtype)
+    other = with_signs(plain)
+    assert plain.tobytes() != other.tobytes(), "the two differ in memory"
+    assert digest(of(plain)) == digest(of(other))
+    for change in ([0.5, np.nan, 1.0, np.nan], [0.5, -1.0, np.nan, np.nan], [0.5, 0.0, -1.0, np.nan]):
+        assert digest(of(np.array(change, dtype=dtype))) != digest(of(plain))
+
+
+def test_a_digest_of_bytes_is_still_read():
+    """As the first results of schema 2 have it: of NaNs with their signs, which the chunk here keeps."""
+    other = of(with_signs([0.5, np.nan]))
+    of_bytes = schema._hashed(other, "", schema._little_endian)
+    assert of_bytes != digest(other)
+    assert is_digest(of_bytes, other, "")
+    assert is_digest(digest(other), other, "")
+    assert not is_digest(digest(of([0.5, 0.25])), other, "")
+
+
+def test_the_digest_of_bytes_would_refuse_it(toy, prompts, tmp_path, monkeypatch):  # negative control
+    """A whole chunk of NaNs is not stored by Zarr, and comes back with another sign."""
+    result = ma.run(toy, prompts[:1], {}, ma.AttentionSinks(), layers=[0], progress=False)
+    monkeypatch.setattr(schema, "canonical", schema._little_endian)
+    signed = {
+        name: dataset.map(lambda v: v.copy(data=with_signs(v.values)) if v.dtype.kind == "f" else v, keep_attrs=True)
+        for name, dataset in result.datasets.items()
+    }
+    with pytest.raises(OutputError, match=r"just written cannot be read again: .* is damaged"):
+        ma.Result(signed, result.provenance).save(tmp_path / "r.zarr")
+    monkeypatch.undo()
+    ma.Result(signed, result.provenance).save(tmp_path / "r.zarr")

@@ -1,0 +1,155 @@
+"""What decides the numbers is told in the same words on another day, and in other words when it is something else."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.analysis.registry import ANALYSES
+from mechattn.interventions.ablation import HeadMeans
+from mechattn.results.identity import identity
+
+SLASH = ma.MeaninglessTokens(count=5)
+OURS = [
+    SLASH,
+    ma.RandomSentence(count=3),
+    SLASH.masked().unshifted(),
+    SLASH.under((ma.ARM(layers=(0, 1)), ma.ARM(c=0.2))),
+    ma.Baseline(ma.HeadAblation(((0, 1),), HeadMeans({0: torch.ones(2, 3)}, 4))),
+    ma.Baseline(ma.AffineAttention(scale=0.5)),
+    [ma.ReceivedAttention()],
+    (ma.AffineShift(),),
+    {"a": [1, 2.5, None, True, "é", b"x"]},
+    *(kind() for kind in ANALYSES),
+]
+
+
+@pytest.mark.parametrize("value", OURS, ids=lambda value: type(value).__name__)
+def test_what_is_ours_reads_as_it_is_written(value):
+    """So that a run of an earlier version goes on."""
+    assert identity(value) == repr(value)
+
+
+class Plain:
+    """As a user writes one: no dataclass, no words of its own."""
+
+    def __init__(self, strength=1.0, **more):
+        self.strength = strength
+        self.__dict__.update(more)
+
+
+@dataclass
+class Fields:
+    direction: torch.Tensor
+    hidden: float = field(default=1.0, repr=False)
+
+
+class Words(Plain):
+    def __repr__(self):
+        return "always the same"
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+def scaled(by):
+    return lambda x: x * by
+
+
+def with_default(x, by=2):
+    return x * by
+
+
+DIFFERENT = [
+    Plain(), Plain(2.0), Plain(more=1), Words(), Words(2.0), Slots(1), Slots(2), Colour.RED, Colour.BLUE,
+    Plain(inner=Plain(3.0)), Plain(inner=Plain(4.0)), SLASH.under(Plain()), SLASH.under(Plain(2.0)),
+    ma.Baseline(Plain()), Fields(torch.ones(3)), Fields(torch.ones(4)), Fields(torch.zeros(3)),
+    Fields(torch.ones(3), hidden=2.0), Fields(torch.ones(3, dtype=torch.bfloat16)), Fields(np.ones(3)),
+    scaled(2), scaled(3), with_default, partial(with_default, by=3), partial(with_default, by=4), len, Plain,
+    Plain(2.0).__init__, torch.float32, torch.float16, Path("a"), Path("b"), {1, 2}, {1, 3}, [1], (1,), np.int64(1),
+]  # fmt: skip
+
+
+def test_different_things_have_different_words():
+    words = [identity(value) for value in DIFFERENT]
+    for (one, first), (other, second) in combinations(zip(DIFFERENT, words, strict=True), 2):
+        assert first != second, (one, other)
+    assert not any(" at 0x" in word for word in words)
+
+
+def test_the_same_again_has_the_same_words():
+    def made():
+        return Plain(2.0, direction=torch.arange(4.0), inner=[Plain(), SLASH], f=scaled(3), names={"a", "b"})
+
+    assert identity(made()) == identity(made())
+    assert repr(made()) != repr(made())  # negative control: these are two addresses
+
+
+def test_what_holds_itself_comes_to_an_end():
+    one = Plain()
+    one.me = [one]
+    assert identity(one).count("…") == 1
+
+
+def loaded(path, text):
+    """A module that is written anew."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    module = sys.modules[f"own_{path.stem}"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_another_source_is_another_class(tmp_path):
+    text = "class Own:\n    def add(self, x):\n        return x + 1\nclass Heir(Own):\n    pass\n"
+    first, same, other = (
+        loaded(tmp_path / f"{name}.py", made)
+        for name, made in (("a", text), ("b", text), ("c", text.replace("+ 1", "+ 2")))
+    )
+    for name in ("Own", "Heir"):
+        one, again, changed = (identity(getattr(module, name)()) for module in (first, same, other))
+        assert one == again
+        assert one != changed
+        assert one.startswith(f"{name}[source ")
+
+
+def test_a_class_without_a_source_has_its_name():
+    space = {"__name__": "typed"}
+    exec("class Typed:\n    def add(self, x):\n        return x + 1\n", space)
+    assert identity(space["Typed"]()).startswith("Typed[source ")
+
+
+def test_no_word_depends_on_the_process(tmp_path):
+    """The order of sets does, and addresses do."""
+    code = (
+        "from mechattn.results.identity import identity\n"
+        "class Own:\n    def __init__(self): self.names = {str(i) for i in range(9)}; self.f = lambda x: x\n"
+        "print(identity([Own(), {'a', 'b', 'c'}]))\n"
+    )
+    (tmp_path / "own.py").write_text(code)
+    said = {
+        subprocess.run(
+            [sys.executable, str(tmp_path / "own.py")], capture_output=True, text=True, check=True,
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(Path(ma.__file__).parents[1])},
+        ).stdout
+        for seed in (1, 2)
+    }  # fmt: skip
+    assert len(said) == 1
