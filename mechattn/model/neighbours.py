@@ -22,7 +22,7 @@ _REMEDY = (
 def check_neighbours(
     model: Any, native: Any, tokens: Int[Tensor, "1 pos"], alone: Float[Tensor, "1 pos d_vocab"], tolerance: float
 ) -> Check:
-    """The probe alone, and padded beside a row that is twice as long and, where that can be said, far out.
+    """The probe alone, and padded beside a row that is half as long again and, where that can be said, far out.
 
     Where a model has a boundary, the other row stays on the probe's side: ``run`` and ``evaluate`` never cross it.
 
@@ -37,7 +37,7 @@ def check_neighbours(
     device = next(asked.parameters()).device
     boundary, length, most = boundary_of(model), tokens.shape[1], _most(model)
     limit = min(most, boundary.at) if boundary is not None and length <= boundary.at else most
-    longer = max(min(2 * length, limit), length)
+    longer = max(min(length + length // 2, limit), length)
     real = torch.ones(2, longer, dtype=torch.long, device=device)
     real[0, length:] = 0
     twice = tokens.repeat(1, 2)[:, :longer]
