@@ -65,5 +65,7 @@ def test_streaming_agrees_with_the_hooks(name, prompts):
             elif quantity in PROBABILITIES:
                 assert (got - expected).abs().max() <= 2e-6, where
             else:
-                torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5, msg=where)
+                # Probabilities may differ by 2e-6; a distance is one of them times places.
+                most = 1e-6 * batch.tokens.shape[1] if quantity == "distance" else 2e-5
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=most, msg=where)
         torch.testing.assert_close(streamed_columns[layer], shown_columns[layer], rtol=1e-5, atol=1e-5)
