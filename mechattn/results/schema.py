@@ -111,7 +111,8 @@ def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
     The same for 0 and −0, and for every NaN, whose sign and payload are the CPU's.
     """
-    return _hashed(datasets, "", lambda values: canonical(values + values.dtype.type(0)))
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return _hashed(datasets, "", lambda values: canonical(values + values.dtype.type(0)))
 
 
 def _variables(datasets: Mapping[str, xr.Dataset]) -> Iterator[tuple[bytes, xr.Variable]]:
