@@ -11,8 +11,9 @@ from mechattn import render
 from mechattn.errors import OptionError
 from mechattn.page import flat, results_page, verdicts
 from mechattn.render.received_attention import check_heads
+from mechattn.results.reading import load_result
 from mechattn.results.result import Result
-from mechattn.results.storage import check_writable, load_result
+from mechattn.results.storage import check_writable
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 
