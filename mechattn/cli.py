@@ -88,7 +88,7 @@ def run_config(
     from mechattn.from_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    for path in run_from_config(config, _command(), **options):
+    for path in run_from_config(config, sys.argv[1:], **options):
         _say(f"Wrote {path}")
 
 
@@ -212,7 +212,9 @@ def _say(text: str, err: bool = False) -> None:
 
 
 def _command() -> str:
-    return " ".join(["mechattn", *sys.argv[1:]])
+    from mechattn.results.provenance import command_of
+
+    return command_of(sys.argv[1:])
 
 
 def main() -> None:

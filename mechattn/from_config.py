@@ -20,13 +20,14 @@ from mechattn.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.received_attention import check_heads
+from mechattn.results.provenance import command_of
 from mechattn.results.storage import check_result_place, check_writable, is_address
 from mechattn.stats.intervals import FEWEST
 
 
 def run_from_config(
     path: Path,
-    command: str = "",
+    words: Seq[str] = (),
     *,
     shard: str | None = None,
     executor: ExecutorName | None = None,
@@ -37,7 +38,7 @@ def run_from_config(
 
     Args:
         path: The config file.
-        command: Recorded.
+        words: What was typed after "mechattn"; recorded, with the names of files alone unless the config says paths.
         shard: "3/16" computes a share, for which no page is drawn.
         executor: In place of what the config says; address and workers too.
         address: Of a cluster.
@@ -47,6 +48,7 @@ def run_from_config(
         MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
     """
     config = configs.read_config(path)
+    command = command_of(words, config.paths) if words else ""
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
     places = {name: output.result.replace("{model}", file_name(name)) for name in config.models}
@@ -101,6 +103,7 @@ def _job(config: configs.Config, model: str, prompts: Seq[Prompt], shown: Seq[co
         threads=config.threads,
         require=partial(_check_all_shown, shown),
         command=command,
+        paths=config.paths,
     )
 
 

@@ -12,7 +12,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
-from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
@@ -23,6 +23,7 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
         raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
     for name, condition in given.items():
+        check_name(name)
         if not callable(getattr(condition, "apply", None)):
             what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
             hint = what or "ma.MeaninglessTokens(…), say"

@@ -17,6 +17,7 @@ from mechattn.errors import OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
 from mechattn.evaluation.generate import Answer, Asked, answers, native_of, refuse_what_cannot_generate
+from mechattn.model.fingerprint import weights_hash
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -198,7 +199,8 @@ def _about(
 ) -> dict[str, Any]:
     parameters = next(model.parameters())
     return {
-        "model": str(model.cfg.model_name),
+        "model": provenance.name_of(str(model.cfg.model_name)),
+        "weights_hash": weights_hash(model),
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "prompts": provenance.digest(prompts),
         "conditions": {name: repr(condition) for name, condition in named.items()},
@@ -221,8 +223,10 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
         Evaluation((), about).save(path)
         return {}
     before, found = _read(path)
+    # An earlier version wrote the whole path of the model, and no hash of its weights.
+    as_now = {"weights_hash": about["weights_hash"], **before, "model": provenance.name_of(str(before.get("model")))}
     for name, value in about.items():
-        if name != "versions" and before.get(name) != json.loads(json.dumps(value)):
+        if name != "versions" and as_now.get(name) != json.loads(json.dumps(value)):
             raise OptionError(
                 f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
             )
