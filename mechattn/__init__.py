@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
     from mechattn.results.merge import merge_results as merge_results
+    from mechattn.results.reading import load_result as load_result
     from mechattn.results.result import Result as Result
-    from mechattn.results.storage import load_result as load_result
 
 __version__ = "0.1.0"
 
@@ -89,7 +89,7 @@ _HOME = {
     "load_evaluation": "evaluation.answer_file",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
-    "load_result": "results.storage",
+    "load_result": "results.reading",
     "merge_results": "results.merge",
     "pattern": "look",
     "pattern_difference": "look",

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mechattn.shown import shown
+
 FIRST_LOOK = """\
 mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
 
@@ -39,9 +41,9 @@ def first_look(
     if version:
         import mechattn
 
-        typer.echo(f"mechattn {mechattn.__version__}")
+        _say(f"mechattn {mechattn.__version__}")
     elif context.invoked_subcommand is None:
-        typer.echo(FIRST_LOOK)
+        _say(FIRST_LOOK)
 
 
 @app.command()
@@ -68,10 +70,10 @@ def figures(
         model_place(name)  # a name that is nothing is refused before anything is said
     toys = all(name.startswith("toy:") for name in models)
     takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU tens of minutes for billions of parameters"
-    typer.echo(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
+    _say(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
     options: dict[str, Any] = {"field": field, "seed": seed, "command": _command(), "force": force}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
-    typer.echo(f"Open {page} in a browser; it needs no network.")
+    _say(f"Open {page} in a browser; it needs no network.")
 
 
 @app.command("run")
@@ -90,8 +92,8 @@ def run_config(
     from mechattn.from_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    for path in run_from_config(config, _command(), fresh=fresh, force=force, **options):
-        typer.echo(f"Wrote {path}")
+    for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
+        _say(f"Wrote {path}")
 
 
 @app.command()
@@ -103,7 +105,7 @@ def merge(
     from mechattn.results.shards import merge_stored
 
     merge_stored(out, results)
-    typer.echo(f"Wrote {out}")
+    _say(f"Wrote {out}")
 
 
 @app.command("evaluate")
@@ -115,9 +117,9 @@ def evaluate_config(
 
     evaluations, written = evaluate_from_config(config)
     for model, made in evaluations.items():
-        typer.echo(f"{model}\n{_accuracies(made)}\n")
+        _say(f"{model}\n{_accuracies(made)}\n")
     for path in written:
-        typer.echo(f"Wrote {path}")
+        _say(f"Wrote {path}")
 
 
 @app.command()
@@ -136,12 +138,12 @@ def verify(
         from mechattn.families import as_markdown
         from mechattn.families import families as all_families
 
-        typer.echo(as_markdown(all_families()))
+        _say(as_markdown(all_families()))
         return
     from mechattn.model.load import dtype_named, verify_model
 
     report = verify_model(model, dtype=dtype_named(dtype), length=length)
-    typer.echo(str(report))
+    _say(str(report))
     if not report.passed:
         raise typer.Exit(1)
 
@@ -152,9 +154,9 @@ def show(
 ) -> None:
     """Print what a stored result holds: its verdicts, its quantities, where it comes from."""
     from mechattn.report import summary
-    from mechattn.results.storage import load_result
+    from mechattn.results.reading import load_result
 
-    typer.echo(summary(load_result(result)))
+    _say(summary(load_result(result)))
 
 
 @app.command()
@@ -171,8 +173,8 @@ def report(
     chosen = _numbers(heads)
     missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command(), force)
     for words in missing:
-        typer.echo(f"Not shown: {words}", err=True)
-    typer.echo(f"Open {out} in a browser; it needs no network.")
+        _say(f"Not shown: {words}", err=True)
+    _say(f"Open {out} in a browser; it needs no network.")
 
 
 def _accuracies(evaluation: Any) -> str:
@@ -206,8 +208,15 @@ def _numbers(text: str) -> list[int]:
         raise OptionError(f"--heads {text!r}: write the heads like 2,3,4") from None
 
 
+def _say(text: str, err: bool = False) -> None:
+    """Print a text, which may hold what stands in somebody else's files: the one place where anything is printed."""
+    typer.echo(shown(text), err=err)
+
+
 def _command() -> str:
-    return " ".join(["mechattn", *sys.argv[1:]])
+    from mechattn.results.provenance import command_of
+
+    return command_of(sys.argv[1:])
 
 
 def main() -> None:
@@ -217,5 +226,5 @@ def main() -> None:
     try:
         app()
     except MechattnError as error:
-        typer.echo(f"mechattn: {error}", err=True)
+        _say(f"mechattn: {error}", err=True)
         sys.exit(130 if isinstance(error, Interrupted) else 2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic import Field as PydanticField
@@ -73,17 +75,21 @@ _SHOWS = {
     "near_zero_by_class": "MlpActivations",
     "agreement": "MlpActivations",
 }
+_LONGEST = 2**20  # bytes of a config
 _READINGS = {"mixed": "HeadUpdates", "top_target": "TopTargetUpdates"}
 
 
+_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, and 3 no text
 
 
 class _Open(BaseModel):
     """A section of a kind, whose other keys are the options of that kind."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,7 +101,7 @@ class Prompts(_Section):
     """The arguments of ``load_prompts``."""
 
     source: str
-    limit: int | None = None
+    limit: _Int | None = None
     field: str = "question"
     answer_field: str = "answer"
     system: str | None = None
@@ -103,7 +109,7 @@ class Prompts(_Section):
     with_answer: bool = False
     split: str = "test"
     subset: str | None = None
-    seed: int = 0
+    seed: _Int = 0
 
 
 class InterventionSection(_Open):
@@ -146,18 +152,19 @@ class EvaluationSection(_Section):
     """The arguments of ``evaluate``, and the file that answers go to; "{model}" in it for several models."""
 
     out: str
-    new_tokens: int = 256
-    samples: int = 1
+    new_tokens: _Int = 256
+    samples: _Int = 1
     temperature: float | None = None
     grader: Literal["auto", "number", "math"] = "auto"
-    batch: int = 32
+    batch: _Int = 32
 
 
 class Config(_Section):
     """A whole run; several models give a result each, with "{model}" in its place.
 
     ``chunk``: prompts that are computed, and kept, together. ``threads``: of torch, in each worker. ``executor``,
-    ``address``, ``workers``: where it is computed, which changes no number.
+    ``address``, ``workers``: where it is computed, which changes no number. ``paths``: whether the result and the page
+    say where checkpoints and configs lie, and not their names alone.
     """
 
     model: str | list[str]
@@ -167,16 +174,17 @@ class Config(_Section):
     analyses: list[AnalysisSection] = [AnalysisSection()]
     figures: list[Figure] | None = None
     layers: list[int] | None = None
-    seed: int = 0
+    seed: _Int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: str = "2GiB"
     engine: Literal["auto", "streaming", "hooks"] = "auto"
     verify: bool = True
-    chunk: int = PydanticField(64, ge=1)
-    threads: int | None = PydanticField(None, ge=1)
+    chunk: int = PydanticField(64, ge=1, lt=2**63)
+    threads: _Int | None = PydanticField(None, ge=1)
     executor: Literal["local", "ray"] = "local"
     address: str | None = None
-    workers: int | None = PydanticField(None, ge=1)
+    workers: _Int | None = PydanticField(None, ge=1)
+    paths: bool = False
     evaluation: EvaluationSection | None = None
 
     @property
@@ -188,6 +196,7 @@ class Config(_Section):
         """The conditions; a swept one gives several, named after their values."""
         made: dict[str, kinds.Condition] = {}
         for name, section in self.conditions.items():
+            kinds.check_name(name)
             where = f"conditions.{name}"
             swept = {key: value for key, value in section.options.items() if isinstance(value, list)}
             if "count" in swept:
@@ -218,19 +227,15 @@ def read_config(path: str | Path) -> Config:
     Raises:
         OptionError: No such file, not TOML, an unknown key, a missing one, or one of the wrong kind.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise OptionError(f"there is no config file at {path}")
-    try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not TOML: {error}") from None
+    values = _values(path)
     try:
         config = Config.model_validate(values)
         config.made_conditions()
         config.made_analyses()
         _check_figures(config)
         file_names(config.models)
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
     except ValidationError as error:
         raise OptionError(f"{path}: {_all_words(error)}") from None
     except OptionError as error:
@@ -264,6 +269,22 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def _values(path: str | Path) -> dict[str, Any]:
+    """What a TOML file says, whatever it holds."""
+    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
+        raise OptionError(f"there is no config file at {path}")
+    if os.path.getsize(path) > _LONGEST:
+        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is no config")
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+        raise OptionError(f"{path} is not TOML: {error}") from None
+
+
 def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str) -> Any:
     """A dataclass of a kind from its options, its types checked."""
     cls = known.get(kind)
@@ -274,7 +295,8 @@ def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where
         if name not in have:
             raise OptionError(f"{where}.{name}: there is no such key here{_near(name, have)}")
     try:
-        return TypeAdapter(cls).validate_python(dict(options))
+        # By way of JSON, where pydantic can be strict and still take a list for a tuple.
+        return TypeAdapter(cls).validate_json(json.dumps(options, default=str), strict=True)
     except ValidationError as error:
         raise OptionError(_all_words(error, f"{where}.")) from None
 

@@ -1,8 +1,16 @@
 """What can go wrong, in the user's words: every error that mechattn raises on purpose is a MechattnError."""
 
+from mechattn.shown import shown
+
 
 class MechattnError(Exception):
-    """Something given to mechattn cannot be used; the message says what was given, what was expected, what to do."""
+    """Something given to mechattn cannot be used; the message says what was given, what was expected, what to do.
+
+    What was given may come from a file of somebody else's: as text it acts on no terminal and tells no password.
+    """
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class ModelError(MechattnError):

@@ -21,6 +21,7 @@ from mechattn.render.html import check_page_place
 from mechattn.render.patterns import attention_pattern, pattern_difference, received_text
 from mechattn.render.received_attention import check_heads, received_attention
 from mechattn.render.theme import model_caption
+from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place
 
@@ -73,7 +74,8 @@ def make_figures(
         result.save(place)
         results.append(result)
         sections += _sections(hooked, result, prompts, layer, heads, seed, command)
-    subtitle = f"What happens to attention when 55 “/” are put before the question: {len(prompts)} prompts of {source}."
+    of = f"{len(prompts)} prompts of {name_of(source)}"
+    subtitle = f"What happens to attention when 55 “/” are put before the question: {of}."
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
 
 

@@ -21,14 +21,16 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.html import check_page_place
 from mechattn.render.received_attention import check_heads
-from mechattn.results.storage import check_result_place, is_address
+from mechattn.results.places import is_address
+from mechattn.results.provenance import command_of
+from mechattn.results.storage import check_result_place
 from mechattn.results.whole import check_writable
 from mechattn.stats.intervals import FEWEST
 
 
 def run_from_config(
     path: Path,
-    command: str = "",
+    words: Seq[str] = (),
     *,
     shard: str | None = None,
     executor: ExecutorName | None = None,
@@ -41,7 +43,7 @@ def run_from_config(
 
     Args:
         path: The config file.
-        command: Recorded.
+        words: What was typed after "mechattn"; recorded, with the names of files alone unless the config says paths.
         shard: "3/16" computes a share, for which no page is drawn.
         executor: In place of what the config says; address and workers too.
         address: Of a cluster.
@@ -53,6 +55,7 @@ def run_from_config(
         MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
     """
     config = configs.read_config(path)
+    command = command_of(words, config.paths) if words else ""
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
     files = configs.file_names(config.models)
@@ -109,6 +112,7 @@ def _job(config: configs.Config, model: str, prompts: Seq[Prompt], shown: Seq[co
         threads=config.threads,
         require=partial(_check_all_shown, shown),
         command=command,
+        paths=config.paths,
     )
 
 

@@ -6,12 +6,15 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mechattn.analysis.registry import ANALYSES
 from mechattn.axes import SEGMENTS
+from mechattn.engine.collect import lacking
 from mechattn.errors import OptionError
 from mechattn.markup import visible
 from mechattn.render.html import check_page_place, save_page
@@ -213,11 +216,32 @@ def _drawn(
 ) -> Iterator[Section]:
     for draw, options in figures:
         try:
-            yield drawn_section(draw, of, options, command)
+            with _explained([of] if isinstance(of, Result) else of):
+                made = drawn_section(draw, of, options, command)
+            yield made
         except OptionError as error:
             if missing is None:
                 raise
             missing.append(f"{draw.__name__}: {error}")
+
+
+@contextmanager
+def _explained(results: Seq[Result]) -> Iterator[None]:
+    """What fails since a stored result lacks a number says so; whatever else fails is a fault of ours."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        for result in results:
+            for analysis in (make() for make in ANALYSES):
+                missing = lacking(result[analysis.name], analysis) if analysis.name in result.datasets else []
+                if missing:
+                    raise OptionError(
+                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored by another version, or "
+                        "changed since"
+                    ) from error
+        raise
 
 
 def _of_many(draw: Callable) -> bool:
@@ -230,10 +254,11 @@ def verdicts(result: Result) -> list[str]:
     if "received_attention" not in result.datasets:
         return []
     try:
-        return [
-            f"{model_caption(result)}: {verdict_words(result, name, control=matched_control(result, name))}"
-            for name in result.conditions[1:]
-        ]
+        with _explained([result]):
+            return [
+                f"{model_caption(result)}: {verdict_words(result, name, control=matched_control(result, name))}"
+                for name in result.conditions[1:]
+            ]
     except OptionError as error:  # too few prompts for an interval, or no question in every prompt
         return [f"{model_caption(result)}: no verdict, since {error}."]
 
@@ -244,7 +269,8 @@ def verdict_rows(result: Result) -> list[tuple[str, ...]]:
     if "received_attention" not in result.datasets:
         return []
     try:
-        found = {name: result.verdict(name) for name in result.conditions[1:]}
+        with _explained([result]):
+            found = {name: result.verdict(name) for name in result.conditions[1:]}
     except OptionError as error:
         return [(model, "", f"no verdict, since {error}", "", "", "")]
     return [

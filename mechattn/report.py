@@ -12,8 +12,8 @@ from mechattn.errors import OptionError
 from mechattn.page import flat, results_page, verdicts
 from mechattn.render.html import check_page_place
 from mechattn.render.received_attention import check_heads
+from mechattn.results.reading import load_result
 from mechattn.results.result import Result
-from mechattn.results.storage import load_result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 

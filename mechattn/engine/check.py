@@ -14,7 +14,7 @@ from mechattn.engine.sides import check_side
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
 from mechattn.model.positions import takes_negative_ids
-from mechattn.prompts.conditions import Baseline, Condition
+from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
@@ -25,6 +25,7 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
         raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
     for name, condition in given.items():
+        check_name(name)
         if isinstance(condition, type):
             raise OptionError(f"the condition {name!r} is the class {condition.__name__}; give one of it, with ()")
         if not callable(getattr(condition, "apply", None)):

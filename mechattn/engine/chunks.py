@@ -13,8 +13,10 @@ from mechattn.engine.job import Job
 from mechattn.engine.parts import Parts, discard_parts, open_parts
 from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.results.merge import merge_results
+from mechattn.results.places import as_place, is_address
+from mechattn.results.reading import load_result
 from mechattn.results.result import Result
-from mechattn.results.storage import as_place, check_result_place, is_address, load_result, save_result
+from mechattn.results.storage import check_result_place, save_result
 from mechattn.results.whole import say, sweep
 
 Shard = tuple[int, int]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Positions = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
+MOMENTS = ("", "_variance", "_n")
 
 
 @runtime_checkable
@@ -110,8 +111,7 @@ class Collector:
         else:
             made, moments = {}, self._all_moments(name)
         over = {"over": "prompts"}
-        parts = {"": moments.known_mean, "_variance": moments.variance, "_n": moments.n}
-        for suffix, array in parts.items():
+        for suffix, array in zip(MOMENTS, (moments.known_mean, moments.variance, moments.n), strict=True):
             attributes = self._attributes(quantity) | over
             if suffix:
                 attributes |= {"description": f"{suffix[1:]} over prompts of {name}"}
@@ -157,6 +157,23 @@ class Collector:
 
     def _count(self, dim: str) -> int:
         return len(self.coords[dim])
+
+
+def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
+    """The numbers that :class:`Collector` makes of an analysis, and that a dataset of its name doesn't have."""
+    dims: dict[str, tuple[str, ...]] = {}
+    for name, quantity in analysis.quantities.items():
+        if "key" not in quantity.dims:
+            dims[name] = ("prompt", "condition", "layer", *quantity.dims)
+            continue
+        for of, key in ((name, "key"), (name + BY_ORIGIN, "original_key")):
+            own = tuple(key if dim == "key" else dim for dim in quantity.dims)
+            dims |= {of + suffix: ("condition", "layer", *own) for suffix in MOMENTS}
+    return [
+        name
+        for name, wanted in dims.items()
+        if name not in dataset or dataset[name].dims != wanted or dataset[name].dtype.kind not in "fi"
+    ]
 
 
 def _widened(array: np.ndarray, width: int, fill: float) -> np.ndarray:

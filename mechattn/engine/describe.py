@@ -22,6 +22,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.identity import identity
+from mechattn.shown import plain
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -62,22 +63,31 @@ def sequences_dataset(
 
 
 def _token_texts(model: Any, tokens: Tensor) -> list[str]:
-    """Each token as text; its id where the model has no tokenizer."""
+    """Each token as text, its control characters written out, as NetCDF takes no NUL; its id without a tokenizer."""
     if model.tokenizer is None:
         return [str(t) for t in tokens.tolist()]
-    return [model.tokenizer.decode([t]) for t in tokens.tolist()]
+    return [plain(model.tokenizer.decode([t])) for t in tokens.tolist()]
 
 
 def described(
-    model: Any, prompts: Seq[Prompt], named: Mapping[str, Condition], analyses: Seq[Analysis], layers: list[int]
+    model: Any,
+    prompts: Seq[Prompt],
+    named: Mapping[str, Condition],
+    analyses: Seq[Analysis],
+    layers: list[int],
+    paths: bool = False,
 ) -> dict[str, Any]:
-    """The model, the prompts and the options: what decides the numbers, and when and where they were computed."""
+    """The model, the prompts and the options: what decides the numbers, and when and where they were computed.
+
+    Of a checkpoint's directory the name alone, as results are published; ``paths`` adds where it lies.
+    """
     parameters = next(model.parameters())
     about = known(model) or Known()
     boundary = boundary_of(model)
     return {
         "model": {
-            "name": str(model.cfg.model_name),
+            "name": provenance.name_of(str(model.cfg.model_name)),
+            **({"path": str(model.cfg.model_name)} if paths else {}),
             "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
             "parameters": hooks.count_parameters(model if about.native is None else about.native),
             "heads": int(model.cfg.n_heads),

@@ -51,6 +51,7 @@ class Job:
         threads: Of torch, in each worker: they change the last bits of the numbers. None leaves them as they are.
         require: Is given the model and the layers when it is loaded, and refuses what it cannot be used for.
         command: Recorded with the result.
+        paths: As for ``run``.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Job:
     threads: int | None = None
     require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
     command: str = field(default="", compare=False)
+    paths: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
@@ -114,6 +116,7 @@ class Worker:
             positions=job.positions,
             memory=job.memory,
             engine=job.engine,
+            paths=job.paths,
         )
         if job.require is not None:
             job.require(self.model, self.plan.layers)

@@ -42,7 +42,7 @@ def memory_bytes(memory: str) -> int:
     Raises:
         OptionError: It isn't written like that.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
     if not match or not float(match[1]):
         raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -50,6 +50,7 @@ class Plan:
     positions: Positions
     memory: str
     engine: Engine
+    paths: bool = False
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """Every prompt under every condition, checked.
@@ -104,7 +105,7 @@ class Ready:
         ]
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
-        about = described(plan.model, prompts, plan.conditions, plan.analyses, plan.layers)
+        about = described(plan.model, prompts, plan.conditions, plan.analyses, plan.layers, plan.paths)
         about |= {"engine": "hooks" if square else "streaming", "engine_reason": self.why, "seed": plan.seed}
         about |= {"memory": plan.memory, "positions": plan.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
@@ -125,6 +126,7 @@ def planned(
     positions: Positions = "moments",
     memory: str = "2GiB",
     engine: Engine = "auto",
+    paths: bool = False,
 ) -> Plan:
     """The arguments of ``run`` but the prompts, checked.
 
@@ -137,7 +139,7 @@ def planned(
     named, looked = with_baseline(conditions), with_names(analyses)
     if positions not in ("moments", "prompts"):
         raise OptionError(f'positions={positions!r}: choose "moments" or "prompts"')
-    return Plan(model, named, looked, chosen, seed, positions, memory, engine)
+    return Plan(model, named, looked, chosen, seed, positions, memory, engine, paths)
 
 
 def _batch(model: Any, sequences: Sequences, indices: Seq[int]) -> Batch:

@@ -31,6 +31,7 @@ def run(
     engine: Engine = "auto",
     progress: bool = True,
     places: Seq[int] | None = None,
+    paths: bool = False,
 ) -> Result:
     """Measure attention on every prompt under every condition, the baseline always among them.
 
@@ -49,6 +50,7 @@ def run(
         progress: Show a bar when the run takes longer than two seconds.
         places: Where these prompts are a part of a larger set: the index of each in that set, by which results of its
             parts are put in order when they are merged.
+        paths: Say in the provenance where a checkpoint's directory lies, and not its name alone.
 
     Returns:
         A result with one dataset an analysis, and "sequences": the tokens that the model read.
@@ -58,7 +60,15 @@ def run(
             attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
     """
     plan = planned(
-        model, conditions, analyses, layers=layers, seed=seed, positions=positions, memory=memory, engine=engine
+        model,
+        conditions,
+        analyses,
+        layers=layers,
+        seed=seed,
+        positions=positions,
+        memory=memory,
+        engine=engine,
+        paths=paths,
     )
     prompts = as_prompts(prompts)
     places = _checked_places(places, len(prompts))

@@ -13,6 +13,7 @@ from typing import Any
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
+from mechattn.results import provenance
 
 Key = tuple[str, str, int]
 
@@ -95,8 +96,10 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
         Evaluation((), about).save(path)
         return {}
     before, found = _read(path)
+    # An earlier version wrote the whole path of the model, and no hash of its weights.
+    as_now = {"weights_hash": about["weights_hash"], **before, "model": provenance.name_of(str(before.get("model")))}
     for name, value in about.items():
-        if name != "versions" and before.get(name) != json.loads(json.dumps(value)):
+        if name != "versions" and as_now.get(name) != json.loads(json.dumps(value)):
             raise OptionError(
                 f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
             )

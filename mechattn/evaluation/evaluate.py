@@ -17,6 +17,7 @@ from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Answered, Evaluation
 from mechattn.evaluation.generate import Answer, Asked, answers, native_of, refuse_what_cannot_generate
+from mechattn.model.fingerprint import weights_hash
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -196,7 +197,8 @@ def _about(
 ) -> dict[str, Any]:
     parameters = next(model.parameters())
     return {
-        "model": str(model.cfg.model_name),
+        "model": provenance.name_of(str(model.cfg.model_name)),
+        "weights_hash": weights_hash(model),
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "prompts": provenance.digest(prompts),
         "conditions": {name: identity(condition) for name, condition in named.items()},

@@ -46,15 +46,15 @@ def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
         )
     if layers is None:
         return have
-    if isinstance(layers, str):
+    chosen = [layers] if isinstance(layers, (int, str)) else list(layers)
+    if any(isinstance(layer, (bool, str)) for layer in chosen):
         raise OptionError(f"layers={layers!r}: give numbers, or leave it out for all layers")
-    chosen = [layers] if isinstance(layers, int) else list(layers)
     for layer in chosen:
         if layer not in have:
             raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has {_ranges(have)}")
     if not chosen:
         raise OptionError("layers=[] chooses nothing; leave it out for all layers")
-    return sorted(set(chosen))
+    return sorted({int(layer) for layer in chosen})
 
 
 def _ranges(layers: list[int]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,11 +20,13 @@ from mechattn.model.mend import mend
 from mechattn.model.native import classes_left_alone, native_twin
 from mechattn.model.report import Report
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
+from mechattn.model.trust import as_trusted, is_of_own_code
 from mechattn.model.verify import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
 _LONGEST_REASON = 300  # characters: some errors list every architecture that there is
+_LAYERS, _WIDTH = 10_000, 2**31 - 1  # no model is near them; a config may say anything
 
 
 def load_model(
@@ -71,9 +74,10 @@ def load_model(
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
-        made = _from_object(model, tokenizer, dtype, device, options)
+        with as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
+            made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        with nullcontext() if pickled_weights else _safetensors_only(str(model)):
+        with as_trusted(options.get("trust_remote_code"), pickled_weights, name=str(model)):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
@@ -182,9 +186,10 @@ def _tried(check: Callable[..., Made], model: Any, *arguments: Any) -> Made:
 def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
     is_toy = name.startswith(PREFIX)
     place = model_place(name)
-    remote: dict[str, Any] = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    remote = {"trust_remote_code": False} | {k: options[k] for k in ("revision", "trust_remote_code") if k in options}
+    config = _config_of(place, remote)
     if dtype == "auto":
-        stored = torch.float32 if is_toy else getattr(_config_of(place, remote), "dtype", None)
+        stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
         tokenizer = load_tokenizer(name) if is_toy else _tokenizer_of(place, remote)
@@ -198,7 +203,7 @@ def model_place(name: str) -> str:
         ModelError: There is no such toy, or the directory is no checkpoint.
     """
     place = str(toy_folder(name)) if name.startswith(PREFIX) else name
-    if Path(place).is_dir() and not (Path(place) / "config.json").exists():
+    if os.path.isdir(place) and not (Path(place) / "config.json").exists():
         raise ModelError(
             f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
         )
@@ -222,7 +227,7 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     Raises:
         ModelError: There is no such model.
     """
-    config = _config_of(model_place(name), {}).get_text_config(decoder=True)
+    config = _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
     layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
 
@@ -231,7 +236,7 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, **remote)
+        config = AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
         if Path(name).is_dir():
             own = "custom code" in str(error)
@@ -241,6 +246,19 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
             f"and the hub did not give it ({_reason(error)})"
         ) from error
+    _check_sizes(config, name)
+    return config
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """The sizes of a config, which is anybody's file, before a model is made of them, layer by layer."""
+    text = config.get_text_config(decoder=True)
+    for part, most in (("num_hidden_layers", _LAYERS), ("hidden_size", _WIDTH), ("vocab_size", _WIDTH)):
+        size = getattr(text, part, None)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ModelError(
+                f"the config of {name} says {part} = {size:.3g}; a model has 1 to {most:,}: is it damaged?"
+            )
 
 
 def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
@@ -277,30 +295,6 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     native, why = native_twin(bridge)
     remember(bridge, Known(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
     return bridge
-
-
-@contextmanager
-def _safetensors_only(name: str) -> Iterator[None]:
-    """For the length of a ``with`` transformers reads no pickle; TransformerLens hands on no option that says so."""
-    from transformers import PreTrainedModel
-
-    given = PreTrainedModel.__dict__["from_pretrained"]
-
-    def only(cls: Any, *arguments: Any, **options: Any) -> Any:
-        return given.__func__(cls, *arguments, **{**options, "use_safetensors": True})
-
-    PreTrainedModel.from_pretrained = classmethod(only)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    except ModelError as error:
-        if "safetensors" not in str(error):
-            raise
-        raise ModelError(
-            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
-            "save_pretrained, or say pickled_weights=True if you trust it"
-        ) from error
-    finally:
-        PreTrainedModel.from_pretrained = given  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from mechattn.errors import OptionError
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
 from mechattn.prompts.places import Place, behind, check_place, check_run, inserted
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import HALVES, Prompt
 from mechattn.prompts.sequences import Knocked, Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
+from mechattn.shown import plain
 
 
 @runtime_checkable
@@ -29,6 +30,18 @@ class Marks(Protocol):
     """An intervention that is done by marking the sequence, such as ``Knockout``."""
 
     def marked(self, sequence: Sequence) -> Sequence: ...
+
+
+def check_name(name: object) -> None:
+    """Refuse a name that cannot stand in a table, a file or a terminal as it is; files end a text at a NUL.
+
+    Raises:
+        OptionError: It is no text, empty, or holds control characters or a newline.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise OptionError(f'the condition {name!r}: give it a name, such as "slash"')
+    if plain(name) != name or not {"\n", "\t"}.isdisjoint(name):
+        raise OptionError(f"the condition {name!r} has a control character in its name; leave it out")
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,8 @@ class MeaninglessTokens:
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
         if not self.text:
             raise OptionError('text="": give the text that is to be repeated, "/" for example')
+        if HALVES.search(self.text + str(self.separator)):
+            raise OptionError(f"text={self.text!r} holds half of a surrogate pair, which is no text")
         check_run(self.count, self.place)
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
@@ -216,7 +231,7 @@ class RepeatedWord:
     _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
-        if not isinstance(self.word, str) or not self.word.strip():
+        if not isinstance(self.word, str) or not self.word.strip() or HALVES.search(self.word):
             raise OptionError(f'word={self.word!r}: give a word, "he" for example')
         check_run(self.count, self.place)
 
@@ -348,9 +363,14 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     for values in product(*options.values()):
         varied = dict(zip(options, values, strict=True))
         if varied.get("count") != 0:
-            name = ", ".join(f"{option}={value}" for option, value in varied.items())
+            name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
             made[name] = replace(condition, **varied)  # type: ignore[type-var]
     return made
+
+
+def _printable(value: Any) -> str:
+    """A value as a part of a name: a newline as "\\n"."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import count, islice
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.problems import SYSTEM, word_problems
-from mechattn.prompts.prompt import Prompt, Template, check_template
+from mechattn.prompts.prompt import HALVES, Prompt, Template, check_template
 
 GENERATED = "word-problems"
 # The system prompt of the released code of arXiv:2510.01032.
@@ -57,7 +58,7 @@ def load_prompts(
         made = islice(word_problems(split, seed=seed), limit or 64)  # type: ignore[arg-type]
         rows: Iterable[dict] = [{field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
         system = SYSTEM if system is None else system
-    elif Path(source).suffix in (".jsonl", ".json") or Path(source).exists():
+    elif Path(source).suffix in (".jsonl", ".json") or os.path.exists(source):
         rows = _jsonl(Path(source), limit)
     else:
         rows = _hub(source, subset, split, limit)
@@ -89,7 +90,7 @@ def _text(row: dict, field: str, source: str, index: int, option: str = "field")
         )
     if not isinstance(row[field], str) or not row[field].strip():
         raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(row[field])}")
-    if any("\ud800" <= character <= "\udfff" for character in row[field]):
+    if HALVES.search(row[field]):
         raise PromptError(f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is no text")
     return row[field]
 
@@ -105,7 +106,7 @@ def _short(value: object) -> str:
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict] = []
     for number, line in enumerate(_lines(path), 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -11,8 +13,10 @@ from torch import Tensor
 from torch import bool as bool_
 
 from mechattn.errors import OptionError, PromptError
+from mechattn.shown import plain
 
 Template = Literal["plain", "chat"]
+HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: no tokenizer takes one, and no file
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Prompt:
         check_template(self.template)
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
+        if plain(str(self.id)) != str(self.id):
+            raise PromptError(f"the id {self.id!r} holds control characters; give every prompt one that can be printed")
+        if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
+            raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is no text")
 
     @property
     def excerpt(self) -> str:
@@ -70,11 +78,9 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
     made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
     if not made:
         raise PromptError("there are no prompts; give at least one")
-    repeated = (
-        {p.id for p in made if sum(q.id == p.id for q in made) > 1} if len({p.id for p in made}) < len(made) else ()
-    )
+    repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
-        raise PromptError(f"several prompts have the id {sorted(repeated)[0]!r}; give every prompt its own")
+        raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")
     return made
 
 

@@ -112,8 +112,7 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception:  # some templates refuse a system role: the system text then opens the user's turn
-        user = {"role": "user", "content": f"{prompt.system}\n\n{prompt.question}"}
-        text = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        text = _without_system(prompt, tokenizer)
     spans: Spans = []
     start = 0
     for segment, part in (("system", prompt.system.strip()), ("question", prompt.question.strip())):
@@ -131,6 +130,18 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
         spans.append(("answer", len(text), len(text) + len(prompt.answer)))
         text += prompt.answer
     return text, spans
+
+
+def _without_system(prompt: Prompt, tokenizer: Any) -> str:
+    user = {"role": "user", "content": f"{prompt.system}\n\n{prompt.question}" if prompt.system else prompt.question}
+    try:
+        text: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the checkpoint's, and may do anything
+        raise ModelError(
+            f"the chat template of this tokenizer fails on prompt {prompt.id} ({type(error).__name__}: {error}); use "
+            'template="plain"'
+        ) from error
+    return text
 
 
 def _tokens_in_spans(tokenizer: Any, text: str, spans: Spans) -> tuple[list[int], list[str]]:

@@ -22,7 +22,7 @@ _GROW = ("pos", "key", "original_key")  # as long as the longest prompt
 _FIRST = "first_prompt_text"
 _FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
 # Everything else in the provenance has to agree, since it changes the numbers, or their meaning.
-_NAMED_BY_PART = ("model.device", "threads", "versions.python", "command", "engine_reason", "job")
+_NAMED_BY_PART = ("model.path", "model.device", "threads", "versions.python", "command", "engine_reason", "job")
 
 
 def merge_results(results: Seq[Result]) -> Result:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+from mechattn.shown import without_secrets
 
 Provenance = Mapping[str, Any]
 
@@ -24,6 +30,32 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed as a package"
     return found
+
+
+def name_of(place: str) -> str:
+    """What is published of where something lies: the last part of a path, as the rest tells a home and a user.
+
+    A name of the hub stays as it is, an address without its password.
+    """
+    if "://" in place:
+        return without_secrets(place)
+    if stored := re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place):  # the cache of the hub
+        return f"{stored[1]}/{stored[2]}"
+    parts = [part for part in re.split(r"[/\\]", place) if part]
+    is_path = place.startswith(("/", "\\", "~", ".")) or place[1:2] == ":" or len(parts) > 2
+    if not is_path and (len(parts) < 2 or not os.path.exists(place)):
+        return place
+    return parts[-1] if parts and set(parts[-1]) != {"."} else Path(place).resolve().name
+
+
+def command_of(words: Seq[str], paths: bool = False) -> str:
+    """What was typed, with the names of files alone unless ``paths``; never with a password."""
+    return " ".join(["mechattn", *(without_secrets(word) if paths else _word(word) for word in words)])
+
+
+def _word(word: str) -> str:
+    option, is_set, value = word.partition("=")
+    return f"{option}={name_of(value)}" if is_set and option.startswith("-") else name_of(word)
 
 
 def digest(parts: Iterable[object]) -> str:

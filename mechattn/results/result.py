@@ -14,6 +14,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.markup import table
 from mechattn.results.provenance import Provenance
+from mechattn.shown import shown
 from mechattn.stats.comparison import Verdict, against_null
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class Result:
         """
         condition = self.condition(condition)
         dataset = self["received_attention"]
+        if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
+            raise OptionError(
+                "this result lacks the attention of segments, or its null: it was changed since it was made"
+            )
         if segment not in dataset.segment.values or dataset.received_by_segment.sel(segment=segment).isnull().any():
             raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
         dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
@@ -288,7 +293,7 @@ class Result:
     def __repr__(self) -> str:
         sizes = self["sequences"].sizes
         names = ", ".join(name for name in self.datasets if name != "sequences")
-        return (
+        return shown(
             f"Result({self.provenance['model']['name']}: {sizes['prompt']} prompts × "
             f"{sizes['condition']} conditions ({', '.join(self.conditions)}); {names})"
         )

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
+from mechattn.results.contents import check_datasets, check_provenance
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
     import xarray as xr
 
 SCHEMA = 2
+COMPLETE = "complete"  # written last at an address, where nothing can be renamed
 TEXT = "TUO"  # kinds of arrays that hold texts
 
 
@@ -54,15 +56,17 @@ def from_tree(tree: xr.DataTree, where: object) -> Result:
     found = tree.attrs.get("mechattn_schema")
     if found is None:
         raise OutputError(f"{where} holds no result of mechattn: it says no schema")
-    if found not in _READERS:
+    if not isinstance(found, (int, np.integer)) or found not in _READERS:
         known = " and ".join(map(str, _READERS))
         raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
     try:
         about = json.loads(tree.attrs["provenance"])
-        about["model"]["name"], about["prompts"]["hash"], about["conditions"], about["analyses"]
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(f"the result at {where} says not where it comes from ({error!r}): it is damaged") from None
-    return _READERS[found](tree, about, where)
+    check_provenance(about, where)
+    result = _READERS[int(found)](tree, about, where)
+    check_datasets(result.datasets, about, where)
+    return result
 
 
 def layout(datasets: Mapping[str, xr.Dataset]) -> str:
@@ -142,8 +146,6 @@ def _read_2(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
 
 def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     datasets = {name: dataset.load() for name, dataset in _datasets(tree).items()}
-    if "sequences" not in datasets or not {"prompt", "condition"} <= set(datasets["sequences"].dims):
-        raise OutputError(f"the result at {where} is damaged: its sequences are missing; {_REDO}")
     return Result(datasets, about | {"stored_schema": 1})
 
 

@@ -188,15 +188,27 @@ def test_files_of_prompts(lines, end, answer, tmp_path_factory):
 def small():
     """A result as small as can be, of all kinds of variables."""
     ids, conditions = ["0", "1", "é"], ["baseline", "slash"]
+    dims, numbers = ("prompt", "condition", "pos"), np.arange(24, dtype=np.int32).reshape(3, 2, 4)
     sequences = {
-        "tokens": (("prompt", "condition", "pos"), np.arange(24, dtype=np.int32).reshape(3, 2, 4), {"units": "id"}),
+        **{name: (dims, numbers % 6, {"units": "id"}) for name in ("tokens", "origin", "segment_index")},
         "place": (("prompt",), np.arange(3), {"units": "index"}),
         "first_prompt_text": (("condition", "pos"), np.full((2, 4), "é").astype(np.dtypes.StringDType())),
     }
     received = {"received": (("condition", "key"), np.linspace(0, 1, 10).reshape(2, 5), {"units": "probability"})}
     coords = {"prompt": ids, "condition": conditions}
     datasets = {"r": xr.Dataset(received, {"condition": conditions}), "sequences": xr.Dataset(sequences, coords)}
-    about = {"model": {"name": "m"}, "prompts": {"hash": "0" * 16, "count": 3}, "conditions": {}, "analyses": {}}
+    model = {"name": "m", "architecture": "A", "dtype": "float32", "device": "cpu", "verified": True}
+    about = {
+        "model": model | {"parameters": 9, "heads": 2, "layers": 1},
+        "prompts": {"hash": "0" * 16, "count": 3},
+        "conditions": {},
+        "analyses": {},
+        "measured_layers": [0],
+        "versions": {"mechattn": "0", "transformer-lens": "4", "torch": "2"},
+        "time": "2026-11-22T00:00:00+00:00",
+        "seed": 0,
+        "engine": "streaming",
+    }
     return ma.Result(datasets, about)
 
 

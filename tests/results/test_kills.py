@@ -301,7 +301,8 @@ sys.path.insert(0, sys.argv[2])
 from mechattn.results.packed import unpacked
 from mechattn.results.packed import packed
 from mechattn.results.schema import as_tree, digest
-from mechattn.results.storage import load_result, save_result
+from mechattn.results.reading import load_result
+from mechattn.results.storage import save_result
 from tests.kills import killed_at
 
 root = Path(sys.argv[1])

@@ -1,0 +1,99 @@
+"""What a checkpoint may not do while it is loaded, unless the user says so: run code of its own, be read as a pickle.
+
+No option says so to all that takes part. TransformerLens hands none about pickles on, and for some architectures it
+imports the checkpoint's code whatever ``trust_remote_code`` says; transformers asks on standard input where it is left
+open. So the functions of transformers that read pickles and import code look first at what is being loaded. They are
+wrapped once and stay so; what they look at belongs to one thread, for the length of a ``with``: whatever else loads a
+model in this process, at the same time or later, meets no guard of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from threading import Lock
+from typing import Any, Literal
+
+from mechattn.errors import ModelError
+
+Forbidden = Literal["code", "pickles"]
+_forbidden: ContextVar[frozenset[Forbidden] | None] = ContextVar("forbidden", default=None)  # None: no load of ours
+_lock, _wrapped = Lock(), False
+
+
+@contextmanager
+def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
+    """For the length of a ``with`` this thread does to a checkpoint what the user has allowed, and asks nothing.
+
+    Raises:
+        ModelError: There is nothing but a pickle, and none is to be read.
+    """
+    _wrap_once()
+    allowed: dict[Forbidden, bool | None] = {"code": trust_remote_code, "pickles": pickled_weights}
+    before = _forbidden.set(frozenset(what for what, said in allowed.items() if said is not True))
+    try:
+        yield
+    except ModelError as error:
+        if pickled_weights or "safetensors" not in str(error):
+            raise
+        raise ModelError(
+            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
+            "save_pretrained, or say pickled_weights=True if you trust it"
+        ) from error
+    finally:
+        _forbidden.reset(before)
+
+
+def is_of_own_code(model: Any) -> bool:
+    """Whether the class of a model comes from a checkpoint, whose code the user has let run then."""
+    return type(model).__module__.startswith("transformers_modules")
+
+
+def _wrap_once() -> None:
+    global _wrapped
+    with _lock:
+        if not _wrapped:
+            _wrap()
+            _wrapped = True
+
+
+def _wrap() -> None:
+    from transformers import PreTrainedModel, dynamic_module_utils
+    from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
+
+    loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
+    PreTrainedModel.from_pretrained = classmethod(_without_pickles(loads))  # type: ignore[method-assign,assignment]
+    for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code, and runs it
+        setattr(dynamic_module_utils, name, _without_code(getattr(dynamic_module_utils, name)))
+    for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
+        module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)  # type: ignore[attr-defined]
+
+
+def _without_pickles(given: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(given)
+    def load(*arguments: Any, **options: Any) -> Any:
+        only = {"use_safetensors": True} if "pickles" in (_forbidden.get() or ()) else {}
+        return given(*arguments, **(options | only))
+
+    return load
+
+
+def _without_code(given: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(given)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if "code" in (_forbidden.get() or ()):
+            raise ModelError("it has code of its own, which is run with trust_remote_code=True alone")
+        return given(*arguments, **options)
+
+    return run
+
+
+def _without_a_question(given: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(given)
+    def resolve(trust: bool | None, *arguments: Any, **options: Any) -> Any:
+        found = _forbidden.get()
+        return given("code" not in found if trust is None and found is not None else trust, *arguments, **options)
+
+    return resolve

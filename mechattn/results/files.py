@@ -1,0 +1,95 @@
+"""The files of a stored Zarr folder, here or at an address: plain ones alone, as others act when they are read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mechattn.errors import OutputError
+from mechattn.shown import plain
+
+
+@dataclass(frozen=True)
+class Files:
+    """What lies in a folder.
+
+    Args:
+        sizes: Bytes of each file, by its path in the folder, with "/".
+        read: All of a file.
+        heads: The first bytes of some files.
+    """
+
+    sizes: Mapping[str, int]
+    read: Callable[[str], bytes]
+    heads: Callable[[Seq[str], int], list[bytes]]
+
+
+def files_in(folder: Path) -> Files:
+    """The files in a folder of this machine.
+
+    Raises:
+        OutputError: There is a link, a named pipe, a device or a socket among them.
+    """
+    sizes, waiting = {}, [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as found:
+            for entry in found:
+                path = Path(entry.path)
+                _check_name(entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                    continue
+                if not entry.is_file(follow_symlinks=False):
+                    raise OutputError(f"{path} is {_kind(path)}, and a stored result holds plain files alone")
+                sizes[path.relative_to(folder).as_posix()] = entry.stat(follow_symlinks=False).st_size
+
+    def heads(names: Seq[str], count: int) -> list[bytes]:
+        return [_head(folder / name, count) for name in names]
+
+    return Files(sizes, lambda name: (folder / name).read_bytes(), heads)
+
+
+def files_at(address: str) -> Files:
+    """The files at an address.
+
+    Raises:
+        OutputError: There is something else than plain files.
+    """
+    import fsspec
+
+    system, root = fsspec.url_to_fs(address)
+    root, sizes = root.rstrip("/") + "/", {}
+    for path, about in system.find(root, detail=True).items():
+        if about.get("type") != "file" or about.get("islink"):
+            raise OutputError(f"{path} at {address} is no plain file, and a stored result holds nothing else")
+        _check_name(path.removeprefix(root))
+        sizes[path.removeprefix(root)] = int(about.get("size") or 0)
+
+    def heads(names: Seq[str], count: int) -> list[bytes]:
+        at: Any = [root + name for name in names]
+        return system.cat_ranges(at, [0] * len(at), [min(count, sizes[name]) for name in names], on_error="raise")
+
+    return Files(sizes, lambda name: system.cat_file(root + name), heads)
+
+
+def _check_name(name: str) -> None:
+    """Libraries print names in warnings of their own."""
+    if plain(name) != name:
+        raise OutputError(f'a file in this result is called "{name}", with control characters, and none of ours is')
+
+
+def _head(path: Path, count: int) -> bytes:
+    with open(path, "rb") as stored:
+        return stored.read(count)
+
+
+def _kind(path: Path) -> str:
+    """What a path is that is no plain file."""
+    mode = path.lstat().st_mode
+    kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
+    return next((word for is_kind, word in kinds.items() if is_kind(mode)), "a device")

@@ -1,0 +1,88 @@
+"""What a NetCDF file declares, looked at before any of it is read: nothing outside of it, and nothing that unpacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mechattn.errors import OutputError
+from mechattn.results.size import BYTES, TEXT, Size
+from mechattn.shown import plain
+
+_TEXTS = 64  # that an attribute holds at most
+_DESCRIPTOR = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a text in an HDF5 file
+
+
+def check_file(path: Path, size: Size) -> None:
+    """Look at every variable of a file, without reading one.
+
+    Raises:
+        OutputError: The file refers to others, or one of its variables is packed, or is larger than what is stored.
+    """
+    import h5py
+
+    with h5py.File(path, "r") as stored:
+        try:
+            _check_group(stored, size, path, 0)
+        except (KeyError, TypeError, ValueError) as error:
+            raise OutputError(f"the result at {size.where} is not as mechattn writes it: {error}") from None
+    size.check()
+
+
+def _check_group(group: Any, size: Size, path: Path, depth: int) -> None:
+    """One group, and those within; ours lie in the root."""
+    import h5py
+
+    _check_attributes(group)
+    for name in group:
+        if plain(name) != name:
+            raise ValueError(f"{name} is no name")
+        link, kind = group.get(name, getlink=True), group.get(name, getclass=True)
+        if not isinstance(link, h5py.HardLink):
+            raise ValueError(f"{name} is a link to somewhere else")
+        if kind is h5py.Group and depth == 0:
+            _check_group(group[name], size, path, depth + 1)
+        elif kind is h5py.Dataset:
+            _check_variable(group[name], size, path)
+        else:
+            raise ValueError(f"{name} is no variable")
+
+
+def _check_variable(variable: Any, size: Size, path: Path) -> None:
+    """One variable lies in the file as it is; of texts the lengths are added up."""
+    import h5py
+
+    _check_attributes(variable)
+    if variable.external is not None or variable.is_virtual or variable.chunks is not None:
+        raise ValueError(f"{variable.name} lies in another file, or is packed")
+    text = h5py.check_string_dtype(variable.dtype) is not None
+    if not text and variable.dtype.newbyteorder("=").name not in BYTES:
+        raise ValueError(f"{variable.name} holds neither numbers nor texts")
+    each = _DESCRIPTOR.itemsize if text else variable.dtype.itemsize
+    at, held = variable.id.get_offset(), variable.id.get_storage_size()
+    if at is not None and (held != each * variable.size or at + held > size.stored):
+        raise ValueError(f"{variable.name} is larger than what is stored")
+    if at is None and text and variable.size:
+        raise ValueError(f"{variable.name} is filled with a text")
+    in_memory = TEXT * variable.size + _letters(path, at, variable.size) if text else each * variable.size
+    size.variables[variable.name] = in_memory
+
+
+def _letters(path: Path, at: int | None, count: int) -> int:
+    """How many bytes some texts have, several of which may be one text of the file."""
+    if at is None:
+        return 0
+    return int(np.fromfile(path, _DESCRIPTOR, count, offset=at)["length"].sum(dtype=np.uint64))
+
+
+def _check_attributes(of: Any) -> None:
+    """Attributes are read with the file; several of their texts can be one long text of it."""
+    import h5py
+
+    for name in of.attrs:
+        about = of.attrs.get_id(name)
+        many = int(np.prod(about.shape or ())) > _TEXTS
+        if many and (h5py.check_string_dtype(about.dtype) or h5py.check_vlen_dtype(about.dtype)):
+            raise ValueError(f"{of.name} has {np.prod(about.shape):,} texts as its {name}")

@@ -1,0 +1,59 @@
+"""Where results lie: a path on this machine, or an address of fsspec, such as "s3://bucket/result.zarr"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mechattn.errors import OutputError
+
+_NAME, _PATH = 255, 4095  # bytes, on the file systems in use
+_HERE = ("file://", "local://")  # what fsspec calls this machine
+
+
+def is_address(path: str | Path) -> bool:
+    """Whether this is an address of fsspec, such as "s3://bucket/result.zarr", and no place on this machine."""
+    return "://" in str(path) and not str(path).startswith(_HERE)
+
+
+def as_place(path: str | Path) -> str | Path:
+    """An address as it is, anything else as a path from the root."""
+    here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
+    return str(path) if is_address(path) else Path(here).absolute()
+
+
+def check_name(path: str | Path) -> None:
+    """Refuse what no file system takes, before it is asked.
+
+    Raises:
+        OutputError: The path, or a name in it, is too long, or it holds a NUL.
+    """
+    text = str(path)
+    if "\0" in text:
+        raise OutputError(f'"{text[:80]}" holds a NUL, which no file\'s name does; leave it out')
+    stored = text.encode("utf-8", "surrogatepass")
+    if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
+        raise OutputError(
+            f'"{text[:40]}…" is too long: file systems take {_NAME} bytes for a name and {_PATH:,} for all of a path'
+        )
+
+
+def filesystem(address: str) -> Any:
+    """The file system of an address."""
+    import fsspec
+
+    return fsspec.url_to_fs(address)[0]
+
+
+def check_netcdf() -> None:
+    """Refuse a NetCDF file where nothing can read or write it.
+
+    Raises:
+        OutputError: h5netcdf is not installed.
+    """
+    try:
+        import h5netcdf  # noqa: F401
+    except ImportError:
+        raise OutputError(
+            'a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]", or save as .zarr, which needs nothing else'
+        ) from None

@@ -1,0 +1,86 @@
+"""Reading results, which may be somebody else's: looked at first, read when they are what mechattn writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mechattn.errors import OutputError
+from mechattn.results.files import files_at, files_in
+from mechattn.results.netcdf_file import check_file
+from mechattn.results.places import as_place, check_name, check_netcdf
+from mechattn.results.result import Result
+from mechattn.results.schema import COMPLETE, from_tree, read_errors
+from mechattn.results.seal import check_seal
+from mechattn.results.size import Size
+from mechattn.results.whole import recover
+from mechattn.results.zarr_folder import FORMAT, check_folder
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
+_ZARR: dict[str, Any] = {"engine": "zarr", "zarr_format": FORMAT, "consolidated": False}
+_NETCDF: dict[str, Any] = {"engine": "h5netcdf"}
+
+
+def load_result(path: str | Path, *, most: int | None = None) -> Result:
+    """Read what ``Result.save`` wrote, here or with an earlier version. Nothing in it is run, whoever made it.
+
+    Args:
+        path: Where it lies, here or at an address.
+        most: Bytes of memory that it may take; without it 256 MiB, or 1,000 times what is stored where that is more.
+
+    Raises:
+        OutputError: There is no stored result here, one of an unknown schema, a damaged one, or one that unpacks to
+            more than it may take.
+    """
+    check_name(path)
+    place = as_place(path)
+    if isinstance(place, Path):
+        recover(place)
+    try:
+        kind = _checked(place, path, most)
+        return _read(place, path, kind)
+    except OutputError:
+        raise
+    except Exception as error:  # files, codecs and the network have errors of their own
+        raise read_errors(path, error) from (None if isinstance(place, str) else error)  # it may tell a password
+
+
+def _checked(place: str | Path, path: str | Path, most: int | None) -> dict[str, Any]:
+    """How to open what lies at a place, when it is what it should be."""
+    if isinstance(place, str):
+        files = files_at(place)
+    elif place.suffix == ".nc" and place.is_file():
+        check_netcdf()
+        check_seal(place)
+        check_file(place, Size(path, place.stat().st_size, most))
+        return _NETCDF
+    elif place.suffix != ".nc" and (place / "zarr.json").is_file():
+        files = files_in(place)
+    else:
+        raise _nothing(place, path)
+    check_folder(files, Size(path, sum(files.sizes.values()), most))
+    return _ZARR
+
+
+def _read(place: str | Path, path: str | Path, kind: dict[str, Any]) -> Result:
+    import xarray as xr
+
+    with xr.open_datatree(place, **kind, **_OPEN) as tree:
+        _check_complete(tree, place)
+        return from_tree(tree, path)
+
+
+def _nothing(place: Path, path: str | Path) -> OutputError:
+    """What there is in place of a result."""
+    within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
+    hint = f"; there is {', '.join(within)} in it" if within else ""
+    there = ": what is there is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
+    return OutputError(f"there is no stored result at {path}{there}{hint}")
+
+
+def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
+    if isinstance(place, str) and tree.attrs.get("mechattn_schema") == 2 and not tree.attrs.get(COMPLETE):
+        raise OutputError(f"the result at {place} was not written to its end; write it again")

@@ -1,0 +1,54 @@
+"""How large a stored result unpacks, against what is stored: a few hundred bytes can declare any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mechattn.errors import OutputError
+
+ALWAYS = 256 * 2**20  # bytes; what any machine that runs a model has
+TIMES = 1000  # of what is stored; the results of all analyses with all their padding are 20 to 60 times
+TEXT = 64  # bytes of a text in memory, beside its letters
+# Of one number of each kind that a result may hold.
+BYTES: Mapping[str, int] = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass
+class Size:
+    """What the variables of a result take in memory, added up before one of them is read.
+
+    Args:
+        where: The result.
+        stored: Bytes of its files.
+        most: What the user allows; without it 256 MiB, or 1,000 times what is stored where that is more.
+    """
+
+    where: object
+    stored: int
+    most: int | None = None
+    variables: dict[str, int] = field(default_factory=dict, init=False)
+
+    def check(self) -> None:
+        """When all variables are counted.
+
+        Raises:
+            OutputError: They are more than is allowed.
+        """
+        allowed = max(ALWAYS, TIMES * self.stored) if self.most is None else self.most
+        needed = sum(self.variables.values())
+        if needed > allowed:
+            largest = max(self.variables, key=lambda name: self.variables[name])
+            raise OutputError(
+                f"the result at {self.where} would take {_mebibytes(needed)} of memory ({largest} alone "
+                f"{_mebibytes(self.variables[largest])}), {_mebibytes(allowed)} are allowed, and {self.stored:,} bytes "
+                "are stored: it is damaged, or made to fill a machine. If you know whose it is: "
+                f"load_result(…, most={needed})"
+            )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,113 @@
+"""What a Zarr folder declares, looked at before Zarr reads it: our own format and codecs, and how large it unpacks.
+
+Zarr takes a folder for the older format 2 where it finds no ``zarr.json``, and that has a codec that runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from mechattn.errors import OutputError
+from mechattn.results.files import Files
+from mechattn.results.size import BYTES, TEXT, Size
+
+FORMAT = 3
+_METADATA = "zarr.json"
+_LONGEST = 64 * 2**20  # bytes of a zarr.json
+_FEW = 10_000  # chunks
+_SMALL = 4096  # bytes of a chunk: Zarr itself makes them of 128 KiB and more
+_CHUNK = re.compile(r"c(/\d+)*")
+_HEADER = 18  # bytes of the longest header of a zstd frame
+_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def check_folder(files: Files, size: Size) -> None:
+    """Look at every array of a folder, without unpacking any.
+
+    Raises:
+        OutputError: One of them is of another format, has codecs that mechattn does not write, or is too large.
+    """
+    if _METADATA not in files.sizes:
+        raise OutputError(f"there is no stored result at {size.where}")
+    for path in sorted(path for path in files.sizes if path.rpartition("/")[2] == _METADATA):
+        folder = path.removesuffix(_METADATA)
+        try:
+            about = _metadata(files, path)
+            if about["node_type"] == "array":
+                _check_array(files, folder, about, size)
+            elif about["node_type"] != "group":
+                raise ValueError(f"node_type is {about['node_type']!r}")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise OutputError(f"{path} in the result at {size.where} is not as mechattn writes it: {reason}") from None
+    size.check()
+
+
+def frame_size(header: bytes) -> int | None:
+    """How many bytes a frame of zstd unpacks to, from its first 18; None where it does not say, or is no frame.
+
+    Source:
+        RFC 8878, section 3.1.1.1.
+    """
+    if len(header) < 6 or header[:4] != _MAGIC:
+        return None
+    flags = header[4]
+    single = bool(flags & 0b00100000)
+    width = (int(single), 2, 4, 8)[flags >> 6]
+    start = 5 + (not single) + (0, 1, 2, 4)[flags & 0b11]
+    if not width or len(header) < start + width:
+        return None
+    return int.from_bytes(header[start : start + width], "little") + (256 if width == 2 else 0)
+
+
+def _metadata(files: Files, path: str) -> dict[str, Any]:
+    if files.sizes[path] > _LONGEST:
+        raise ValueError(f"it has {files.sizes[path]:,} bytes")
+    about = json.loads(files.read(path))
+    if not isinstance(about, dict) or about["zarr_format"] != FORMAT:
+        raise ValueError(f"it is not of Zarr's format {FORMAT}")
+    return about
+
+
+def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -> None:
+    """One array: what it declares, and what its chunks say that they unpack to."""
+    shape, chunk = _sizes(about["shape"]), _sizes(about["chunk_grid"]["configuration"]["chunk_shape"])
+    _check_codecs(about)
+    if about["chunk_grid"]["name"] != "regular" or len(shape) != len(chunk) or 0 in chunk:
+        raise ValueError(f"its chunks are of shape {chunk}, and it is of shape {shape}")
+    kind = about["data_type"]
+    each = TEXT if kind == "string" else BYTES[kind]
+    declared, in_chunk = each * math.prod(shape), each * math.prod(chunk)
+    chunks = math.prod(-(-length // part) for length, part in zip(shape, chunk, strict=True))
+    if chunks > _FEW + declared // _SMALL:
+        raise ValueError(f"it declares {chunks:,} chunks")
+    unpacked = 0
+    names = [name for name in files.sizes if name.startswith(folder) and _CHUNK.fullmatch(name.removeprefix(folder))]
+    for name, header in zip(names, files.heads(names, _HEADER), strict=True):
+        made = frame_size(header)
+        if made is None or (kind != "string" and made != in_chunk):
+            raise ValueError(f"{name} is not of the size that it declares")
+        unpacked += made + (in_chunk if kind == "string" else 0)
+    size.variables[folder.rstrip("/")] = max(declared, unpacked)
+
+
+def _check_codecs(about: dict[str, Any]) -> None:
+    """Only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
+    names = [codec["name"] for codec in about["codecs"]]
+    if names != ["vlen-utf8" if about["data_type"] == "string" else "bytes", "zstd"]:
+        raise ValueError(f"it is stored with the codecs {names}")
+    if about["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}:
+        raise ValueError(f"its chunks are named by {about['chunk_key_encoding']}")
+    if about.get("storage_transformers"):
+        raise ValueError("it has storage transformers")
+    if about["data_type"] == "string" and about["fill_value"] != "":
+        raise ValueError("its texts are filled with something else than nothing")
+
+
+def _sizes(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"{values!r} is no shape")
+    return values

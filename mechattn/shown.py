@@ -1,0 +1,29 @@
+"""Text from elsewhere as it can be shown: nothing in it acts on a terminal, and no address tells its password."""
+
+from __future__ import annotations
+
+import re
+
+# Everything that moves a cursor, colours, rings or turns the direction of writing; newlines and tabs stay.
+_ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A password may hold a slash that nobody wrote as %2F; before an @ of Azure stands a container, and no user.
+_USER = re.compile(
+    r"(?<=://)(?<!abfs://)(?<!abfss://)"
+    r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
+)
+_QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
+
+
+def plain(text: str) -> str:
+    """A text with its control characters written out, so that a terminal shows them and does nothing: ``\\x1b[31m``."""
+    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def without_secrets(text: str) -> str:
+    """A text whose addresses have neither user and password nor a query, where keys and tokens stand."""
+    return _QUERY.sub(r"\1…", _USER.sub("…@", text))
+
+
+def shown(text: str) -> str:
+    """Both: what is printed, and what an error says."""
+    return without_secrets(plain(text))
