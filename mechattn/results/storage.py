@@ -52,8 +52,9 @@ def check_result_place(path: str | Path) -> None:
         return
     if suffix == ".nc":
         _check_netcdf()
-    if os.path.lexists(place):
-        _check_ours(Path(os.path.realpath(place)))
+    recover(place)
+    if (there := Path(os.path.realpath(place))).exists():
+        _check_ours(there)
     check_writable(place)
 
 
