@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
     try:
         yield Kept(_continued(place, about), place)
     finally:
-        lock.unlink(missing_ok=True)
+        with suppress(OSError):  # where an open file cannot be deleted
+            lock.unlink(missing_ok=True)
         held.release()
 
 

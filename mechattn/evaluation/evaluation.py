@@ -346,12 +346,14 @@ def _within(made: Interval) -> Interval:
 
 def _replaceable(path: Path) -> bool:
     """Whether there is nothing, or nothing but an evaluation, by its first line."""
+    if not path.exists():
+        return True
     try:
+        if not path.is_file():
+            return False
         with open(path, "rb") as stored:
             first = stored.readline()
         return not first or set(json.loads(first)) == {"provenance"}
-    except FileNotFoundError:
-        return True
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from mechattn.errors import OutputError
@@ -22,8 +21,11 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
     Raises:
         OutputError: Nothing can be written here, or a file is here that mechattn did not write.
     """
+    path = Path(path)
+    if inside := [parent for parent in path.absolute().parents if parent.suffix == ".zarr"]:
+        raise OutputError(f"{path} is in {inside[0]}, which holds a result and nothing else; choose another place")
     check_writable(path)
-    if os.path.lexists(path) and not force and not _is_ours(Path(path)):
+    if path.exists() and not (path.is_file() and (force or _is_ours(path))):
         raise OutputError(
             f"{path} exists, and mechattn did not write it, so it is not replaced: choose another name, or mean it "
             "(--force, in Python force=True)"

@@ -15,7 +15,7 @@ from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 from mechattn.results.schema import COMPLETE, as_tree, digest
 from mechattn.results.seal import is_sealed, seal
-from mechattn.results.whole import check_writable, write_whole
+from mechattn.results.whole import check_writable, recover, write_whole
 
 
 def check_result_place(path: str | Path) -> None:
@@ -36,8 +36,9 @@ def check_result_place(path: str | Path) -> None:
         return
     if suffix == ".nc":
         check_netcdf()
-    if os.path.lexists(place):
-        _check_ours(Path(os.path.realpath(place)))
+    recover(place)
+    if (there := Path(os.path.realpath(place))).exists():
+        _check_ours(there)
     check_writable(place)
 
 

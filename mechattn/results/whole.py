@@ -57,7 +57,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         OutputError: It could not be written; what was there before still is, and nothing else.
     """
     path = Path(os.path.realpath(path))
-    recover(path)
     try:
         with _beside(path) as folder:
             write(folder / f"new{path.suffix}")

@@ -5,6 +5,7 @@ import pytest
 import mechattn as ma
 from mechattn.config import read_config
 from mechattn.errors import MechattnError, OptionError, PromptError
+from mechattn.figures import make_figures
 from mechattn.from_config import run_from_config
 
 
@@ -85,3 +86,18 @@ def test_a_config_can_ablate_heads(tmp_path):
         "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
     )
     assert "heads=((0, 1),)" in repr(read_config(path).made_conditions()["off"])
+
+
+@pytest.mark.parametrize("models", [["A/ckpt", "B/ckpt"], ["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])
+def test_models_whose_files_have_one_name_are_found_when_the_config_is_read(tmp_path, models):
+    path = tmp_path / "config.toml"
+    text = f"model = {models}\n[prompts]\nsource = 'word-problems'\n[output]\nresult = '{{model}}.zarr'\n"
+    path.write_text(text)
+    message = rf"config\.toml: the models '{models[0]}' and '{models[1]}' would both write to files named"
+    for read in (read_config, run_from_config):
+        with pytest.raises(OptionError, match=message):
+            read(path)
+    with pytest.raises(OptionError, match="would both write to files named"):
+        make_figures(tmp_path / "out", models, "word-problems", 6, 0, [0])
+    path.write_text(text.replace(models[1], "B/other"))
+    assert read_config(path).models == [models[0], "B/other"]

@@ -220,6 +220,18 @@ def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, suffix,
         ma.run_job(job, path, shard="1/2")
 
 
+def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
+    path, other = tmp_path / "r.zarr", replace(job, seed=4)
+    ma.run_job(job, path)
+    stopped(other, path, 2)
+    before = {p.name: p.read_bytes() for p in parts_folder(path).iterdir()}
+    ma.run_job(job, path)
+    assert {p.name: p.read_bytes() for p in parts_folder(path).iterdir()} == before
+    ma.run_job(other, path)
+    assert ma.load_result(path).provenance["seed"] == 4
+    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+
+
 def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
     from mechattn.results.shards import merge_stored
 

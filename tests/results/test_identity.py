@@ -1,6 +1,7 @@
 """What decides the numbers is told in the same words on another day, and in other words when it is something else."""
 
 import importlib.util
+import linecache
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -131,10 +132,22 @@ def test_another_source_is_another_class(tmp_path):
         assert one.startswith(f"{name}[source ")
 
 
-def test_a_class_without_a_source_has_its_name():
-    space = {"__name__": "typed"}
-    exec("class Typed:\n    def add(self, x):\n        return x + 1\n", space)
-    assert identity(space["Typed"]()).startswith("Typed[source ")
+def typed(text, cell=None):
+    """A class of a notebook, whose cells Python remembers line by line; or of a text that nobody remembers."""
+    if cell is not None:
+        linecache.cache[cell] = (len(text), None, text.splitlines(True), cell)
+    space = {"__name__": "__main__"}
+    exec(compile(text, cell or "<typed>", "exec"), space)
+    return space["Typed"]()
+
+
+def test_a_class_of_a_notebook_has_its_functions_and_one_without_a_source_its_name():
+    text = "class Typed:\n    def add(self, x):\n        return x + 1\n"
+    other = text.replace("+ 1", "+ 2")
+    assert identity(typed(text, "<cell 1>")) == identity(typed(text, "<cell 2>"))
+    assert identity(typed(text, "<cell 1>")) != identity(typed(other, "<cell 3>"))
+    assert identity(typed(text)).startswith("Typed[source ")
+    assert identity(typed(text)) == identity(typed(other)), "nothing tells these two"
 
 
 def test_no_word_depends_on_the_process(tmp_path):

@@ -13,7 +13,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.engine.chunks import parts_folder
-from mechattn.errors import OutputError
+from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Answered, Evaluation
 from mechattn.render.html import GENERATOR, save_page
@@ -139,6 +139,15 @@ def test_between_the_two_renames_the_new_one_is_found(shards, halfway, tmp_path,
     assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
     assert f"the result of {tmp_path / 'r.zarr'} was found whole in {left}" in capsys.readouterr().err
     assert names(tmp_path) == ["r.zarr"]
+
+
+def test_a_target_that_was_killed_halfway_is_seen(shards, halfway, tmp_path):
+    """It is not there under its name, and it is not lost by a merge to which it does not belong."""
+    copied(halfway, tmp_path)
+    shards[2].save(tmp_path / "2.zarr")
+    with pytest.raises(OptionError, match="exists and is no merge of"):
+        merge_stored(str(tmp_path / "r.zarr"), [str(tmp_path / "2.zarr")])
+    assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
 
 
 def test_killed_while_it_is_found(shards, halfway, tmp_path):

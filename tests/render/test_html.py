@@ -1,0 +1,109 @@
+"""A page is written whole or not at all, and takes the place of a page of ours alone."""
+
+import os
+import resource
+
+import pytest
+
+from mechattn.errors import OutputError
+from mechattn.render.html import GENERATOR, check_page_place, save_page
+from mechattn.render.view import View
+
+VIEW = View("<p>seen</p>", script=None)
+
+
+@pytest.fixture
+def little_room():
+    """No file can be longer than 10,000 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture(params=["view", "page"])
+def saved(request, slash_result):
+    """How a small page is saved, and how a large one is."""
+    if request.param == "view":
+        return VIEW.save, View("x" * 50_000, script=None).save
+    return VIEW.save, lambda path: slash_result.page(path, heads=[0])
+
+
+def test_a_full_disk_leaves_the_old_page(saved, tmp_path, little_room):
+    small, large = saved
+    path = tmp_path / "p.html"
+    small(path)
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match=r"p\.html could not be written: File too large"):
+        large(path)
+    assert path.read_bytes() == before
+    with pytest.raises(OutputError, match="could not be written"):
+        large(tmp_path / "new.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["p.html"]
+
+
+def test_without_a_full_disk_it_is_replaced(saved, tmp_path):  # negative control
+    small, large = saved
+    small(tmp_path / "p.html")
+    large(tmp_path / "p.html")
+    assert (tmp_path / "p.html").stat().st_size > 50_000
+
+
+OURS = "<!doctype html><html><head><meta charset='utf-8'>" + GENERATOR + ' 0.1.0"><title>x</title></head>'
+
+
+@pytest.mark.parametrize(
+    ("content", "ours"),
+    [
+        (OURS, True),
+        (VIEW.page(), True),
+        ("", False),
+        ("<html><head><meta name='generator' content='mkdocs-1.6'></head>", False),
+        (f"<html><head><style>p {{}}</style></head><body><script>const t = `{GENERATOR}`</script></body>", False),
+        ("<html>" + "x" * 70_000 + GENERATOR, False),
+        ("\\documentclass{article}", False),
+    ],
+)
+def test_a_page_is_known_by_its_head(tmp_path, content, ours):
+    path = tmp_path / "p.html"
+    path.write_text(content)
+    if not ours:
+        with pytest.raises(OutputError, match="mechattn did not write it, so it is not replaced"):
+            check_page_place(path)
+        with pytest.raises(OutputError):
+            save_page(path, OURS)
+        assert path.read_text() == content
+    save_page(path, OURS, force=not ours)
+    save_page(path, OURS)
+    assert path.read_text() == OURS
+
+
+def test_a_page_is_no_part_of_a_result(slash_result, tmp_path):
+    slash_result.save(tmp_path / "r.zarr")
+    for place in ("r.zarr/p.html", "r.zarr/figures/p.html", "new.zarr/p.html"):
+        with pytest.raises(OutputError, match=r"which holds a result and nothing else"):
+            VIEW.save(tmp_path / place)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+    slash_result.save(tmp_path / "r.zarr")
+
+
+def test_every_page_of_ours_can_be_replaced(slash_result, tmp_path):
+    for path in (tmp_path / "p.html", tmp_path / "new" / "v.html"):
+        for _ in range(2):
+            slash_result.page(path, heads=[0])
+            VIEW.save(path)
+
+
+def test_a_link_is_followed_and_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "public").mkdir()
+    link = tmp_path / "p.html"
+    link.symlink_to("public/p.html")
+    VIEW.save(link)
+    VIEW.save(link)
+    assert link.is_symlink()
+    assert (tmp_path / "public" / "p.html").read_text() == VIEW.page()
+    with pytest.raises(OutputError, match="is a folder; name a file in it"):
+        VIEW.save(tmp_path / "public", force=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="mechattn did not write it"):  # nor does it wait for somebody to write
+        VIEW.save(tmp_path / "pipe", force=True)

@@ -1,0 +1,64 @@
+"""A merge takes the place of an earlier merge of the same results, and of nothing else."""
+
+import pytest
+from typer.testing import CliRunner
+
+import mechattn as ma
+from mechattn.cli import app
+from mechattn.errors import OptionError
+from mechattn.results.schema import digest
+from mechattn.results.shards import merge_stored
+
+
+@pytest.fixture(scope="module")
+def made(toy, prompts, tmp_path_factory):
+    """Three shards of a run, and one of a run with another seed."""
+    folder = tmp_path_factory.mktemp("shards")
+    for name, places, seed in (("1", [0, 3], 0), ("2", [1, 4], 0), ("3", [2, 5], 0), ("other", [0, 3], 7)):
+        some = [prompts[place] for place in places]
+        conditions = {"random": ma.RandomTokens(count=2)}
+        result = ma.run(toy, some, conditions, layers=0, seed=seed, places=places, progress=False)
+        result.save(folder / f"{name}.zarr")
+    return folder
+
+
+@pytest.fixture
+def shards(made, tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def prompts_of(name):
+    return ma.load_result(name)["sequences"].prompt.values.tolist()
+
+
+@pytest.mark.parametrize("target", ["1.zarr", "other.zarr", "one.nc"])
+def test_a_target_that_is_no_merge_of_them_stays(shards, target):
+    """The target was forgotten, so the first shard stands in its place; or it is of another run."""
+    ma.load_result("1.zarr").save("one.nc")
+    before = digest(ma.load_result(target).datasets)
+    done = CliRunner().invoke(app, ["merge", target, "2.zarr", "3.zarr"])
+    assert isinstance(done.exception, OptionError)
+    assert f"{target} exists and is no merge of 2.zarr, 3.zarr" in str(done.exception)
+    assert digest(ma.load_result(target).datasets) == before
+
+
+@pytest.mark.parametrize("target", ["1.zarr", "./1.zarr", "../{folder}/1.zarr"])
+def test_a_target_that_is_merged_itself(shards, target):
+    target = target.format(folder=shards.name)
+    with pytest.raises(OptionError, match="is to be merged and is the target as well"):
+        merge_stored(target, ["1.zarr", "2.zarr"])
+    assert prompts_of("1.zarr") == ["0", "3"]
+
+
+@pytest.mark.parametrize("target", ["all.zarr", "all.nc", "memory://shards/all.zarr"])
+def test_an_earlier_merge_is_replaced(shards, target):  # negative control
+    for places in (["1.zarr"], ["1.zarr", "3.zarr"], ["3.zarr", "1.zarr"], ["2.zarr", "1.zarr", "3.zarr"]):
+        merge_stored(target, places)
+    assert prompts_of(target) == [str(place) for place in range(6)]
+    with pytest.raises(OptionError, match=r"exists and is no merge of 1\.zarr, 3.zarr: it holds something else"):
+        merge_stored(target, ["1.zarr", "3.zarr"])  # what it has of the second would be lost
+    assert prompts_of(target) == [str(place) for place in range(6)]

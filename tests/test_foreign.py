@@ -1,0 +1,286 @@
+"""Folders full of somebody's files, listed before and after every command: nothing in them is changed or gone."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import mechattn as ma
+from mechattn.cli import app
+from mechattn.errors import MechattnError
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.render.view import View
+from mechattn.results.schema import digest
+
+CONFIG = """
+model = "toy:llama"
+layers = [0]
+verify = false
+[prompts]
+source = "word-problems"
+limit = 6
+[conditions.slash]
+count = 2
+[evaluation]
+out = "{out}"
+new_tokens = 2
+[output]
+result = "{result}"
+page = "{page}"
+heads = [0]
+"""
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], progress=False)
+
+
+@pytest.fixture(scope="module")
+def full(result, tmp_path_factory):
+    """What is somebody's, under every name that a command could write to."""
+    import h5py
+    import xarray as xr
+    import zarr
+
+    folder = tmp_path_factory.mktemp("full")
+    for name in ("climate.zarr", "toy-llama.zarr", "archive/data.zarr"):
+        zarr.open_group(folder / name, mode="w").create_array("temperature", data=np.arange(5.0))
+        (folder / name / "thesis.tex").write_text("ten years")
+    result.save(folder / "noted.zarr")
+    (folder / "noted.zarr" / "notes.md").write_text("look at head 3")
+    result.save(folder / "grown.zarr")
+    xr.Dataset({"mine": ("x", np.ones(3))}).to_zarr(
+        folder / "grown.zarr", group="mine", mode="a", consolidated=False, zarr_format=3
+    )
+    result.save(folder / "in-array.zarr")
+    (folder / "in-array.zarr" / "sequences" / "place" / "c" / "notes.txt").write_text("mine")
+    result.save(folder / "empty-folder.zarr")
+    (folder / "empty-folder.zarr" / "figures").mkdir()
+    result.save(folder / "linked-in.zarr")
+    (folder / "linked-in.zarr" / "archive").symlink_to("../archive")
+    (folder / "link.zarr").symlink_to("archive/data.zarr")
+    (folder / "dangling.zarr").symlink_to("archive/gone.zarr")
+    with h5py.File(folder / "climate.nc", "w") as made:
+        made["temperature"] = np.arange(5.0)
+    result.save(folder / "grown.nc")
+    with h5py.File(folder / "grown.nc", "a") as made:
+        made["mine"] = np.arange(5.0)
+    result.save(folder / "ours.zarr")
+    for name in (
+        "thesis.tex",
+        "index.html",
+        "report.html",
+        "answers.jsonl",
+        "result.zarr",
+        "folder.nc/x",
+        "odd.zarr/zarr.json",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"<html>my {name}")
+    beside = (
+        "new.zarr.parts/thesis.tex", "new.zarr.parts/photos.zip", "new.zarr.parts/draft.new", "other.zarr.parts/deep/er/x",
+        ".ours.zarr.backup/data", ".ours.zarr.abcd1234/new.zarr/x", ".ours.zarr.mechattn-mybackup/data",
+        ".ours.zarr.mechattn-copy_old/old/zarr.json", ".ours.zarr.part", ".free.zarr.backup/data", "free.zarr.probe",
+        ".answers.jsonl.part", ".free.jsonl.part", ".free.html.mechattn-thesis_1/new.html",
+    )  # fmt: skip
+    for name in beside:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    return folder
+
+
+@pytest.fixture
+def folder(full, tmp_path, monkeypatch):
+    shutil.copytree(full, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def listed(folder):
+    """Every file, folder and link, with what is in it."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        else:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    return found
+
+
+def untouched(before, folder):
+    after = listed(folder)
+    return {name: content for name, content in before.items() if after.get(name) != content}
+
+
+def invoked(*arguments):
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(done.exception, MechattnError):
+        raise done.exception
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def configured(command, result="free.zarr", page="free.html", out="free.jsonl", options=()):
+    text = CONFIG.format(result=result, page=page, out=out)
+    Path("config.toml").write_text(text)
+    invoked(command, "config.toml", *options)
+
+
+FOREIGN = ["climate.zarr", "noted.zarr", "grown.zarr", "in-array.zarr", "empty-folder.zarr", "linked-in.zarr", "link.zarr",
+           "result.zarr", "odd.zarr", "climate.nc", "grown.nc", "folder.nc"]  # fmt: skip
+NAMED = {
+    "noted.zarr": "notes.md", "grown.zarr": "mine/", "in-array.zarr": "sequences/place/c/notes.txt",
+    "empty-folder.zarr": "figures/", "linked-in.zarr": "archive",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("how", ["save", "file://", "local://", "run", "merge", "run_job"])
+def test_a_place_that_holds_something_else(result, folder, name, how, prompts):
+    before = listed(folder)
+    words = rf"{name}.* (exists and is no stored result|holds .*{NAMED.get(name, '')}.* did not write|is a folder)"
+    if name == "link.zarr":
+        words = r"data\.zarr exists and is no stored result"
+    job = ma.Job("toy:llama", prompts[:2], verify=False)
+    tried = {
+        "save": lambda: result.save(name),
+        "run": lambda: configured("run", result=name),
+        "merge": lambda: invoked("merge", name, "ours.zarr"),
+        "run_job": lambda: ma.run_job(job, name, fresh=True),
+    }
+    with pytest.raises(MechattnError, match=words):
+        tried.get(how, lambda: result.save(f"{how}{folder}/{name}"))()
+    assert untouched(before, folder) == {}
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "index.html", "report.html", "answers.jsonl", "climate.nc"])
+@pytest.mark.parametrize("how", ["page", "view", "report", "run", "evaluation", "evaluate"])
+def test_a_file_that_is_something_else(result, folder, name, how):
+    before = listed(folder)
+    tried = {
+        "page": lambda: result.page(name, heads=[0]),
+        "view": lambda: View("<p>seen</p>", script=None).save(name),
+        "report": lambda: invoked("report", "ours.zarr", "--out", name),
+        "run": lambda: configured("run", page=name),
+        "evaluation": lambda: Evaluation((), {}).save(name),
+        "evaluate": lambda: configured("evaluate", out=name),
+    }
+    words = rf"{name} (exists, and mechattn did not write it.*--force.*force=True|.*is no evaluation)"
+    with pytest.raises(MechattnError, match=words):
+        tried[how]()
+    assert untouched(before, folder) == {}
+
+
+def test_force_means_it(result, folder):  # negative control
+    before = listed(folder)
+    for name in ("thesis.tex", "index.html"):
+        result.page(name, heads=[0], force=True)
+        View("<p>seen</p>", script=None).save(name)  # it is ours now
+        result.page(name, heads=[0])
+    invoked("report", "ours.zarr", "--out", "report.html", "--force")
+    configured("run", page="answers.jsonl", options=["--force"])
+    assert set(untouched(before, folder)) == {"thesis.tex", "index.html", "report.html", "answers.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["new.zarr", "other.zarr"])
+def test_parts_that_are_somebodys(folder, name):
+    before = listed(folder)
+    with pytest.raises(
+        MechattnError, match=rf"{name}\.parts is where finished chunks are kept, and holds (deep/er/x|draft)"
+    ):
+        configured("run", result=name)
+    assert untouched(before, folder) == {}
+
+
+@pytest.mark.parametrize("name", ["free.zarr", "free.nc", "ours.zarr", "dangling.zarr"])
+def test_a_place_that_is_free_among_them(folder, name):
+    """Written, replaced and written anew; what lies beside it stays, backups and copies of the same name too."""
+    before = {path: content for path, content in listed(folder).items() if not path.startswith("ours.zarr")}
+    had = set(os.listdir(folder))
+    configured("run", result=name)
+    configured("run", result=name, options=["--fresh"])
+    assert ma.load_result(name)["sequences"].sizes["prompt"] == 6
+    configured("evaluate", result=name)
+    configured("evaluate", result=name)
+    invoked("merge", "all.zarr", name)
+    invoked("report", name, "--out", "free.html")
+    invoked("show", name)
+    assert untouched(before, folder) == {}
+    assert set(os.listdir(folder)) == had | {"config.toml", "all.zarr", "free.html", "free.jsonl", name}
+    assert sorted(os.listdir("archive")) == ["data.zarr", *(["gone.zarr"] if name == "dangling.zarr" else [])]
+
+
+def test_figures_among_them(folder):
+    before = listed(folder)
+    with pytest.raises(MechattnError, match=r"index\.html exists, and mechattn did not write it"):
+        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder)
+    with pytest.raises(MechattnError, match=r"toy-llama\.zarr exists and is no stored result"):
+        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder, "--force")
+    assert untouched(before, folder) == {}
+    for _ in range(2):
+        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder / "out")
+    assert untouched(before, folder) == {}
+
+
+def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
+    """To the folder of chunks: it stays, and so does the folder."""
+    from mechattn.engine.local import Local
+
+    class Adds:
+        def parts(self, job, chunks):
+            Path("free.zarr.parts/notes.txt").write_text("mine")
+            yield from Local().parts(job, chunks)
+
+    ma.run_job(ma.Job("toy:llama", prompts[:2], layers=0, verify=False), "free.zarr", executor=Adds())
+    assert os.listdir("free.zarr.parts") == ["notes.txt"]
+    assert "free.zarr.parts stays, since it holds notes.txt" in capsys.readouterr().err
+
+
+def test_a_result_of_an_earlier_version_is_replaced(result, tmp_path):
+    """One that does not say what it holds; among its files somebody's are found all the same."""
+    path = tmp_path / "r.zarr"
+    result.save(path)
+    root = json.loads((path / "zarr.json").read_text())
+    del root["attributes"]["contents"]
+    (path / "zarr.json").write_text(json.dumps(root))
+    (path / "notes.md").write_text("mine")
+    with pytest.raises(MechattnError, match=r"holds notes\.md too"):
+        result.save(path)
+    (path / "notes.md").rename(tmp_path / "notes.md")
+    result.save(path)
+    assert digest(ma.load_result(path).datasets) == digest(result.datasets)
+
+
+def test_at_an_address(result):
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    files.pipe({"/foreign/c.zarr/zarr.json": b'{"attributes": {}}', "/foreign/c.zarr/thesis.tex": b"ten years"})
+    files.pipe({"/foreign/free.zarr.probe": b"mine"})
+    result.save("memory://foreign/noted.zarr")
+    files.pipe({"/foreign/noted.zarr/notes.md": b"mine"})
+    before = {name: files.cat_file(name) for name in files.find("/foreign")}
+    with pytest.raises(MechattnError, match=r"c\.zarr exists and is no stored result"):
+        result.save("memory://foreign/c.zarr")
+    with pytest.raises(MechattnError, match=r"noted\.zarr is a stored result that holds notes\.md too"):
+        result.save("memory://foreign/noted.zarr")
+    result.save("memory://foreign/free.zarr")
+    result.save("memory://foreign/free.zarr")
+    after = {name: files.cat_file(name) for name in files.find("/foreign")}
+    assert {name: content for name, content in after.items() if "/free.zarr/" not in name} == before
+
+
+def test_the_list_finds_what_is_changed(folder):  # negative control
+    before = listed(folder)
+    (folder / "thesis.tex").write_text("other")
+    (folder / "answers.jsonl").unlink()
+    (folder / "link.zarr").unlink()
+    (folder / "link.zarr").mkdir()
+    (folder / "empty-folder.zarr" / "figures").rmdir()
+    assert set(untouched(before, folder)) == {"thesis.tex", "answers.jsonl", "link.zarr", "empty-folder.zarr/figures"}
