@@ -7,17 +7,19 @@ from typing import Any
 
 from mechattn.errors import OutputError
 
+_HERE = ("file://", "local://")  # what fsspec calls this machine
 _NAME, _PATH = 255, 4095  # bytes, on the file systems in use
 
 
 def is_address(path: str | Path) -> bool:
     """Whether this is an address of fsspec, such as "s3://bucket/result.zarr", and no place on this machine."""
-    return "://" in str(path) and not str(path).startswith("file://")
+    return "://" in str(path) and not str(path).startswith(_HERE)
 
 
 def as_place(path: str | Path) -> str | Path:
     """An address as it is, anything else as a path from the root."""
-    return str(path) if is_address(path) else Path(str(path).removeprefix("file://")).absolute()
+    here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
+    return str(path) if is_address(path) else Path(here).absolute()
 
 
 def check_name(path: str | Path) -> None:

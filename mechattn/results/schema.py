@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
+from mechattn.results.required import check_datasets, check_provenance
 from mechattn.results.result import Result
-from mechattn.results.whole import check_datasets, check_provenance
 
 if TYPE_CHECKING:
     import xarray as xr
