@@ -18,6 +18,7 @@ from mechattn.engine.collect import lacking
 from mechattn.errors import OptionError
 from mechattn.markup import visible
 from mechattn.render.html import check_page_place, save_page
+from mechattn.render.plain import as_heading
 from mechattn.render.received_attention import matched_control, received_attention, verdict_words
 from mechattn.render.theme import DARK, faint, model_caption
 from mechattn.render.view import View, in_script, view_script
@@ -88,7 +89,8 @@ def drawn_section(
     """
     figure = draw(results, **options)
     of = [results] if isinstance(results, Result) else list(results)
-    title, _, under = figure.layout.title.text.partition("<br>")  # the first line is the section's heading
+    under = figure.layout.title.text.partition("<br>")[2]  # the first line is the section's heading
+    title = as_heading(figure.layout.title.text)
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by the data" if isinstance(options["heads"], int) else "heads chosen by hand"

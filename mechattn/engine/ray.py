@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mechattn.engine.job import Job, Worker
+from mechattn.engine.ray_alone import start_alone
 from mechattn.errors import MechattnError, OptionError, OutputError
 
 TRIES = 3  # of a chunk whose worker dies
@@ -21,7 +23,8 @@ class Ray:
     """One actor a GPU, or a core where there is none, which gets a chunk when it has finished the one before.
 
     Args:
-        address: Of a running cluster ("auto", "ray://host:10001"); without it one is started on this machine.
+        address: Of a running cluster ("auto", "ray://host:10001"); without it one is started on this machine, which
+            no other machine can reach.
         workers: How many actors; without it as many as the cluster has GPUs, or cores.
     """
 
@@ -46,20 +49,23 @@ class Ray:
 
     def _connected(self) -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+        loaded = sys.modules.get("ray")
+        if loaded is not None and loaded.is_initialized():
+            return loaded
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         try:
-            import ray
+            return start_alone(quiet) if self.address is None else self._joined(quiet)
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
-        if ray.is_initialized():
-            return ray
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
-        if self.address is None:
-            quiet["include_dashboard"] = False
+
+    def _joined(self, options: dict[str, Any]) -> Any:
+        import ray
+
         try:
-            ray.init(address=self.address or "local", **quiet)
+            ray.init(address=self.address, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from error
+            raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from None
         return ray
 
     def _count(self, ray: Any, job: Job, chunks: int) -> int:

@@ -98,7 +98,11 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
         return {}
     before, found = _read(path)
     # An earlier version wrote the whole path of the model, and no hash of its weights.
-    as_now = {"weights_hash": about["weights_hash"], **before, "model": provenance.name_of(str(before.get("model")))}
+    as_now = {
+        "weights_hash": about.get("weights_hash"),
+        **before,
+        "model": provenance.name_of(str(before.get("model"))),
+    }
     for name, value in about.items():
         if name != "versions" and as_now.get(name) != json.loads(json.dumps(value)):
             raise OptionError(

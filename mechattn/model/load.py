@@ -20,7 +20,7 @@ from mechattn.model.mend import mend
 from mechattn.model.native import classes_left_alone, native_twin
 from mechattn.model.report import Report
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
-from mechattn.model.trust import as_trusted, is_of_own_code
+from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
 from mechattn.model.verify import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
 
 Dtype = torch.dtype | Literal["auto"]
@@ -216,6 +216,7 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(place, **remote)
     except Exception as error:
+        refuse_own_code(error, place)
         raise ModelError(
             f"{place} holds no tokenizer that loads ({_reason(error)}); pass one: load_model(…, tokenizer=…)"
         ) from error
@@ -238,10 +239,9 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, **remote)
     except Exception as error:
+        refuse_own_code(error, name)
         if Path(name).is_dir():
-            own = "custom code" in str(error)
-            hint = ". It runs with trust_remote_code=True: only from who you trust" if own else ""
-            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}{hint}") from error
+            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
             f"and the hub did not give it ({_reason(error)})"

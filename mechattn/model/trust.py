@@ -51,6 +51,19 @@ def is_of_own_code(model: Any) -> bool:
     return type(model).__module__.startswith("transformers_modules")
 
 
+def refuse_own_code(error: Exception, name: str) -> None:
+    """Say so where that is what transformers has refused.
+
+    Raises:
+        ModelError: The checkpoint has code of its own.
+    """
+    if "custom code" in str(error):
+        raise ModelError(
+            f"{name} has code of its own, which is run only if you say so: load_model(…, trust_remote_code=True), if "
+            "you trust it"
+        ) from error
+
+
 def _wrap_once() -> None:
     global _wrapped
     with _lock:
@@ -84,7 +97,7 @@ def _without_code(given: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(given)
     def run(*arguments: Any, **options: Any) -> Any:
         if "code" in (_forbidden.get() or ()):
-            raise ModelError("it has code of its own, which is run with trust_remote_code=True alone")
+            raise ModelError("the checkpoint has code of its own, which is run with trust_remote_code=True alone")
         return given(*arguments, **options)
 
     return run

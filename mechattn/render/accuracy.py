@@ -10,6 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.render.plain import with_plain_names
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
         figure.add_hline(100 * rows.accuracy[BASELINE], line=dict(width=1, dash="dot", color=colour))
     figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
     _finish(figure, tables, "accuracy by condition")
-    return figure
+    return with_plain_names(figure)
 
 
 def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
@@ -65,7 +66,7 @@ def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") ->
         _points(figure, x, rows, model, colour, mode="lines+markers")
     figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
     _finish(figure, tables, f"accuracy by {option}")
-    return figure
+    return with_plain_names(figure)
 
 
 def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
@@ -104,7 +105,7 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
     figure.update_layout(**LAYOUT, title_text=f"{model}: accuracy<br><sup>{about}</sup>", height=420)
-    return figure
+    return with_plain_names(figure)
 
 
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
@@ -129,7 +130,7 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     figure.update_yaxes(title_text="chance that the answer is right (%)", rangemode="tozero")
     note = "bars: 95 % intervals over problems"
     figure.update_layout(**LAYOUT, title_text=f"{model}: {' and '.join(tables)}<br><sup>{note}</sup>", height=460)
-    return figure
+    return with_plain_names(figure)
 
 
 def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
@@ -148,7 +149,7 @@ def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     figure.update_yaxes(title_text=f"distinct {n}-grams (% of all)")
     note = "of all answers to one question; bars: 95 % intervals over questions"
     figure.update_layout(**LAYOUT, title_text=f"diversity of answers<br><sup>{note}</sup>", height=420)
-    return figure
+    return with_plain_names(figure)
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.render.plain import with_plain_names
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure with what it says, for :func:`said`; plotly keeps it as ``layout.meta``."""
-    return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
+    """The figure, no markup in its names, with what it says, for :func:`said`; plotly keeps it as ``layout.meta``."""
+    return with_plain_names(figure).update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 
 def said(figure: go.Figure) -> str:

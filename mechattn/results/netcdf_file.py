@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mechattn.errors import OutputError
-from mechattn.results.size import BYTES, TEXT, Size
+from mechattn.results.size import BYTES, TEXT, TIMES, Size
 from mechattn.shown import plain
 
-_TEXTS = 64  # that an attribute holds at most
+_TEXTS = TIMES  # that an attribute holds at most: each may be all of the file
 _DESCRIPTOR = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a text in an HDF5 file
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mechattn.errors import OutputError
 
+_HERE = ("file://", "local://")  # what fsspec calls this machine
 _NAME, _PATH = 255, 4095  # bytes, on the file systems in use
 _HERE = ("file://", "local://")  # what fsspec calls this machine
 

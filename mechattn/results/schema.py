@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
-from mechattn.results.contents import check_datasets, check_provenance
+from mechattn.results.required import check_datasets, check_provenance
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:

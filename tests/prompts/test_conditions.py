@@ -253,10 +253,6 @@ def test_a_text_behind_a_marker(toy):
         assert "How many" not in toy.tokenizer.decode(sequence.tokens[:shorter])
     with pytest.raises(ma.MechattnError, match=r"prompt a .* does not hold after=.Why"):
         ma.Text(" Well.", after="Why").apply(PROMPT, toy)
-    for wrong, message in (({"text": ""}, "give the text"), ({"text": "a", "after": ""}, "after=''"),
-                           ({"text": "a", "place": "end"}, "place='end': choose one of")):  # fmt: skip
-        with pytest.raises(ma.MechattnError, match=message):
-            ma.Text(**wrong)
 
 
 def test_the_nearest_count_that_a_tokenizer_can_reach(toy):

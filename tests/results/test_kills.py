@@ -29,6 +29,15 @@ def job(prompts):
     return ma.Job("toy:llama", prompts[:3], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, verify=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def smallest_results():
+    """What a result must hold to be read is asked elsewhere: here each array more is ten file operations more."""
+    with pytest.MonkeyPatch.context() as patch:
+        for check in ("check_provenance", "check_datasets"):
+            patch.setattr(f"mechattn.results.schema.{check}", lambda *given: None)
+        yield
+
+
 def one(place):
     """A result of one prompt, as small as can be: each of its arrays is some ten file operations."""
     sequences = {"place": (("prompt",), np.array([place]), {"units": "index"})}
@@ -313,7 +322,9 @@ from mechattn.results.schema import as_tree, digest
 from mechattn.results.reading import load_result
 from mechattn.results.storage import save_result
 from tests.kills import killed_at
+from mechattn.results import schema
 
+schema.check_provenance = schema.check_datasets = lambda *given: None
 root = Path(sys.argv[1])
 old, new = (unpacked((root / name).read_bytes()) for name in ("old", "new"))
 path, wanted = root / "folder" / "r.zarr", {digest(old.datasets), digest(new.datasets)}

@@ -1,0 +1,123 @@
+"""A stored result runs no code: Zarr's older format, where a file may ask for a pickle, is never read."""
+
+import json
+import pickle
+from importlib.metadata import version
+
+import numcodecs.pickles
+import pytest
+import xarray as xr
+
+import mechattn as ma
+from mechattn.errors import OutputError
+from mechattn.results.size import Size
+
+
+class Runs:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+def attack(folder, marker):
+    """A group of format 2 with a pickle as a filter; a directory called zarr.json lets Zarr fall back to it."""
+    group = folder / "sequences"
+    for path in (folder, group):
+        (path / "zarr.json").mkdir(parents=True, exist_ok=True)
+        (path / ".zgroup").write_text('{"zarr_format": 2}')
+    about = {"model": {"name": "m"}, "prompts": {"hash": "0"}, "conditions": {}, "analyses": {}}
+    (folder / ".zattrs").write_text(json.dumps({"mechattn_schema": 1, "provenance": json.dumps(about)}))
+    filters = [{"id": "vlen-utf8"}, {"id": "pickle", "protocol": 5}]
+    kind = {"shape": [1], "chunks": [1], "dtype": "|O", "fill_value": None, "order": "C", "zarr_format": 2}
+    for name in ("prompt", "condition"):
+        (group / name).mkdir()
+        (group / name / ".zarray").write_text(json.dumps(kind | {"compressor": None, "filters": filters}))
+        (group / name / ".zattrs").write_text(json.dumps({"_ARRAY_DIMENSIONS": [name]}))
+        (group / name / "0").write_bytes(pickle.dumps(Runs(marker)))
+    return folder
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    """Decodes a pickle wherever a file asks for one, as numcodecs did up to 0.16.5."""
+    monkeypatch.setattr(numcodecs.pickles, "ALLOW_UNSAFE_PICKLE_DECODE", True)
+
+
+def test_a_folder_called_zarr_json_runs_nothing(as_before, tmp_path):
+    place = attack(tmp_path / "evil.zarr", tmp_path / "ran")
+    with pytest.raises(OutputError, match="there is no stored result"):
+        ma.load_result(place)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_the_guard_the_attack_runs_code(as_before, tmp_path):  # negative control
+    place = attack(tmp_path / "evil.zarr", tmp_path / "ran")
+    with pytest.raises(TypeError):  # what is unpickled is no text
+        xr.open_datatree(place, engine="zarr", consolidated=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_group_of_the_older_format_within_a_result(as_before, stored, tmp_path):
+    attack(stored / "received_attention" / "evil", tmp_path / "ran")
+    (stored / "received_attention" / "zarr.json").unlink()
+    (stored / "received_attention" / "zarr.json").mkdir()
+    with pytest.raises(OutputError):
+        ma.load_result(stored)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_numcodecs_itself_refuses_pickles():
+    assert numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE is False, version("numcodecs")
+
+
+def changed(stored, variable, **changes):
+    path = stored / variable / "zarr.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codecs": [BYTES, {"name": "numcodecs.pickle"}]},
+        {"codecs": [BYTES, {"name": "gzip", "configuration": {"level": 5}}]},
+        {"codecs": [BYTES]},
+        {"codecs": [{"name": "sharding_indexed"}]},
+        {"codecs": "bytes"},
+        {"zarr_format": 2},
+        {"data_type": "variable_length_bytes"},
+        {"data_type": {"name": "struct"}},
+        {"storage_transformers": [{"name": "other"}]},
+        {"chunk_key_encoding": {"name": "v2"}},
+        {"chunk_grid": {"name": "rectangular"}},
+        {"node_type": "link"},
+        {"shape": [-1]},
+        {"shape": [True, 1, 1]},
+        {"shape": "3"},
+    ],
+)
+def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, change):
+    monkeypatch.setattr(xr, "open_datatree", None)  # refused before Zarr sees it
+    changed(stored, "received_attention/received", **change)
+    with pytest.raises(OutputError, match=r"received_attention/received/zarr\.json .* is not as mechattn writes it"):
+        ma.load_result(stored)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", "9" * 5000, "[" * 100_000, '{"zarr_format": 3}', "\ud800"])
+def test_metadata_that_is_none(stored, content):
+    (stored / "sequences" / "zarr.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(OutputError, match=r"sequences/zarr\.json .* is not as mechattn writes it"):
+        ma.load_result(stored)
+
+
+def test_the_untouched_result_is_read(stored, stored_file, small):  # negative control of all of them
+    assert ma.load_result(stored).conditions == ma.load_result(stored_file).conditions == small.conditions
+    assert Size("here", 10).check() is None
