@@ -48,8 +48,8 @@ def change_map(
     figure = go.Figure(_map_and_marks(wide, sure, f"{table.scale.iloc[0]}{'<br>less null' * known}"))
     words = condition_words(result, condition)
     note = (
-        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; null: "
-        f"{table.attrs['null']}"
+        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; "
+        f"{'null: ' * known}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"

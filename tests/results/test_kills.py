@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,11 @@ def numbers(result):
 
 
 def emptied(folder):
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Threads of Zarr that a killed save has left may still be deleting their last file meanwhile."""
+    while found := list(folder.iterdir()):
+        for path in found:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def copied(folder, to):
