@@ -260,7 +260,7 @@ def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forwar
 
 def test_other_options_of_a_condition():
     with pytest.raises(OptionError, match="before_question"):
-        ma.MeaninglessTokens(place="middle")
+        ma.MeaninglessTokens(place="end")
     with pytest.raises(OptionError, match='text=""'):
         ma.MeaninglessTokens("")
 
@@ -415,7 +415,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ),
         ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
         ({"conditions": {"x": {"count": 0}}}, r"count=0: insert at least one"),
-        ({"conditions": {"x": {"place": ["start", "middle"]}}}, r"conditions\.x\.place: Input should be"),
+        ({"conditions": {"x": {"place": ["start", "end"]}}}, r"conditions\.x\.place: Input should be"),
         ({"analyses": [{"kind": "AffineShift", "queries": "all"}]}, r"analyses\[0\]\.queries: there is no such key"),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
         ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
@@ -447,7 +447,7 @@ def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
         (lambda: ma.RandomSentence(0), "count=0: insert at least one"),
         (lambda: ma.RandomTokens("55"), "count='55': give a whole number"),
         (lambda: ma.RepeatedWord(" "), "give a word"),
-        (lambda: ma.ShuffledSentence(place="middle"), "place='middle': choose one of"),
+        (lambda: ma.ShuffledSentence(place="end"), "place='end': choose one of"),
         (lambda: ma.sweep(ma.RandomTokens(), text=["/"]), "RandomTokens has no option 'text' to vary"),
         (lambda: ma.sweep(ma.RandomTokens()), "needs an option"),
         (lambda: ma.sweep(ma.RandomTokens(), count=[10, -1]), "count=-1"),
