@@ -24,8 +24,9 @@ from mechattn.render.theme import model_caption
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place
+from mechattn.results.whole import say
 
-VIEW_TOKENS = 16
+COUNT, VIEW_TOKENS = 55, 16
 READ_TEXT = (
     "Each token is coloured by the attention that it receives on average from the original tokens after it; both texts "
     "have one scale. Hover for the number."
@@ -66,22 +67,34 @@ def make_figures(
         check_in_model(name, [layer], [shown])
     results: list[Result] = []
     sections: list[Section] = []
+    counts: list[int] = []
     for name, place in places.items():
         hooked = load_model(name)
         chosen_layers(hooked, layer)
         check_heads(heads, hooked.cfg.n_heads)
-        result = run(hooked, prompts, _conditions(), [ReceivedAttention()], seed=seed, positions="prompts")
+        slash = _fitted(COUNT, hooked)
+        counts.append(slash.count)
+        result = run(hooked, prompts, _conditions(slash), [ReceivedAttention()], seed=seed, positions="prompts")
         result.save(place)
         results.append(result)
         sections += _sections(hooked, result, prompts, layer, heads, seed, command)
     of = f"{len(prompts)} prompts of {name_of(source)}"
-    subtitle = f"What happens to attention when 55 “/” are put before the question: {of}."
+    tokens = " or ".join(map(str, sorted(set(counts))))
+    subtitle = f"What happens to attention when {tokens} tokens of “/” are put before the question: {of}."
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
 
 
-def _conditions() -> dict[str, Condition]:
-    """55 meaningless tokens, and their matched control: a random sentence of as many tokens."""
-    return {"slash": MeaninglessTokens("/", count=55), "sentence": RandomSentence(count=55)}
+def _fitted(count: int, hooked: Any) -> MeaninglessTokens:
+    """So many tokens of "/", or as near as the tokenizer comes: some make two tokens of each."""
+    slash = MeaninglessTokens("/", count=count).fitted(hooked)
+    if slash.count != count:
+        say(f'the tokenizer of {hooked.cfg.model_name} can\'t make {count} tokens of "/": {slash.count} are inserted')
+    return slash
+
+
+def _conditions(slash: MeaninglessTokens) -> dict[str, Condition]:
+    """Meaningless tokens, and their matched control: a random sentence of as many tokens."""
+    return {"slash": slash, "sentence": RandomSentence(count=slash.count)}
 
 
 def _sections(
@@ -94,7 +107,7 @@ def _sections(
         sections.append(drawn_section(received_attention, result, {"layer": layer, "heads": chosen}, command))
     text = received_text(result, layer, heads)
     sections.append(view_section(text, f"{name}: where the attention of the first prompt goes", READ_TEXT))
-    short = {"slash": MeaninglessTokens("/", count=VIEW_TOKENS)}
+    short = {"slash": MeaninglessTokens("/", count=VIEW_TOKENS).fitted(hooked)}
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
     one = run(hooked, shortest, short, [AttentionMap()], layers=layer, seed=seed, progress=False)
     with_them = f"with {VIEW_TOKENS} “/”, so that the cells can be seen"

@@ -14,6 +14,7 @@ from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
+from mechattn.engine.null import BLIND, with_nulls
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
@@ -55,7 +56,9 @@ def stored_bytes(
     found = {"each prompt's values": 0, "moments by position": 0, "each prompt's positions": 0}
     for analysis in analyses:
         sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
-        for quantity in analysis.quantities.values():
+        for name, quantity in with_nulls(analysis).items():
+            if name.endswith(BLIND):  # in models with ALiBi or learned sinks alone
+                continue
             cells = conditions * model.layers * prod(sizes[dim] for dim in quantity.dims if dim != "key")
             if "key" not in quantity.dims:
                 wide = 8 if "other_condition" in quantity.dims else 4  # products of changes are summed in float64
