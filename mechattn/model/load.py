@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from mechattn.model.verify import ANOTHER_VERSION, AT_LOADING, PROBE, check_mode
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
 _LONGEST_REASON = 300  # characters: some errors list every architecture that there is
+_one_at_a_time = RLock()  # transformers and accelerate change torch itself while they make a model
 _LAYERS, _WIDTH = 10_000, 2**31 - 1  # no model is near them; a config may say anything
 
 
@@ -74,10 +76,10 @@ def load_model(
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
-        with as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
+        with _one_at_a_time, as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        with as_trusted(options.get("trust_remote_code"), pickled_weights, name=str(model)):
+        with _one_at_a_time, as_trusted(options.get("trust_remote_code"), pickled_weights, name=str(model)):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
@@ -152,7 +154,8 @@ def _known_or_met(model: Any) -> Known:
     about = known(model)
     if about is not None:
         return about
-    native, why = native_twin(model)
+    with _one_at_a_time:
+        native, why = native_twin(model)
     return remember(model, Known(native=native, why_not_native=why, mended=mend(model)))
 
 

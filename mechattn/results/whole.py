@@ -177,7 +177,7 @@ def _remove(folder: Path, path: Path) -> None:
     """Throw the folder away, its marker last; never where it holds the only result that there is."""
     if (folder / _OLD).exists() and not os.path.lexists(path):
         return
-    for entry in (f"new{path.suffix}", _OLD):
+    for entry in (_OLD, f"new{path.suffix}"):  # in this order: a new one beside an old one is whole
         if (folder / entry).is_dir():
             shutil.rmtree(folder / entry)
         else:

@@ -1,0 +1,111 @@
+"""A link or HTML in a name is text in every figure and on the page, tried in a browser."""
+
+import html
+import json
+import re
+import shutil
+
+import plotly.graph_objects as go
+import pytest
+
+import mechattn as ma
+from mechattn.config import FIGURES
+from mechattn.page import results_page
+from mechattn.render.plain import as_heading, with_plain_names
+from mechattn.report import figures_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'
+OURS = re.compile(r"</?(?:br|sup|extra)>")
+
+
+@pytest.fixture(scope="module")
+def hostile(toy):
+    """A result whose condition, and whose quantities' units, are HTML."""
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.HeadUpdates()]
+    prompts = ma.load_prompts("word-problems", limit=6)
+    conditions = {LINK: ma.MeaninglessTokens(count=5), "<i>two</i>": ma.MeaninglessTokens("/", count=6)}
+    result = ma.run(toy, prompts, conditions, analyses, progress=False, positions="prompts")
+    for dataset in result.datasets.values():
+        for variable in dataset.data_vars.values():
+            variable.attrs["units"] = f"{variable.attrs['units']} {LINK}"
+    return result
+
+
+def strings(value):
+    """Every text in a nested value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            if name not in ("template", "meta"):
+                yield from strings(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from strings(part)
+
+
+def markup(figure):
+    """What in a figure plotly would take for markup, but for our own."""
+    found = (OURS.sub("", text) for text in strings(json.loads(figure.to_json())))
+    return [text for text in found if "<" in text]
+
+
+def test_every_figure_of_a_report_shows_names_as_text(hostile):
+    drawn = [draw(hostile, **options) for draw, options in figures_of(hostile, 0, [0, 1])]
+    assert len(drawn) >= 10
+    assert [found for figure in drawn for found in markup(figure)] == []
+    assert any("&lt;a href=" in text for figure in drawn for text in strings(json.loads(figure.to_json())))
+
+
+def test_the_search_for_markup_finds_some():  # negative control
+    figure = go.Figure(go.Scatter(x=[1], y=[1], name=LINK, customdata=[["<b>"]]))
+    assert len(markup(figure)) == 2
+    assert markup(with_plain_names(figure)) == []
+    assert html.unescape(figure.data[0].name) == LINK
+
+
+def test_our_own_markup_stays():
+    title = "a<br><sup>b</sup>"
+    figure = with_plain_names(go.Figure(layout={"title": {"text": title}, "annotations": [{"text": f"x<br>{LINK}"}]}))
+    assert figure.layout.title.text == title
+    assert figure.layout.annotations[0].text.startswith("x<br>&lt;a")
+    assert as_heading("a &lt;b&gt;<br>c") == "a <b>"
+
+
+def test_figures_of_configs_are_those_that_are_checked(hostile):
+    drawn = {draw.__name__ for draw, _ in figures_of(hostile, 0, [0, 1])}
+    others = {
+        "across_layers",
+        "sweep",
+        "meaningless_and_sentence",
+        "near_zero_by_class",
+        "by_layer",
+        "update_by_position",
+    }
+    assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize("escaped", [True, False])
+def test_no_link_on_the_page(hostile, tmp_path, monkeypatch, escaped):
+    from playwright.sync_api import sync_playwright
+
+    if not escaped:  # negative control
+        monkeypatch.setattr("mechattn.render.words.with_plain_names", lambda figure: figure)
+    figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
+    place = results_page([hostile], tmp_path / "p.html", figures)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(place.as_uri())
+        page.wait_for_function("document.documentElement.dataset.drawn !== undefined")
+        links = page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
+        assert (links == 0) == escaped
+        assert page.locator("b, img[src=x]").count() == 0
+        if escaped:
+            assert (
+                "<a href=" in page.locator("svg .gtitle").first.text_content() + page.locator("h2").nth(1).inner_text()
+            )
+        browser.close()

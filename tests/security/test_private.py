@@ -1,0 +1,139 @@
+"""What is published names no home and no user: files by their names, addresses without passwords; paths by request."""
+
+import json
+import shutil
+
+import pytest
+
+import mechattn as ma
+from mechattn.figures import make_figures
+from mechattn.from_config import run_from_config
+from mechattn.results.provenance import command_of, name_of
+
+PRIVATE = ("jane.doe", "secret-project")
+
+
+@pytest.fixture
+def home(checkpoint, tmp_path):
+    """A checkpoint and prompts in somebody's home."""
+    folder = tmp_path / "jane.doe" / "secret-project"
+    shutil.copytree(checkpoint, folder / "ckpt")
+    rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(6)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def config(home, **top):
+    lines = [f"{name} = {json.dumps(value)}" for name, value in {"model": str(home / "ckpt"), **top}.items()]
+    path = home / "config.toml"
+    path.write_text(
+        "\n".join(lines) + f'\n[prompts]\nsource = "{home}/prompts.jsonl"\n[conditions.slash]\ncount = 5\n'
+        f'[output]\nresult = "{home}/r.zarr"\npage = "{home}/p.html"\n'
+    )
+    return path
+
+
+def published(home):
+    """All that is in the result and on the page."""
+    files = [*(home / "r.zarr").rglob("*"), home / "p.html"]
+    return b"".join(path.read_bytes() for path in files if path.is_file()).decode("utf-8", "replace")
+
+
+WORDS = ["run", "CONFIG", "--address", "ray://jane:SECRET@head:10001"]
+
+
+def test_a_run_from_a_config_publishes_names(home):
+    path = config(home)
+    run_from_config(path, [str(path) if word == "CONFIG" else word for word in WORDS])
+    text = published(home)
+    assert [word for word in (*PRIVATE, "SECRET") if word in text] == []
+    about = ma.load_result(home / "r.zarr").provenance
+    assert about["model"]["name"] == "ckpt"
+    assert about["command"] == "mechattn run config.toml --address ray://…@head:10001"
+
+
+def test_the_paths_are_there_by_request_and_passwords_never(home):  # negative control
+    path = config(home, paths=True)
+    run_from_config(path, [str(path) if word == "CONFIG" else word for word in WORDS])
+    text = published(home)
+    about = ma.load_result(home / "r.zarr").provenance
+    assert about["model"]["path"] == str(home / "ckpt")
+    assert about["model"]["name"] == "ckpt"
+    assert str(path) in about["command"]
+    assert text.count("jane.doe") >= 3
+    assert "SECRET" not in text
+
+
+def test_a_script(home):
+    prompts = ma.load_prompts(str(home / "prompts.jsonl"))
+    model = ma.load_model(str(home / "ckpt"))
+    assert "jane.doe" not in json.dumps(ma.run(model, prompts, progress=False).provenance)
+    assert ma.run(model, prompts, progress=False, paths=True).provenance["model"]["path"] == str(home / "ckpt")
+
+
+def test_the_page_of_figures(home, tmp_path):
+    page = make_figures(tmp_path / "out", [str(home / "ckpt")], str(home / "prompts.jsonl"), 6, 0, [0])
+    assert [word for word in PRIVATE if word in page.read_text(encoding="utf-8")] == []
+
+
+def test_a_file_of_answers(home):
+    model, prompts = ma.load_model(str(home / "ckpt")), ma.load_prompts(str(home / "prompts.jsonl"), limit=2)
+    out = home / "answers.jsonl"
+    first = ma.evaluate(model, prompts, new_tokens=2, out=out, progress=False)
+    assert "jane.doe" not in out.read_text(encoding="utf-8")
+    lines = out.read_text(encoding="utf-8").splitlines()
+    about = json.loads(lines[0])["provenance"]
+    del about["weights_hash"]  # as an earlier version wrote it
+    old = {"provenance": about | {"model": str(home / "ckpt")}}
+    out.write_text("\n".join([json.dumps(old), *lines[1:]]) + "\n", encoding="utf-8")
+    assert ma.evaluate(model, prompts, new_tokens=2, out=out, progress=False).answers == first.answers
+
+
+def test_another_checkpoint_of_the_same_name_is_another_run(home, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(home / "ckpt", tmp_path / "other" / "ckpt")
+    weights = load_file(tmp_path / "other" / "ckpt" / "model.safetensors")
+    name = next(iter(weights))
+    save_file(
+        weights | {name: torch.zeros_like(weights[name])}, tmp_path / "other/ckpt/model.safetensors", {"format": "pt"}
+    )
+    prompts, out = ma.load_prompts(str(home / "prompts.jsonl"), limit=2), home / "answers.jsonl"
+    ma.evaluate(ma.load_model(str(home / "ckpt")), prompts, new_tokens=2, out=out, progress=False)
+    with pytest.raises(ma.MechattnError, match="weights_hash differs"):
+        ma.evaluate(ma.load_model(str(tmp_path / "other/ckpt")), prompts, new_tokens=2, out=out, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("toy:llama", "toy:llama"),
+        ("Qwen/Qwen2.5-Math-1.5B", "Qwen/Qwen2.5-Math-1.5B"),
+        ("gpt2", "gpt2"),
+        ("/home/jane/ckpt/", "ckpt"),
+        ("~/models/ckpt", "ckpt"),
+        ("./ckpt", "ckpt"),
+        ("models/llama/step4000", "step4000"),
+        ("C:\\Users\\jane\\ckpt", "ckpt"),
+        ("/home/jane/.cache/huggingface/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/0a1b", "Qwen/Qwen2.5-Math-1.5B"),
+        ("s3://jane:SECRET@bucket/r.zarr", "s3://…@bucket/r.zarr"),
+    ],
+)
+def test_names_of_places(place, name):
+    assert name_of(place) == name
+
+
+def test_a_folder_here_is_a_path_and_what_is_nowhere_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert name_of("org/model") == "org/model"
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert name_of("org/model") == "model"
+    monkeypatch.chdir(tmp_path / "org")
+    assert name_of(".") == "org"
+
+
+def test_commands():
+    words = ["figures", "--model", "/home/jane/ckpt", "--out=/home/jane/out", "--heads", "2,3,4", "--limit", "64"]
+    assert command_of(words) == "mechattn figures --model ckpt --out=out --heads 2,3,4 --limit 64"
+    assert command_of(words, paths=True) == "mechattn " + " ".join(words)

@@ -1,0 +1,164 @@
+"""What stands in a name, a file or an error acts on no terminal; tried on a real one, a pseudo-terminal."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import xarray as xr
+
+import mechattn as ma
+from mechattn.errors import MechattnError, OptionError
+from mechattn.shown import plain, shown, without_secrets
+
+RED = "\x1b[31mred\x1b]0;title\x07"
+
+
+def on_a_terminal(code, *arguments, cwd):
+    """What a program writes to a terminal of its own, both streams."""
+    ours, its = os.openpty()
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=its, stderr=its, cwd=cwd) as running:
+        os.close(its)
+        written = b""
+        while some := _read(ours):
+            written += some
+        running.wait(300)
+    os.close(ours)
+    return written.decode()
+
+
+def _read(terminal):
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+COMMAND = "from mechattn.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def hostile(small, tmp_path_factory):
+    """A folder with a result whose condition and model are called by escape sequences, signed as mechattn signs."""
+    folder = tmp_path_factory.mktemp("hostile")
+    datasets = {
+        name: dataset.assign_coords(condition=("condition", ["baseline", RED]))
+        for name, dataset in small.datasets.items()
+    }
+    model = {**small.provenance["model"], "name": RED}
+    ma.Result(datasets, {**small.provenance, "model": model}).save(folder / "r.zarr")
+    (folder / "c.toml").write_text('"mod\\u001b[31mel" = 1\n', encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shows"),
+    [
+        (["show", "r.zarr"], "\\x1b[31mred\\x1b]0;title\\x07"),
+        (["show", f"no{RED}.zarr"], "no\\x1b[31mred"),
+        (["run", "c.toml"], "mod\\x1b[31mel"),
+        (["verify", f"no{RED}"], "\\x1b[31mred"),
+        (["report", "r.zarr", "--out", "p.html"], "Open p.html"),
+        (["merge", "m.zarr", "r.zarr", f"{RED}.zarr"], "\\x1b[31mred"),
+    ],
+)
+def test_no_escape_sequence_reaches_the_terminal(hostile, arguments, shows):
+    written = on_a_terminal(COMMAND, *arguments, cwd=hostile)
+    assert shows in written.replace("\r\n", "")
+    assert not {"\x1b", "\x07"} & set(written)
+
+
+def test_a_terminal_would_be_acted_on(hostile):  # negative control
+    code = "import typer, mechattn as ma; typer.echo(ma.load_result('r.zarr').conditions[1])"
+    assert RED in on_a_terminal(code, cwd=hostile)
+
+
+def test_the_result_still_has_its_names(hostile):
+    loaded = ma.load_result(hostile / "r.zarr")
+    assert loaded.conditions == ["baseline", RED]
+    assert plain(repr(loaded)) == repr(loaded)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0", "a\x1b[31m", "a\nb", "a\tb", "\x7f", "a\u202eb", "a\u2028", "\ud800", "", "  "]
+)
+def test_names_of_conditions_with_control_characters(toy, name):
+    with pytest.raises(OptionError, match=r"control character in its name|give it a name"):
+        ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5)}, progress=False)
+
+
+def test_two_names_that_a_nul_tells_apart_would_become_one(small):  # negative control
+    made = xr.Dataset(coords={"condition": ["a", "a\0"]})
+    assert list(made.condition.values) == ["a", "a"]
+
+
+def test_other_names_are_taken(toy):  # negative control
+    names = ["slash", "é, “ü” <5", "שלום", "count=5 🙂", "text=\\n"]
+    made = ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5) for name in names}, progress=False)
+    assert made.conditions == ["baseline", *names]
+
+
+def test_a_swept_newline_is_written_out():
+    assert list(ma.sweep(ma.MeaninglessTokens(), text=["/", "\n"])) == ["text=/", "text=\\n"]
+
+
+def test_tokens_with_control_characters_are_stored_written_out(toy, tmp_path):
+    result = ma.run(toy, "Tom\0 has 3\x1b apples.", progress=False)
+    result.save(tmp_path / "r.nc")  # whose texts end at a NUL
+    texts = ma.load_result(tmp_path / "r.nc")["sequences"].first_prompt_text.values.flatten().tolist()
+    assert {"\\x00", "\\x1b"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[2J\x9b31m\u202e\u2066\r\x00", "\\x1b[2J\\x9b31m\\u202e\\u2066\\r\\x00"),
+        ("é\n\t🙂 שלום \u200d", "é\n\t🙂 שלום \u200d"),
+        ("a\udce9", "a\\udce9"),
+    ],
+)
+def test_control_characters_are_written_out(text, expected):
+    assert plain(text) == expected
+    expected.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://user:SECRET@bucket/r.zarr", "s3://…@bucket/r.zarr"),
+        ("s3://:SECRET@bucket/r.zarr", "s3://…@bucket/r.zarr"),
+        ("https://SECRET@host/r.zarr", "https://…@host/r.zarr"),
+        ("https://user:SEC/RET@host/r.zarr", "https://…@host/r.zarr"),
+        ("https://a@b:SECRET@host/r.zarr", "https://…@host/r.zarr"),
+        ("(http://host/r.zarr?token=SECRET&x=1), and", "(http://host/r.zarr?…), and"),
+        ("abfs://container@account/r.zarr?sig=SECRET", "abfs://container@account/r.zarr?…"),
+        ("simplecache::s3://user:SECRET@b/r.zarr", "simplecache::s3://…@b/r.zarr"),
+        (
+            "s3://bucket/a@b/r.zarr ray://host:10001 me@example.org",
+            "s3://bucket/a@b/r.zarr ray://host:10001 me@example.org",
+        ),
+    ],
+)
+def test_addresses_without_keys_and_passwords(text, expected):
+    assert without_secrets(text) == expected
+    assert str(MechattnError(text)) == shown(text) == expected
+    assert "SECRET" not in expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://user:SECRET@bucket/r.zarr",
+        "ftp://user:SECRET@127.0.0.1:9/r.zarr",
+        "memory://user:SECRET@x/r.zarr?k=SECRET",
+    ],
+)
+def test_errors_at_an_address_tell_no_password(small, address):
+    for act in (ma.load_result, small.save):
+        with pytest.raises(MechattnError) as caught:
+            act(address)
+        assert "SECRET" not in str(caught.value)
+    with pytest.raises(MechattnError) as caught:
+        ma.load_result(address)
+    assert caught.value.__cause__ is None, "whose words would be in the traceback"
