@@ -57,21 +57,33 @@ def figures(
     limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
     heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "2,3,4",
+    text: Annotated[str, typer.Option(help="The meaningless text that is repeated.")] = "/",
+    count: Annotated[
+        int, typer.Option(help="How many tokens of it; the nearest number that a tokenizer reaches.")
+    ] = 55,
+    place: Annotated[
+        str, typer.Option(help="before_question, start, middle (of the question), before_answer or random.")
+    ] = "before_question",
+    device: Annotated[str | None, typer.Option(help='Of torch: "cpu", "cuda:1"; the first GPU, if any.')] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
     seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
-    """Draw received attention with and without 55 meaningless tokens, on one page that opens offline."""
+    """Draw received attention with and without meaningless tokens, on one page that opens offline."""
     from mechattn.figures import make_figures
     from mechattn.model.load import model_place
     from mechattn.model.toys import toy_names
+    from mechattn.prompts.conditions import MeaninglessTokens
 
+    inserted = MeaninglessTokens(text, count, place)  # type: ignore[arg-type]
     models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
     for name in models:
         model_place(name)  # a name that is nothing is refused before anything is said
     toys = all(name.startswith("toy:") for name in models)
     takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU tens of minutes for billions of parameters"
-    _say(f"{', '.join(models)}: {limit} prompts with and without 55 inserted tokens; {takes}.", err=True)
-    options: dict[str, Any] = {"field": field, "seed": seed, "command": _command(), "force": force}
+    _say(f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}.", err=True)
+    options: dict[str, Any] = {"inserted": inserted, "dtype": dtype, "device": device, "field": field, "seed": seed}
+    options |= {"command": _command(), "force": force}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
     _say(f"Open {page} in a browser; it needs no network.")
 
@@ -89,6 +101,9 @@ def run_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
+    from mechattn.toml import read_sections
+
+    read_sections(config)  # what is wrong in the file itself is said before torch is loaded
     from mechattn.from_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
@@ -113,6 +128,9 @@ def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
+    from mechattn.toml import read_sections
+
+    read_sections(config)
     from mechattn.from_config import evaluate_from_config
 
     evaluations, written = evaluate_from_config(config)

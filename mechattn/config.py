@@ -1,20 +1,16 @@
-"""A run as a file: model, prompts, conditions, analyses, figures and output in TOML, checked before the work."""
+"""A run as a file: the conditions, analyses and figures that its sections name, made and checked before the work."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic import Field as PydanticField
+from pydantic import TypeAdapter, ValidationError
 
 from mechattn import render
 from mechattn.analysis.analysis import Analysis
@@ -25,11 +21,8 @@ from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.arm import ARM
 from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from mechattn.prompts import fillers
+from mechattn.toml import Condition, Config, Figure, all_words, near, no_such_key, read_sections
 
 CONDITIONS = {
     kind.__name__: kind
@@ -75,150 +68,7 @@ _SHOWS = {
     "near_zero_by_class": "MlpActivations",
     "agreement": "MlpActivations",
 }
-_LONGEST = 2**20  # bytes of a config
 _READINGS = {"mixed": "HeadUpdates", "top_target": "TopTargetUpdates"}
-
-
-_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, and 3 no text
-
-
-class _Open(BaseModel):
-    """A section of a kind, whose other keys are the options of that kind."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys that aren't declared."""
-        return dict(self.model_extra or {})
-
-
-class Prompts(_Section):
-    """The arguments of ``load_prompts``."""
-
-    source: str
-    limit: _Int | None = None
-    field: str = "question"
-    answer_field: str = "answer"
-    system: str | None = None
-    template: Literal["plain", "chat"] = "plain"
-    with_answer: bool = False
-    split: str = "test"
-    subset: str | None = None
-    seed: _Int = 0
-
-
-class InterventionSection(_Open):
-    """An intervention: its kind and its options."""
-
-    kind: str = "ARM"
-
-
-class Condition(_Open):
-    """A condition: its kind, its options, and what is done to the model. An option with a list of values is swept."""
-
-    kind: str = "MeaninglessTokens"
-    masked: bool = False
-    unshifted: bool = False
-    intervention: InterventionSection | None = None
-
-
-class AnalysisSection(_Open):
-    """An analysis: its kind and its options."""
-
-    kind: str = "ReceivedAttention"
-
-
-class Figure(_Open):
-    """A figure of the page: its kind and its options."""
-
-    kind: str
-
-
-class Output(_Section):
-    """Where the result and its page go, and what the first figure shows; relative to where the command runs."""
-
-    result: str
-    page: str | None = None
-    layer: int | None = None
-    heads: list[int] | int = 3
-
-
-class EvaluationSection(_Section):
-    """The arguments of ``evaluate``, and the file that answers go to; "{model}" in it for several models."""
-
-    out: str
-    new_tokens: _Int = 256
-    samples: _Int = 1
-    temperature: float | None = None
-    grader: Literal["auto", "number", "math"] = "auto"
-    batch: _Int = 32
-
-
-class Config(_Section):
-    """A whole run; several models give a result each, with "{model}" in its place.
-
-    ``chunk``: prompts that are computed, and kept, together. ``threads``: of torch, in each worker. ``executor``,
-    ``address``, ``workers``: where it is computed, which changes no number. ``paths``: whether the result and the page
-    say where checkpoints and configs lie, and not their names alone.
-    """
-
-    model: str | list[str]
-    prompts: Prompts
-    output: Output
-    conditions: dict[str, Condition] = {"slash": Condition()}
-    analyses: list[AnalysisSection] = [AnalysisSection()]
-    figures: list[Figure] | None = None
-    layers: list[int] | None = None
-    seed: _Int = 0
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    memory: str = "2GiB"
-    engine: Literal["auto", "streaming", "hooks"] = "auto"
-    verify: bool = True
-    chunk: int = PydanticField(64, ge=1, lt=2**63)
-    threads: _Int | None = PydanticField(None, ge=1)
-    executor: Literal["local", "ray"] = "local"
-    address: str | None = None
-    workers: _Int | None = PydanticField(None, ge=1)
-    paths: bool = False
-    evaluation: EvaluationSection | None = None
-
-    @property
-    def models(self) -> list[str]:
-        """The models, one at least."""
-        return [self.model] if isinstance(self.model, str) else self.model
-
-    def made_conditions(self) -> dict[str, kinds.Condition]:
-        """The conditions; a swept one gives several, named after their values."""
-        made: dict[str, kinds.Condition] = {}
-        for name, section in self.conditions.items():
-            kinds.check_name(name)
-            where = f"conditions.{name}"
-            swept = {key: value for key, value in section.options.items() if isinstance(value, list)}
-            if "count" in swept:
-                swept["count"] = [count for count in swept["count"] if count != 0]  # the baseline
-            if empty := [key for key, value in swept.items() if not value]:
-                raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
-            fixed = {key: value for key, value in section.options.items() if key not in swept}
-            for values in product(*swept.values()):
-                some = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where)
-            if section.kind == "Baseline" and section.intervention is None:
-                raise OptionError(f'{where}: a "Baseline" is always run; give this one an intervention')
-            some = some.masked() if section.masked else some
-            some = some.unshifted() if section.unshifted else some
-            if acts := section.intervention:
-                some = some.under(_made(INTERVENTIONS, acts.kind, acts.options, f"{where}.intervention"))
-            varied = kinds.sweep(some, **swept) if swept else {"": some}
-            made |= {", ".join(filter(None, (name, values))): condition for values, condition in varied.items()}
-        return made
-
-    def made_analyses(self) -> list[Analysis]:
-        """The analyses."""
-        return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(self.analyses)]
 
 
 def read_config(path: str | Path) -> Config:
@@ -227,26 +77,76 @@ def read_config(path: str | Path) -> Config:
     Raises:
         OptionError: No such file, not TOML, an unknown key, a missing one, or one of the wrong kind.
     """
-    values = _values(path)
+    config = read_sections(path)
     try:
-        config = Config.model_validate(values)
-        config.made_conditions()
-        config.made_analyses()
+        made_conditions(config)
+        made_analyses(config)
         _check_figures(config)
         file_names(config.models)
     except RecursionError:
         raise OptionError(f"{path} is nested too deeply") from None
-    except ValidationError as error:
-        raise OptionError(f"{path}: {_all_words(error)}") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
-    if not config.models:
-        raise OptionError(f"{path}: model = [] names no model")
     if len(config.models) > 1 and "{model}" not in config.output.result:
         raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in output.result, for a result each')
     if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
         raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, for a file each')
     return config
+
+
+def made_conditions(config: Config, tokenizer: Callable[[], Any] | None = None) -> dict[str, kinds.Condition]:
+    """The conditions of a config; a swept one gives several, named after their values.
+
+    Args:
+        config: Its sections [conditions.NAME].
+        tokenizer: Gives that of the model, by which a count that nobody has given becomes one that can be reached.
+    """
+    counts = _default_counts(config, tokenizer) if tokenizer else {}
+    made: dict[str, kinds.Condition] = {}
+    for name, section in config.conditions.items():
+        kinds.check_name(name)
+        varied = _varied(section, counts.get(name), f"conditions.{name}")
+        made |= {", ".join(filter(None, (name, of))): one for of, one in varied.items()}
+    return made
+
+
+def _default_counts(config: Config, tokenizer: Callable[[], Any]) -> dict[str, int]:
+    """The number of tokens of each section that gives none: what its text can reach; a control takes the first's."""
+    open_ones = {name: section for name, section in config.conditions.items() if "count" not in section.options}
+    found: dict[str, int] = {}
+    for name, section in open_ones.items():
+        if section.kind == "MeaninglessTokens":
+            default = kinds.MeaninglessTokens()
+            text, separator = (section.options.get(key, getattr(default, key)) for key in ("text", "separator"))
+            if isinstance(text, str) and text and isinstance(separator, str):
+                found[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
+    counted = [name for name, section in open_ones.items() if "count" in _keys(CONDITIONS[section.kind])]
+    return dict.fromkeys(counted, next(iter(found.values()))) | found if found else {}
+
+
+def _varied(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:
+    """The conditions of one section by the values that are swept; one named "" where none are."""
+    options = section.options if count is None else {"count": count, **section.options}
+    swept = {key: value for key, value in options.items() if isinstance(value, list)}
+    if "count" in swept:
+        swept["count"] = [some for some in swept["count"] if some != 0]  # the baseline
+    if empty := [key for key, value in swept.items() if not value]:
+        raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
+    fixed = {key: value for key, value in options.items() if key not in swept}
+    for values in product(*swept.values()):
+        made = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where, Condition)
+    if section.kind == "Baseline" and section.intervention is None:
+        raise OptionError(f'{where}: a "Baseline" is always run; give this one an intervention')
+    made = made.masked() if section.masked else made
+    made = made.unshifted() if section.unshifted else made
+    if acts := section.intervention:
+        made = made.under(_made(INTERVENTIONS, acts.kind, acts.options, f"{where}.intervention"))
+    return kinds.sweep(made, **swept) if swept else {"": made}
+
+
+def made_analyses(config: Config) -> list[Analysis]:
+    """The analyses of a config."""
+    return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(config.analyses)]
 
 
 def file_names(models: Iterable[str]) -> dict[str, str]:
@@ -269,36 +169,28 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _values(path: str | Path) -> dict[str, Any]:
-    """What a TOML file says, whatever it holds."""
-    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
-        raise OptionError(f"there is no config file at {path}")
-    if os.path.getsize(path) > _LONGEST:
-        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is no config")
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
-    except RecursionError:
-        raise OptionError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
-        raise OptionError(f"{path} is not TOML: {error}") from None
-
-
-def _made(known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str) -> Any:
-    """A dataclass of a kind from its options, its types checked."""
+def _made(
+    known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str, section: type[Condition] | None = None
+) -> Any:
+    """A dataclass of a kind from its options, their names and types checked."""
     cls = known.get(kind)
     if cls is None:
-        raise OptionError(f"{where}.kind = {kind!r}: there is {', '.join(known)}{_near(kind, known)}")
-    have = [field.name for field in fields(cls) if field.repr]  # the others are filled in before a run
+        raise OptionError(f"{where}.kind = {kind!r}: there is {', '.join(known)}{near(kind, known)}")
+    have = _keys(cls)
     for name in options:
         if name not in have:
-            raise OptionError(f"{where}.{name}: there is no such key here{_near(name, have)}")
+            also = [] if section is None else list(section.model_fields)
+            raise OptionError(f"{where}.{name}: {no_such_key(name, [*have, *also])}")
     try:
         # By way of JSON, where pydantic can be strict and still take a list for a tuple.
         return TypeAdapter(cls).validate_json(json.dumps(options, default=str), strict=True)
     except ValidationError as error:
-        raise OptionError(_all_words(error, f"{where}.")) from None
+        raise OptionError(all_words(error, f"{where}.")) from None
+
+
+def _keys(cls: Any) -> list[str]:
+    """The options of a kind; its other fields are filled in before a run."""
+    return [field.name for field in fields(cls) if field.repr]
 
 
 def shown_options(figure: Figure) -> dict[str, Any]:
@@ -309,7 +201,7 @@ def shown_options(figure: Figure) -> dict[str, Any]:
 
 def _check_figures(config: Config) -> None:
     """Each figure is known, takes the options it is given, and shows conditions and analyses that will be there."""
-    conditions, analyses = config.made_conditions(), {section.kind for section in config.analyses}
+    conditions, analyses = made_conditions(config), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
         _check_names(figure, where)
@@ -336,11 +228,11 @@ def _check_figures(config: Config) -> None:
 def _check_names(figure: Figure, where: str) -> None:
     """The kind of a figure and the names of its options."""
     if figure.kind not in FIGURES:
-        raise OptionError(f"{where}.kind = {figure.kind!r}: there is {', '.join(FIGURES)}{_near(figure.kind, FIGURES)}")
+        raise OptionError(f"{where}.kind = {figure.kind!r}: there is {', '.join(FIGURES)}{near(figure.kind, FIGURES)}")
     takes = inspect.signature(FIGURES[figure.kind]).parameters
     for name in figure.options:
         if name not in takes or name in ("result", "results"):
-            raise OptionError(f"{where}.{name}: there is no such key here{_near(name, list(takes))}")
+            raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes)[1:])}")
     needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in figure.options]:
         raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
@@ -363,22 +255,3 @@ def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[
 def _quantities(analysis: Analysis) -> set[str]:
     """The names that ``result.compare`` takes."""
     return {name.removesuffix("_by_segment") for name in analysis.quantities}
-
-
-def _near(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _all_words(error: ValidationError, where: str = "") -> str:
-    return "; ".join(f"{where}{'.'.join(map(str, e['loc']))}: {_words(e)}" for e in error.errors())
-
-
-def _words(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        *section, name = error["loc"]
-        known: dict[tuple, type[BaseModel]] = {(): Config, ("prompts",): Prompts, ("output",): Output}
-        known[("evaluation",)] = EvaluationSection
-        near = _near(str(name), known[tuple(section)].model_fields) if tuple(section) in known else ""
-        return f"there is no such key here{near}"
-    return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.run import run
 from mechattn.from_config import check_enough, check_in_model
 from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import load_model, model_place
+from mechattn.model.load import dtype_named, load_model, model_place
 from mechattn.page import Section, drawn_section, prompt_section, view_section, write_page
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.datasets import load_prompts
@@ -25,8 +26,16 @@ from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place
 from mechattn.results.whole import say
+from mechattn.shown import plain
 
-COUNT, VIEW_TOKENS = 55, 16
+VIEW_TOKENS = 16
+WHERE = {
+    "before_question": "before the question",
+    "start": "at the start",
+    "middle": "in the middle of the question",
+    "before_answer": "at the end",
+    "random": "at a random place in the question",
+}
 READ_TEXT = (
     "Each token is coloured by the attention that it receives on average from the original tokens after it; both texts "
     "have one scale. Hover for the number."
@@ -41,20 +50,24 @@ def make_figures(
     layer: int,
     heads: Seq[int],
     *,
+    inserted: MeaninglessTokens | None = None,
     field: str = "question",
     seed: int = 0,
+    dtype: str = "auto",
+    device: str | None = None,
     command: str = "",
     force: bool = False,
 ) -> Path:
     """For each model two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
     The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
-    shows ``heads``, on all prompts. ``force`` replaces an ``index.html`` that mechattn did not write.
+    shows ``heads``, on all prompts. ``inserted`` is fitted to each tokenizer; 55 "/" before the question by default.
+    ``force`` replaces an ``index.html`` that mechattn did not write.
 
     Raises:
         MechattnError: Something given cannot be used; the output folder is tried before the work.
     """
-    page = Path(out) / "index.html"
+    page, inserted = Path(out) / "index.html", inserted or MeaninglessTokens()
     check_page_place(page, force)
     places = {name: Path(out) / f"{file}.zarr" for name, file in configs.file_names(models).items()}
     for name, place in places.items():
@@ -69,51 +82,67 @@ def make_figures(
     sections: list[Section] = []
     counts: list[int] = []
     for name, place in places.items():
-        hooked = load_model(name)
+        hooked = load_model(name, dtype=dtype_named(dtype), device=device)
         chosen_layers(hooked, layer)
         check_heads(heads, hooked.cfg.n_heads)
-        slash = _fitted(COUNT, hooked)
-        counts.append(slash.count)
-        result = run(hooked, prompts, _conditions(slash), [ReceivedAttention()], seed=seed, positions="prompts")
+        fitted = _fitted(inserted, hooked)
+        counts.append(fitted.count)
+        result = run(hooked, prompts, _conditions(fitted), [ReceivedAttention()], seed=seed, positions="prompts")
         result.save(place)
         results.append(result)
-        sections += _sections(hooked, result, prompts, layer, heads, seed, command)
+        one = min(prompts, key=lambda prompt: len(prompt.question))
+        sections += [*_of_all(result, layer, heads, command), *_of_one(hooked, result, one, fitted, layer, heads, seed)]
     of = f"{len(prompts)} prompts of {name_of(source)}"
     tokens = " or ".join(map(str, sorted(set(counts))))
-    subtitle = f"What happens to attention when {tokens} tokens of “/” are put before the question: {of}."
+    what = f"{tokens} tokens of “{plain(inserted.text)}” are put {WHERE[inserted.place]}"
+    subtitle = f"What happens to attention when {what}: {of}."
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
 
 
-def _fitted(count: int, hooked: Any) -> MeaninglessTokens:
-    """So many tokens of "/", or as near as the tokenizer comes: some make two tokens of each."""
-    slash = MeaninglessTokens("/", count=count).fitted(hooked)
-    if slash.count != count:
-        say(f'the tokenizer of {hooked.cfg.model_name} can\'t make {count} tokens of "/": {slash.count} are inserted')
-    return slash
+def _fitted(inserted: MeaninglessTokens, hooked: Any) -> MeaninglessTokens:
+    """As many tokens as were asked for, or as near as the tokenizer comes: some make two tokens of each "/"."""
+    fitted = inserted.fitted(hooked)
+    if fitted.count != inserted.count:
+        say(
+            f"the tokenizer of {hooked.cfg.model_name} can't make {inserted.count} tokens of {inserted.text!r}: "
+            f"{fitted.count} are inserted"
+        )
+    return fitted
 
 
-def _conditions(slash: MeaninglessTokens) -> dict[str, Condition]:
+def _conditions(inserted: MeaninglessTokens) -> dict[str, Condition]:
     """Meaningless tokens, and their matched control: a random sentence of as many tokens."""
-    return {"slash": slash, "sentence": RandomSentence(count=slash.count)}
+    sentence = RandomSentence(count=inserted.count, place=inserted.place)
+    return {_name(inserted): inserted, "sentence": sentence}
 
 
-def _sections(
-    hooked: Any, result: Result, prompts: Seq[Prompt], layer: int, heads: Seq[int], seed: int, command: str
-) -> list[Section]:
-    """The sections of one model."""
-    name = model_caption(result)
-    sections = [prompt_section(result, contents=name)]
-    for chosen in (min(3, hooked.cfg.n_heads), list(heads)):
-        sections.append(drawn_section(received_attention, result, {"layer": layer, "heads": chosen}, command))
+def _name(inserted: MeaninglessTokens) -> str:
+    return "slash" if inserted.text == "/" else "meaningless"
+
+
+def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[Section]:
+    """What all prompts of one model show."""
+    of_data = min(3, int(result.provenance["model"]["heads"]))
+    options = [{"layer": layer, "heads": chosen} for chosen in (of_data, list(heads))]
+    drawn = [drawn_section(received_attention, result, some, command) for some in options]
     text = received_text(result, layer, heads)
-    sections.append(view_section(text, f"{name}: where the attention of the first prompt goes", READ_TEXT))
-    short = {"slash": MeaninglessTokens("/", count=VIEW_TOKENS).fitted(hooked)}
-    shortest = min(prompts, key=lambda prompt: len(prompt.question))
-    one = run(hooked, shortest, short, [AttentionMap()], layers=layer, seed=seed, progress=False)
-    with_them = f"with {VIEW_TOKENS} “/”, so that the cells can be seen"
-    note = f"The shortest of the prompts {with_them}. Click a head to enlarge it."
-    title = f"{name}: one prompt's attention, {VIEW_TOKENS} “/”"
-    sections.append(view_section(attention_pattern(one, layer, heads, "slash"), title, note))
+    name = model_caption(result)
+    title = f"{name}: where the attention of the first prompt goes"
+    return [prompt_section(result, contents=name), *drawn, view_section(text, title, READ_TEXT)]
+
+
+def _of_one(
+    hooked: Any, result: Result, prompt: Prompt, inserted: MeaninglessTokens, layer: int, heads: Seq[int], seed: int
+) -> list[Section]:
+    """The attention of one prompt with few enough inserted tokens that the cells can be seen."""
+    few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
+    name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
+    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], layers=layer, seed=seed, progress=False)
+    note = f"The shortest of the prompts with {what}, so that the cells can be seen. Click a head to enlarge it."
+    map_of_one = attention_pattern(one, layer, heads, _name(few))
     difference = pattern_difference(one, layer, heads)
-    note = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
-    return [*sections, view_section(difference, f"{name}: how {VIEW_TOKENS} “/” change one prompt's attention", note)]
+    what_differs = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
+    return [
+        view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),
+        view_section(difference, f"{name}: how {what} change one prompt's attention", what_differs),
+    ]

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mechattn import config as configs
+from mechattn.axes import BASELINE
 from mechattn.engine.chunks import WHOLE, computed, parse_shard, shard_place
 from mechattn.engine.executor import ExecutorName, executor_named
 from mechattn.engine.job import Job
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.model.load import dtype_named, layers_and_heads, load_model
+from mechattn.model.load import dtype_named, layers_and_heads, load_model, tokenizer_named
 from mechattn.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -26,6 +27,7 @@ from mechattn.results.provenance import command_of
 from mechattn.results.storage import check_result_place
 from mechattn.results.whole import check_writable
 from mechattn.stats.intervals import FEWEST
+from mechattn.toml import Config, Figure
 
 
 def run_from_config(
@@ -64,10 +66,6 @@ def run_from_config(
         check_result_place(shard_place(place, part))
     if output.page is not None:
         check_page_place(output.page, force)
-        if not config.conditions:
-            raise OptionError(
-                f"{path}: a page compares a condition with the baseline, and there is none under [conditions]"
-            )
     shown = _shown(config)
     prompts = load_prompts(**config.prompts.model_dump())
     for section in shown:
@@ -93,20 +91,21 @@ def as_written(place: str | Path) -> Path | str:
     return place if is_address(place) else Path(place)
 
 
-def _job(config: configs.Config, model: str, prompts: Seq[Prompt], shown: Seq[configs.Figure], command: str) -> Job:
+def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
     """What a config asks of one of its models."""
     by_half = any(isinstance(section.options.get("heads"), int) for section in shown)
     return Job(
         model=model,
         prompts=prompts,
-        conditions=config.made_conditions(),
-        analyses=config.made_analyses(),
+        conditions=configs.made_conditions(config, partial(tokenizer_named, model)),
+        analyses=configs.made_analyses(config),
         layers=config.layers,
         seed=config.seed,
         positions="prompts" if by_half else "moments",
         memory=config.memory,
         engine=config.engine,
         dtype=config.dtype,
+        device=config.device,
         verify=config.verify,
         chunk=config.chunk,
         threads=config.threads,
@@ -133,13 +132,13 @@ def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]
     prompts = load_prompts(**config.prompts.model_dump())
     found = {}
     for name, place in places.items():
-        model = load_model(name, dtype=dtype_named(config.dtype), verify=config.verify)
-        conditions = config.made_conditions()
+        model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
+        conditions = configs.made_conditions(config, partial(getattr, model, "tokenizer"))
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
 
 
-def _shown(config: configs.Config) -> list[configs.Figure]:
+def _shown(config: Config) -> list[Figure]:
     """The figures of the page; without [[figures]] received attention under each condition."""
     if config.output.page is None:
         return []
@@ -147,11 +146,12 @@ def _shown(config: configs.Config) -> list[configs.Figure]:
         return config.figures
     layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
     options = {"layer": layer, "heads": config.output.heads}
-    shown = [{"kind": "received_attention", "condition": name, **options} for name in config.made_conditions()]
-    return [configs.Figure.model_validate(section) for section in shown]
+    names = list(configs.made_conditions(config)) or [BASELINE]
+    shown = [{"kind": "received_attention", "condition": name, **options} for name in names]
+    return [Figure.model_validate(section) for section in shown]
 
 
-def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[configs.Figure]) -> None:
+def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> None:
     """The layers and heads that are asked for are there, as far as the config of the model says, before it is loaded.
 
     Raises:
@@ -167,13 +167,13 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[configs.Figure
         _check_shown(section, list(layers or range(size[0])), size[1])
 
 
-def _check_all_shown(shown: Seq[configs.Figure], model: Any, layers: list[int]) -> None:
+def _check_all_shown(shown: Seq[Figure], model: Any, layers: list[int]) -> None:
     """Everything that the page shows is measured with this model."""
     for section in shown:
         _check_shown(section, layers, model.cfg.n_heads)
 
 
-def _check_shown(section: configs.Figure, layers: list[int], heads: int) -> None:
+def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
     """The layers and heads that a figure shows are measured, and there."""
     options = configs.shown_options(section)
     shown = [options[name] for name in ("layer",) if options.get(name) is not None]

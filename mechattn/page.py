@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.analysis.registry import ANALYSES
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.collect import lacking
 from mechattn.errors import OptionError
 from mechattn.markup import visible
@@ -70,7 +70,7 @@ class Section:
 
 def prompt_section(result: Result, condition: str | None = None, contents: str | None = None) -> Section:
     """The first prompt of a result as the model reads it, each segment marked."""
-    condition = result.condition(condition)
+    condition = result.shown_condition(condition)
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     return Section(title, "The first of the prompts.", tokens=_tokens(result, condition), contents=contents)
 
@@ -94,8 +94,9 @@ def drawn_section(
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by the data" if isinstance(options["heads"], int) else "heads chosen by hand"
-        title += f", layer {options['layer']}, {how}, condition “{of[0].condition(options.get('condition'))}”"
-        note = _received_note(of[0])
+        shown = of[0].shown_condition(options.get("condition"))
+        title += f", layer {options['layer']}, {how}, condition “{shown}”"
+        note = _received_note(of[0], alone=shown == BASELINE)
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     return Section(
@@ -110,18 +111,28 @@ def drawn_section(
     )
 
 
-def _received_note(result: Result) -> str:
+def _received_note(result: Result, alone: bool) -> str:
     options = result.provenance["analyses"]["received_attention"]
     which = {"original": "the original tokens", "all": "all tokens"}.get(
         options["queries"], f"the {options['queries']}"
     )
     self_too = " (its own position counts)" if options["include_self"] else ""
+    lines = (
+        "Blue: the prompts as they are; dotted: what uniform attention would give."
+        if alone
+        else "Blue: the prompt as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom "
+        "row: the whole sequence with the inserted span shaded."
+    )
+    beside = (
+        "A key's value falls with its position by definition, as fewer tokens come after it: compare with the uniform "
+        "null."
+        if alone
+        else "Some drop is there by definition, as attention is positive and sums to 1: compare with the uniform null."
+    )
     return (
-        f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. Blue: the "
-        "prompt as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom row: the whole "
-        "sequence with the inserted span shaded. Bands are pointwise 95 % intervals over prompts, not simultaneous "
-        "ones; keys that too few prompts have are hidden. Some drop is there by definition, as attention is positive "
-        "and sums to 1: compare with the uniform null."
+        f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
+        "are pointwise 95 % intervals over prompts, not simultaneous ones; keys that too few prompts have are hidden. "
+        f"{beside}"
     )
 
 
@@ -201,11 +212,13 @@ def results_page(
     of_many = [one for one in figures if _of_many(one[0])]
     sections: list[Section] = []
     for result in results:
-        sections += [prompt_section(result, name, model_caption(result)) for name in result.conditions[1:2]]
+        sections.append(prompt_section(result, contents=model_caption(result)))
         sections += _drawn(of_one, result, command, missing)
     sections += [replace(made, contents=made.title) for made in _drawn(of_many, list(results), command, missing)]
     counts = {result["sequences"].sizes["prompt"] for result in results}
-    subtitle = f"Attention with and without inserted tokens, {', '.join(map(str, counts))} prompts."
+    compared = any(len(result.conditions) > 1 for result in results)
+    of = "Attention with and without inserted tokens" if compared else "Attention"
+    subtitle = f"{of}, {', '.join(map(str, counts))} prompts."
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
     return write_page(path, title, subtitle, results, sections, command, force)
 
@@ -336,7 +349,8 @@ def citation(title: str, results: Seq[Result]) -> str:
 def result_page(result: Result, path: str | Path, layer: int, heads: Seq[int] | int, force: bool = False) -> Path:
     """The page of one result: received attention under each of its conditions."""
     check_page_place(path, force)
-    options = [{"layer": layer, "heads": heads, "condition": name} for name in result.conditions[1:]]
+    names = result.conditions[1:] or [BASELINE]
+    options = [{"layer": layer, "heads": heads, "condition": name} for name in names]
     return results_page([result], path, [(received_attention, some) for some in options], force=force)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn import render
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.page import flat, results_page, verdicts
 from mechattn.render.html import check_page_place
@@ -16,6 +17,10 @@ from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
+_COMPARING = (  # these show a condition beside the baseline, or what was done in it
+    render.change_map, render.two_by_two, render.scale_by_layer, render.shift_rank, render.activation_metrics,
+    render.agreement,
+)  # fmt: skip
 
 
 def report(
@@ -37,12 +42,11 @@ def report(
         force: Replace a file that mechattn did not write.
 
     Raises:
-        MechattnError: A result cannot be read, the page cannot be written, or there is nothing to compare.
+        MechattnError: A result cannot be read, the page cannot be written.
     """
     check_page_place(out, force)
     results = [load_result(place) for place in places]
     for result in results:
-        result.condition()  # refuses a result of the baseline alone
         measured, count = result.provenance["measured_layers"], int(result.provenance["model"]["heads"])
         if layer is not None and layer not in measured:
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
@@ -54,7 +58,7 @@ def report(
 
 def figures_of(result: Result, layer: int | None, heads: Seq[int] | int) -> Figures:
     """The figures that go with the analyses of a result, and their options."""
-    condition = result.condition()
+    condition = result.shown_condition()
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
     if isinstance(heads, int) and "received_per_prompt" not in result.datasets.get("received_attention", {}):
         heads = list(range(min(heads, int(result.provenance["model"]["heads"]))))  # nothing to choose them from
@@ -78,7 +82,9 @@ def figures_of(result: Result, layer: int | None, heads: Seq[int] | int) -> Figu
         "attention_sinks": [(render.by_layer, {"quantity": "span_mass"})],
         "block_updates": [(render.by_layer, {"quantity": "block_magnitude"})],
     }
-    return [figure for name, figures in several.items() if name in result.datasets for figure in figures]
+    found = [figure for name, figures in several.items() if name in result.datasets for figure in figures]
+    alone = condition == BASELINE
+    return [(draw, options) for draw, options in found if not (alone and draw in _COMPARING)]
 
 
 def summary(result: Result) -> str:

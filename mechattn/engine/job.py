@@ -46,6 +46,7 @@ class Job:
         memory: As for ``run``.
         engine: As for ``run``.
         dtype: "auto", "float32", "bfloat16" or "float16".
+        device: As for ``load_model``; where it is computed decides none but the last bits.
         verify: As for ``load_model``.
         chunk: Prompts a chunk.
         threads: Of torch, in each worker: they change the last bits of the numbers. None leaves them as they are.
@@ -64,6 +65,7 @@ class Job:
     memory: str = "2GiB"
     engine: Engine = "auto"
     dtype: str = "auto"
+    device: str | None = field(default=None, compare=False)
     verify: bool = True
     chunk: int = CHUNK
     threads: int | None = None
@@ -106,7 +108,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.model = load_model(job.model, dtype=dtype_named(job.dtype), verify=job.verify)
+        self.model = load_model(job.model, dtype=dtype_named(job.dtype), device=job.device, verify=job.verify)
         self.plan = planned(
             self.model,
             job.conditions,

@@ -73,6 +73,7 @@ def load_model(
         return _verified(model, _known_or_met(model), verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
+    _check_device(device)
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
@@ -86,6 +87,20 @@ def load_model(
             f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
         )
     return _verified(made, _known_or_met(made), verify)
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is none, or not there, before a model is read for it."""
+    if device is None:
+        return
+    try:
+        kind, number = torch.device(device).type, torch.device(device).index or 0
+    except (RuntimeError, TypeError):
+        raise OptionError(f'device={device!r} is no device of torch: give "cpu", "cuda", "cuda:1" or "mps"') from None
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind)
+    if kind == "meta" or (there is not None and number >= there):
+        found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
+        raise OptionError(f"device={str(device)!r} is not on this machine; of {kind} there is {found}")
 
 
 def _check_one_device(device_map: Any, n_devices: Any) -> None:
@@ -211,6 +226,18 @@ def model_place(name: str) -> str:
             f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
         )
     return place
+
+
+def tokenizer_named(name: str) -> Any:
+    """The tokenizer of a model, without the model.
+
+    Raises:
+        ModelError: There is no such model, or it has none.
+    """
+    if name.startswith(PREFIX):
+        return load_tokenizer(name)
+    with as_trusted(trust_remote_code=None, pickled_weights=False):
+        return _tokenizer_of(model_place(name), {"trust_remote_code": False})
 
 
 def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:

@@ -72,7 +72,7 @@ _MARKS = {
 def condition_words(result: Result, condition: str) -> str:
     """What a condition inserts, in words, with its name where another condition has the same words."""
     if condition == BASELINE:
-        return "None"
+        return "Baseline"
     words = _words(result, condition)
     others = [name for name in result.conditions if name not in (condition, BASELINE)]
     return f"{words} ({condition})" if any(_words(result, name) == words for name in others) else words

@@ -3,7 +3,7 @@
 import pytest
 
 import mechattn as ma
-from mechattn.config import read_config
+from mechattn.config import made_conditions, read_config
 from mechattn.errors import MechattnError, OptionError, PromptError
 from mechattn.figures import make_figures
 from mechattn.from_config import run_from_config
@@ -85,7 +85,7 @@ def test_a_config_can_ablate_heads(tmp_path):
         "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
         "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
     )
-    assert "heads=((0, 1),)" in repr(read_config(path).made_conditions()["off"])
+    assert "heads=((0, 1),)" in repr(made_conditions(read_config(path))["off"])
 
 
 @pytest.mark.parametrize("models", [["A/ckpt", "B/ckpt"], ["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])

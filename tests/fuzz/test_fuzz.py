@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
-from mechattn.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, Config, read_config
+from mechattn.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, made_conditions, read_config
 from mechattn.engine.chunks import parse_shard
 from mechattn.engine.plan import memory_bytes
 from mechattn.errors import MechattnError
 from mechattn.results.packed import packed, unpacked
 from mechattn.results.schema import digest
+from mechattn.toml import Config
 
 fuzz = settings(settings.get_profile("fuzz"))
 TEXT = st.text(max_size=12)
@@ -146,12 +147,12 @@ def test_configs(text, tmp_path_factory):
     config = refused_or(read_config, path)
     if config is not None:
         assert config.models
-        config.made_conditions()
+        made_conditions(config)
 
 
 def test_the_good_config_is_read(tmp_path):
     (tmp_path / "c.toml").write_text("\n".join(f"{k} = {toml(v)}" for k, v in GOOD.items()))
-    assert list(read_config(tmp_path / "c.toml").made_conditions()) == ["slash, count=1", "slash, count=2", "arm"]
+    assert list(made_conditions(read_config(tmp_path / "c.toml"))) == ["slash, count=1", "slash, count=2", "arm"]
 
 
 @fuzz

@@ -33,7 +33,7 @@ def test_histogram(result):
     assert not other.showlegend
     threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
     assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [round(-threshold, 6), round(threshold, 6)]
-    assert {"None", "Meaningless tokens", "ARM", "ARM (random channels)"} <= {t.name for t in figure.data}
+    assert {"Baseline", "Meaningless tokens", "ARM", "ARM (random channels)"} <= {t.name for t in figure.data}
 
 
 def test_metrics_are_changes_from_the_baseline(result):

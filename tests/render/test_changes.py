@@ -54,7 +54,7 @@ def test_meaningless_and_sentence(result):
 def test_across_layers(result):
     figure = ma.render.across_layers(result, [0, 2], head=5, condition="slash")
     assert [a.text for a in figure.layout.annotations] == ["Layer 0 head 5", "Layer 2 head 5"]
-    none = [t for t in figure.data if t.name == "None"][1]
+    none = [t for t in figure.data if t.name == "Baseline"][1]
     expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
     np.testing.assert_allclose(none.y, expected.values[none.x])
 

@@ -1,0 +1,194 @@
+"""What stands in a config file: its sections and their keys, read before torch is, so that faults are told at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field as PydanticField
+
+from mechattn.errors import OptionError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_LONGEST = 2**20  # bytes of a config
+
+_Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, and 3 no text
+
+
+class _Open(BaseModel):
+    """A section of a kind, whose other keys are the options of that kind."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that aren't declared."""
+        return dict(self.model_extra or {})
+
+
+class Prompts(_Section):
+    """The arguments of ``load_prompts``."""
+
+    source: str
+    limit: _Int | None = None
+    field: str = "question"
+    answer_field: str = "answer"
+    system: str | None = None
+    template: Literal["plain", "chat"] = "plain"
+    with_answer: bool = False
+    split: str = "test"
+    subset: str | None = None
+    seed: _Int = 0
+
+
+class InterventionSection(_Open):
+    """An intervention: its kind and its options."""
+
+    kind: str = "ARM"
+
+
+class Condition(_Open):
+    """A condition: its kind, its options, and what is done to the model. An option with a list of values is swept."""
+
+    kind: str = "MeaninglessTokens"
+    masked: bool = False
+    unshifted: bool = False
+    intervention: InterventionSection | None = None
+
+
+class AnalysisSection(_Open):
+    """An analysis: its kind and its options."""
+
+    kind: str = "ReceivedAttention"
+
+
+class Figure(_Open):
+    """A figure of the page: its kind and its options."""
+
+    kind: str
+
+
+class Output(_Section):
+    """Where the result and its page go, and what the first figure shows; relative to where the command runs."""
+
+    result: str
+    page: str | None = None
+    layer: int | None = None
+    heads: list[int] | int = 3
+
+
+class EvaluationSection(_Section):
+    """The arguments of ``evaluate``, and the file that answers go to; "{model}" in it for several models."""
+
+    out: str
+    new_tokens: _Int = 256
+    samples: _Int = 1
+    temperature: float | None = None
+    grader: Literal["auto", "number", "math"] = "auto"
+    batch: _Int = 32
+
+
+class Config(_Section):
+    """A whole run; several models give a result each, with "{model}" in its place.
+
+    ``chunk``: prompts that are computed, and kept, together. ``threads``: of torch, in each worker. ``device``: of
+    torch, such as "cuda:1". ``executor``, ``address``, ``workers``: where it is computed, which changes no number.
+    ``paths``: whether the result and the page say where checkpoints and configs lie, and not their names alone.
+    """
+
+    model: str | list[str]
+    prompts: Prompts
+    output: Output
+    conditions: dict[str, Condition] = {"slash": Condition()}
+    analyses: list[AnalysisSection] = [AnalysisSection()]
+    figures: list[Figure] | None = None
+    layers: list[int] | None = None
+    seed: _Int = 0
+    device: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    memory: str = "2GiB"
+    engine: Literal["auto", "streaming", "hooks"] = "auto"
+    verify: bool = True
+    chunk: int = PydanticField(64, ge=1, lt=2**63)
+    threads: _Int | None = PydanticField(None, ge=1)
+    executor: Literal["local", "ray"] = "local"
+    address: str | None = None
+    workers: _Int | None = PydanticField(None, ge=1)
+    paths: bool = False
+    evaluation: EvaluationSection | None = None
+
+    @property
+    def models(self) -> list[str]:
+        """The models, one at least."""
+        return [self.model] if isinstance(self.model, str) else self.model
+
+
+def read_sections(path: str | Path) -> Config:
+    """Read a TOML file as far as that needs no model and no analysis.
+
+    Raises:
+        OptionError: No such file, not TOML, an unknown key of a section, a missing one, or one of the wrong kind.
+    """
+    try:
+        config = Config.model_validate(_values(path))
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except ValidationError as error:
+        raise OptionError(f"{path}: {all_words(error)}") from None
+    if not config.models:
+        raise OptionError(f"{path}: model = [] names no model")
+    return config
+
+
+def _values(path: str | Path) -> dict[str, Any]:
+    """What a TOML file says, whatever it holds."""
+    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
+        raise OptionError(f"there is no config file at {path}")
+    if os.path.getsize(path) > _LONGEST:
+        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is no config")
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+        raise OptionError(f"{path} is not TOML: {error}") from None
+
+
+def no_such_key(name: str, known: Iterable[str]) -> str:
+    """What is said of an unknown key: which there are, and which may be meant."""
+    return f"there is no such key here{near(name, known)}; there is {', '.join(known)}"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """The known word that is most like another, as a question; nothing where none is."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def all_words(error: ValidationError, where: str = "") -> str:
+    """What pydantic found, in the user's words."""
+    return "; ".join(f"{where}{'.'.join(map(str, e['loc']))}: {_words(e)}" for e in error.errors())
+
+
+def _words(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        *section, name = error["loc"]
+        known: dict[tuple, type[BaseModel]] = {(): Config, ("prompts",): Prompts, ("output",): Output}
+        known[("evaluation",)] = EvaluationSection
+        return no_such_key(str(name), list(known[tuple(section)].model_fields))
+    return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")

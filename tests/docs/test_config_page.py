@@ -1,0 +1,74 @@
+"""The page of config files names every key that there is, with its default, and no other."""
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mechattn.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, read_config
+from mechattn.toml import Condition, Config, EvaluationSection, Output, Prompts
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api" / "config.md").read_text(encoding="utf-8")
+SECTIONS = {
+    "At the top": Config,
+    "[prompts]": Prompts,
+    "[output]": Output,
+    "[conditions.NAME]": Condition,
+    "[evaluation]": EvaluationSection,
+}
+
+
+def rows(title, first="key"):
+    """The rows of the table whose first heading says ``first``, in the part with this title."""
+    part = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    table = part.partition(f"| {first} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_keys_of_a_section(title):
+    found = {}
+    for keys, *rest in rows(title):
+        named = re.findall(r"`(\w+)`", keys)
+        found |= dict(zip(named, rest[0].split(", ") if len(named) == 2 else [rest[0]] * len(named), strict=True))
+    known = SECTIONS[title].model_fields
+    assert set(found) == set(known)
+    for name, field in known.items():
+        if field.is_required():
+            assert found[name] in ("required", "below")
+        elif isinstance(field.default, (str, int, float)):
+            assert found[name] == (
+                f'"{field.default}"' if isinstance(field.default, str) else str(field.default).lower()
+            )
+
+
+@pytest.mark.parametrize(
+    ("title", "what", "known"),
+    [
+        ("[conditions.NAME]", "condition", CONDITIONS),
+        ("[conditions.NAME]", "intervention", INTERVENTIONS),
+        ("[[analyses]]", "analysis", ANALYSES),
+        ("[[figures]]", "figure", FIGURES),
+    ],
+)
+def test_the_options_of_a_kind(title, what, known):
+    found = {
+        row[0].strip("`| "): re.findall(r"`(\w+)`", row[1]) if len(row) > 1 else []
+        for row in rows(title, f"kind of {what}")
+    }
+    assert found == {kind: options(cls) for kind, cls in known.items()}
+
+
+def options(kind):
+    """What a config can give: no tensors, and interventions as a section."""
+    if inspect.isclass(kind):
+        return [field.name for field in fields(kind) if field.repr and field.name not in ("means", "intervention")]
+    return list(inspect.signature(kind).parameters)[1:]
+
+
+def test_the_config_at_its_top_is_one(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1])
+    assert read_config(path).model == "toy:llama"

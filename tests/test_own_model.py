@@ -1,0 +1,119 @@
+"""The first commands on somebody's own model: a tokenizer that cuts "/" in two, a text of one's own, the baseline alone."""
+
+import json
+import shutil
+
+import pytest
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.errors import MechattnError
+from mechattn.figures import make_figures
+from mechattn.from_config import run_from_config
+from mechattn.prompts.conditions import MeaninglessTokens
+from mechattn.report import report
+
+
+@pytest.fixture(scope="module")
+def halving(checkpoint, tmp_path_factory):
+    """A checkpoint whose tokenizer reads "/" as "zq", of which it makes two tokens, and one of the blank between two."""
+    folder = tmp_path_factory.mktemp("halving") / "ckpt"
+    shutil.copytree(checkpoint, folder)
+    about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    about["normalizer"] = {"type": "Replace", "pattern": {"String": "/"}, "content": "zq"}
+    (folder / "tokenizer.json").write_text(json.dumps(about), encoding="utf-8")
+    with pytest.raises(MechattnError, match="55 tokens are no whole number of '/'"):
+        ma.run(str(folder), "Why?", {"slash": ma.MeaninglessTokens()}, progress=False)
+    return str(folder)
+
+
+def inserted(result, name):
+    sequences = result["sequences"].sel(condition=name)
+    return set((sequences.segment_index == SEGMENTS.index("inserted")).sum("pos").values.tolist())
+
+
+def write(folder, sections, **top):
+    path = folder / "c.toml"
+    lines = [f"{name} = {json.dumps(value)}" for name, value in top.items()]
+    path.write_text(
+        "\n".join(lines) + f'\n{sections}\n[prompts]\nsource = "word-problems"\nlimit = 6\n'
+        f'[output]\nresult = "{folder}/r.zarr"\npage = "{folder}/p.html"\n'
+    )
+    return path
+
+
+def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
+    page = make_figures(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1])
+    assert "can't make 55 tokens of '/': 56 are inserted" in capsys.readouterr().err
+    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
+    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
+    assert "when 56 tokens of “/” are put before the question" in page.read_text(encoding="utf-8")
+
+
+def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path):
+    dots = MeaninglessTokens(" .", count=8, place="middle")
+    options = {"inserted": dots, "dtype": "bfloat16", "device": "cpu"}
+    page = make_figures(tmp_path / "out", [str(checkpoint)], "word-problems", 6, 1, [0, 1], **options)
+    (place,) = (tmp_path / "out").glob("*.zarr")
+    result = ma.load_result(place)
+    assert inserted(result, "meaningless") == inserted(result, "sentence") == {8}
+    assert "place='middle'" in result.provenance["conditions"]["sentence"]
+    assert result.provenance["model"]["dtype"] == "bfloat16"
+    text = page.read_text(encoding="utf-8")
+    assert "8 tokens of “ .” are put in the middle of the question" in text
+    assert "8 “ .”" in text, "one prompt is drawn with no more of them than were asked for"
+
+
+def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):
+    sections = '[conditions.slash]\n[conditions.sentence]\nkind = "RandomSentence"\n[conditions.eight]\ncount = 8\n'
+    run_from_config(write(tmp_path, sections, model=halving))
+    result = ma.load_result(tmp_path / "r.zarr")
+    assert {name: inserted(result, name) for name in ("slash", "sentence", "eight")} == {
+        "slash": {56},
+        "sentence": {56},
+        "eight": {8},
+    }
+    assert "count=56" in result.provenance["conditions"]["slash"]
+
+
+def test_a_count_that_a_config_gives_is_exact(halving, tmp_path):
+    with pytest.raises(MechattnError, match=r"55 tokens are no whole number of '/'.* count=53 or 56"):
+        run_from_config(write(tmp_path, "[conditions.slash]\ncount = 55\n", model=halving))
+
+
+def test_a_device_and_a_dtype_in_a_config(checkpoint, tmp_path):
+    run_from_config(write(tmp_path, "", model=str(checkpoint), device="cpu", dtype="bfloat16"))
+    about = ma.load_result(tmp_path / "r.zarr").provenance["model"]
+    assert (about["device"], about["dtype"]) == ("cpu", "bfloat16")
+    shutil.rmtree(tmp_path / "r.zarr")
+    with pytest.raises(MechattnError, match=r"device='cuda:77' is not on this machine; of cuda there is"):
+        run_from_config(write(tmp_path, "", model=str(checkpoint), device="cuda:77"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "meta", 3.5])
+def test_a_device_that_is_not_there(checkpoint, device):
+    with pytest.raises(MechattnError, match=r"^device="):
+        ma.load_model(str(checkpoint), device=device)
+
+
+def test_pages_of_the_baseline_alone(toy, tmp_path):
+    texts = ["Why is the sky blue?", "The old river follows a song.", "Tom has three apples and two pears."]
+    result = ma.run(
+        toy, texts, analyses=[ma.ReceivedAttention(), ma.AttentionFocus(), ma.HeadUpdates()], progress=False
+    )
+    result.save(tmp_path / "r.zarr")
+    page = result.page(tmp_path / "page.html", layer=1, heads=[0, 1]).read_text(encoding="utf-8")
+    assert page.count("<figure>") == 1
+    assert "dotted: what uniform attention would give" in page
+    assert "inserted tokens" not in page
+    missing = report([tmp_path / "r.zarr"], tmp_path / "report.html", heads=[0, 1])
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert missing == []
+    assert page.count("<figure>") == 5
+    assert '"text":"Baseline"' in page
+
+
+def test_a_config_without_conditions_has_a_page(tmp_path):
+    run_from_config(write(tmp_path, "conditions = {}", model="toy:llama"))
+    assert ma.load_result(tmp_path / "r.zarr").conditions == ["baseline"]
+    assert (tmp_path / "p.html").read_text(encoding="utf-8").count("<figure>") == 1
