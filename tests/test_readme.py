@@ -49,6 +49,18 @@ def test_the_ten_lines_print_the_verdict(tmp_path, monkeypatch, capsys):
     assert f"9 of its {len(scope['result'].compare('slash', resamples=99).columns)} columns" in block("python")
 
 
+def test_all_blocks_run_in_order_in_one_process(tmp_path, monkeypatch):
+    """As a reader pastes them, one after another; each last line gives something."""
+    shown, scope = [], {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plotly.io, "show", lambda figure, *args, **kwargs: shown.append(figure))
+    blocks = re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 5
+    for code in blocks:
+        exec(compile(code, "README.md", "exec"), scope)
+    assert {"pattern.html", "llama.zarr", "explore.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])
 def test_another_number_or_word_would_be_noticed(change):
     said = "Question attention −30.3 % in 32 of 32 heads, which fall"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
         )
     if layers is None:
         return have
-    chosen = [layers] if isinstance(layers, (int, str)) else list(layers)
-    if any(isinstance(layer, (bool, str)) for layer in chosen):
-        raise OptionError(f"layers={layers!r}: give numbers, or leave it out for all layers")
+    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    if any(isinstance(layer, bool) or not isinstance(layer, Integral) for layer in chosen):
+        raise OptionError(f"layers={layers!r}: give whole numbers, or leave it out for all layers")
     for layer in chosen:
         if layer not in have:
             raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has {_ranges(have)}")

@@ -25,9 +25,11 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
     texts = Counter(_text(prompt) for prompt in prompts)
     shapes = Counter(_NAME.sub("@", _NUMBER.sub("#", text)) for text in texts.elements())
     if len(texts) <= len(prompts) / 2:
-        said = f"{len(prompts)} prompts are {len(texts)} different ones ({_most(texts)})"
+        few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
+        said = f"{len(prompts)} prompts are {few} ({_most(texts)})"
     elif len(shapes) <= len(prompts) / 2:
-        said = f"{len(prompts)} prompts come from {len(shapes)} templates, but for numbers and names ({_most(shapes)})"
+        few = "one template" if len(shapes) == 1 else f"{len(shapes)} templates"
+        said = f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
     else:
         return
     warnings.warn(

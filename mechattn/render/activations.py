@@ -13,6 +13,7 @@ from mechattn.errors import OptionError
 from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import mean_words, number_words, percent_words, says
 from mechattn.results.compare import overall_change
+from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval, t_interval
 
@@ -193,9 +194,7 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
     if not made:
         raise OptionError("there are no results to show")
     for result in made:
-        have = result[NAME].layer.values
-        if layer not in have:
-            raise OptionError(f"layer {layer} was not measured; there are {have.tolist()}")
+        check_layer(layer, result[NAME])
         names = [name for name in (conditions or result.conditions) if name != BASELINE]
         for name in names:
             result.condition(name)

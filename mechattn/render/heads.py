@@ -13,6 +13,7 @@ from mechattn.errors import OptionError
 from mechattn.render.received_attention import NAME, check_heads, line_and_band, moments_of
 from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, headed, model_caption
 from mechattn.render.words import change_words, says
+from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
     figure = make_subplots(1, len(panels), subplot_titles=[p.title for p in panels], horizontal_spacing=0.07)
     for column, panel in enumerate(panels, 1):
         dataset = panel.result[NAME]
-        if panel.layer not in dataset.layer.values:
-            raise OptionError(f"layer {panel.layer} was not measured; there are {dataset.layer.values.tolist()}")
+        check_layer(panel.layer, dataset)
         check_heads([panel.head], dataset.sizes["head"])
         prompts = np.arange(dataset.sizes["prompt"])
         for name, colour in zip(conditions, colours, strict=False):

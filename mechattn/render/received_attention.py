@@ -11,6 +11,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import change_words, mean_words, percent, percent_words, says
+from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
@@ -54,8 +55,9 @@ def received_attention(
 
     dataset = result[NAME]
     condition = result.shown_condition(condition)
-    if layer not in dataset.layer.values:
-        raise OptionError(f"layer {layer} was not measured; the result has {dataset.layer.values.tolist()}")
+    check_layer(layer, dataset)
+    if isinstance(heads, (bool, float, str)):
+        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or how many are to be chosen")
     prompts = np.arange(dataset.sizes["prompt"])
     chosen, shown, how = prompts, prompts, "chosen by hand"
     if isinstance(heads, int):

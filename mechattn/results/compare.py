@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.results.quantities import NULLS, Null, values_of, variable_of
+from mechattn.results.quantities import NULLS, Null, check_layer, values_of, variable_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.paired import Paired, paired
@@ -204,8 +204,8 @@ def overall_change(
     parts = _aligned(result, condition, result, BASELINE, quantity, "segment", segment, "uniform")
     if set(parts[0].dims) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
-    if layer is not None and layer not in parts[0].layer.values:
-        raise OptionError(f"layer {layer} was not measured; there are {parts[0].layer.values.tolist()}")
+    if layer is not None:
+        check_layer(layer, parts[0])
     chosen = [part if part is None or layer is None else part.sel(layer=layer) for part in parts]
     values, reference, null, null_reference = (
         np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -86,3 +87,16 @@ def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.D
         chosen = chosen.sel(segment=segment)
     first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
     return chosen.transpose(*first, ...).reset_coords(drop=True)
+
+
+def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
+    """Refuse a layer that is none, or that was not measured.
+
+    Raises:
+        OptionError: It is no whole number, or the dataset has others.
+    """
+    have = dataset.layer.values.tolist()
+    if isinstance(layer, bool) or not isinstance(layer, Integral):
+        raise OptionError(f"layer={layer!r}: give one whole number, from 0")
+    if layer not in have:
+        raise OptionError(f"layer {layer} was not measured; the result has {have}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import plotly.io
 import pytest
+import torch
 
 import mechattn as ma
 
@@ -55,3 +56,20 @@ def test_every_page_is_in_the_navigation():
     pages = [p for p in written if not p.startswith(("hooks/", "assets/"))]
     assert len(pages) > 50
     assert not [page for page in pages if page not in listed]
+
+
+@pytest.mark.parametrize("back", [0, 1, 3])
+def test_the_analysis_of_the_how_to_survives_a_change(back, toy, prompts):
+    """Its example with another option, against whole patterns; blocks of queries begin in the middle too."""
+    (block,) = examples(DOCS / "how-to" / "write-an-analysis.md")[:1]
+    names = {"ma": ma, "model": toy, "prompts": prompts, "slash": ma.MeaninglessTokens()}
+    exec(block, names)
+    prompt = prompts[0]
+    result = ma.run(toy, prompt, analyses=[names["KeyBack"](back)], memory="256KiB", progress=False)
+    read = result["sequences"].tokens.isel(prompt=0).sel(condition="baseline").values
+    _, cache = toy.run_with_cache(torch.tensor(read)[None])
+    for layer in range(toy.cfg.n_layers):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].double()
+        slow = pattern.diagonal(-back, -2, -1).mean(-1)
+        found = result["key_back"].paid.isel(prompt=0).sel(condition="baseline", layer=layer).values
+        torch.testing.assert_close(torch.tensor(found).double(), slow, rtol=1e-5, atol=1e-6)

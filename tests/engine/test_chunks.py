@@ -333,13 +333,13 @@ def own_key(path, change=("", "")):
     import sys
 
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
-    code = page.split("```python\n")[1].split("\nresult = ")[0]
+    code = page.split("```python\n")[1].split("\nanalyses = ")[0]
     assert change[0] in code
     path.write_text(code.replace(*change) if change[0] else code)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.OwnKey()
+    return module.KeyBack()
 
 
 def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
@@ -350,7 +350,7 @@ def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
     mine = replace(job, analyses=[first])
     stopped(mine, path)
     other = own_key(tmp_path / "three.py", (".sum(-1)", ".mean(-1)"))
-    with pytest.raises(OptionError, match=r"keeps chunks of another run: analyses was \[OwnKey\[source "):
+    with pytest.raises(OptionError, match=r"keeps chunks of another run: analyses was \[KeyBack\[source "):
         ma.run_job(replace(job, analyses=[other]), path)
     computed = []
     part = Worker.part

@@ -15,8 +15,11 @@ TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip([
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (COPIES, r'6 prompts are 1 different ones \("Tom has 3 apples. How many\?" 6 times\)'),
-        (as_prompts(TEMPLATE), "4 prompts come from 1 templates.*@ has # apples and buys # more.* 4 times"),
+        (COPIES, r'6 prompts are the same \("Tom has 3 apples. How many\?" 6 times\)'),
+        (
+            as_prompts(TEMPLATE),
+            "4 prompts follow one template, apart from numbers and names.*@ has # apples and buys # more.* 4 times",
+        ),
     ],
 )
 def test_what_repeats_is_named(prompts, message):
@@ -34,6 +37,6 @@ def test_varied_prompts_are_left_alone(source):
 
 
 def test_a_run_says_it_once(toy):
-    with pytest.warns(UserWarning, match="6 prompts are 1 different ones") as said:
+    with pytest.warns(UserWarning, match="6 prompts are the same") as said:
         ma.run(toy, COPIES, layers=[0], progress=False)
-    assert len([w for w in said if "different ones" in str(w.message)]) == 1
+    assert len([w for w in said if "6 prompts are the same" in str(w.message)]) == 1
