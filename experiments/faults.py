@@ -45,7 +45,7 @@ def started(folder: Path) -> int:
     if child:
         return child
     try:
-        from mechattn.cli import main
+        from mechattn.commands.main import main
 
         os.chdir(folder)
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -95,7 +95,7 @@ def main() -> None:
     import torch
     import transformer_lens.model_bridge  # noqa: F401  (before the forks, so that a start is cheap)
 
-    import mechattn.from_config  # noqa: F401
+    import mechattn.commands.run  # noqa: F401
 
     torch.set_num_threads(1)
     draw, same = random.Random(given.seed), 0

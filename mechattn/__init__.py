@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
-    from mechattn.engine.chunks import run_job as run_job
-    from mechattn.engine.job import Job as Job
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
@@ -27,14 +25,17 @@ if TYPE_CHECKING:
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
     from mechattn.evaluation.noise import baseline_noise as baseline_noise
     from mechattn.interventions.ablation import HeadAblation as HeadAblation
-    from mechattn.interventions.affine import AffineAttention as AffineAttention
+    from mechattn.interventions.affine_attention import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
     from mechattn.interventions.knockout import Knockout as Knockout
-    from mechattn.look import explore as explore
-    from mechattn.look import pattern as pattern
-    from mechattn.look import pattern_difference as pattern_difference
+    from mechattn.jobs.chunks import run_job as run_job
+    from mechattn.jobs.job import Job as Job
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
+    from mechattn.pages.one_prompt import explore as explore
+    from mechattn.pages.one_prompt import pattern as pattern
+    from mechattn.pages.one_prompt import pattern_difference as pattern_difference
+    from mechattn.pages.page import page as page
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
     from mechattn.prompts.conditions import RandomSentence as RandomSentence
@@ -49,13 +50,14 @@ if TYPE_CHECKING:
     from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.reading import load_result as load_result
     from mechattn.results.result import Result as Result
+    from mechattn.results.storage import save_result as save_result
 
 __version__ = "0.1.0"
 
 # Loaded when first used, so that `import mechattn` imports neither torch nor TransformerLens.
 _HOME = {
     "ARM": "interventions.arm",
-    "AffineAttention": "interventions.affine",
+    "AffineAttention": "interventions.affine_attention",
     "AffineShift": "analysis.affine_shift",
     "AttentionFocus": "analysis.attention_focus",
     "AttentionSinks": "analysis.attention_sinks",
@@ -65,7 +67,7 @@ _HOME = {
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadUpdates": "analysis.head_updates",
-    "Job": "engine.job",
+    "Job": "jobs.job",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",
     "Text": "prompts.conditions",
@@ -84,19 +86,21 @@ _HOME = {
     "TopTargetUpdates": "analysis.head_updates",
     "baseline_noise": "evaluation.noise",
     "evaluate": "evaluation.evaluate",
-    "explore": "look",
+    "explore": "pages.one_prompt",
     "head_means": "engine.record",
     "load_evaluation": "evaluation.answer_file",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
     "load_result": "results.reading",
     "merge_results": "results.merge",
-    "pattern": "look",
-    "pattern_difference": "look",
+    "page": "pages.page",
+    "pattern": "pages.one_prompt",
+    "pattern_difference": "pages.one_prompt",
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
-    "run_job": "engine.chunks",
+    "run_job": "jobs.chunks",
+    "save_result": "results.storage",
     "sweep": "prompts.conditions",
     "verify_model": "model.load",
 }

@@ -16,14 +16,14 @@ from tests.conftest import GSM8K
 
 
 def mechattn(*arguments, cwd=None):
-    command = [sys.executable, "-c", "from mechattn.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from mechattn.commands.main import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
 
 
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; sys.argv = ['mechattn', '--help']\n"
-        "from mechattn.cli import main\n"
+        "from mechattn.commands.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformer_lens', 'xarray', 'plotly', 'scipy') if m in sys.modules])"
@@ -88,7 +88,15 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
         'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 160\n'
         '[output]\nresult = "r.zarr"\n'
     )
-    command = [sys.executable, "-c", "from mechattn.cli import main; main()", "run", str(config), "--shard", "1/2"]
+    command = [
+        sys.executable,
+        "-c",
+        "from mechattn.commands.main import main; main()",
+        "run",
+        str(config),
+        "--shard",
+        "1/2",
+    ]
     # A shell that starts the tests in the background lets them ignore SIGINT, and what they start inherits that.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mechattn.analysis.registry import ANALYSES
-from mechattn.families import as_markdown, families
+from mechattn.commands.families import as_markdown, families
 from mechattn.model.architectures import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

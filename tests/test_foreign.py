@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 import mechattn as ma
-from mechattn.cli import app
+from mechattn.commands.main import app
 from mechattn.errors import MechattnError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.render.view import View
-from mechattn.results.schema import digest
+from mechattn.results.digest import digest
 
 CONFIG = """
 model = "toy:llama"
@@ -230,7 +230,7 @@ def test_figures_among_them(folder):
 
 def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
     """To the folder of chunks: it stays, and so does the folder."""
-    from mechattn.engine.local import Local
+    from mechattn.jobs.local import Local
 
     class Adds:
         def parts(self, job, chunks):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mechattn as ma
-from mechattn.cli import app
+from mechattn.commands.main import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -15,8 +15,8 @@ from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quanti
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
-from mechattn.functional.head_updates import output_factor, update_norm
 from mechattn.functional.received import column_sums, received_attention, seeing_queries
+from mechattn.functional.updates import output_factor, update_norm
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence

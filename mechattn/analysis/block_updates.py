@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
 from mechattn.errors import ModelError
-from mechattn.functional.head_updates import orientation
 from mechattn.functional.received import segment_mean
+from mechattn.functional.updates import orientation
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
-from mechattn.functional.head_updates import update_product
 from mechattn.functional.received import segment_mean
+from mechattn.functional.updates import update_product
 from mechattn.model.weights import output_weights, unembedding, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence

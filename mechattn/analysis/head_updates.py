@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
 from mechattn.errors import ModelError
-from mechattn.functional import head_updates as fn
+from mechattn.functional import updates as fn
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean
 from mechattn.model.weights import output_weights, wide

@@ -15,11 +15,11 @@ from torch import Tensor
 from mechattn.analysis.analysis import Activations, Analysis, Quantity, Sums
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.functional import activations as fn
-from mechattn.functional.arm import KAPPA
+from mechattn.functional import activation_statistics as fn
 from mechattn.functional.received import segment_mean
-from mechattn.model.activations import at_nonlinearity
+from mechattn.functional.redistribution import KAPPA
 from mechattn.model.hooks import forward_to
+from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -40,8 +40,8 @@ _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many 
 class MlpActivations:
     """Activations right after the nonlinearity of each MLP: ``act(gate)`` in gated ones (arXiv:2510.01032, section 4).
 
-    Means over the tokens of each segment of what :mod:`mechattn.functional.activations` gives for one token; the
-    near-zero share also by the class of the question's tokens; a histogram of the question's activations; and the
+    Means over the tokens of each segment of what :mod:`mechattn.functional.activation_statistics` gives for one token;
+    the near-zero share also by the class of the question's tokens; a histogram of the question's activations; and the
     change of each original token from the baseline.
 
     "Near zero" is ``|x| ≤ threshold``, the threshold of a layer fixed before the run on calibration prompts in the

@@ -15,7 +15,7 @@ from mechattn.errors import OptionError
 from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
-from mechattn.model.scores import K, Q, scores_of
+from mechattn.model.score_terms import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
 from mechattn.engine.null import with_nulls
+from mechattn.errors import OptionError
 from mechattn.prompts.sequences import Batch
 from mechattn.stats.moments import Moments
 
@@ -20,15 +22,6 @@ if TYPE_CHECKING:
 Positions = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
 MOMENTS = ("", "_variance", "_n")
-
-
-@runtime_checkable
-class TakesValues(Protocol):
-    """Where the values of an analysis go."""
-
-    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
-        """Take the values of one layer for one batch, which is on the CPU."""
-        ...
 
 
 class Collector:
@@ -44,11 +37,15 @@ class Collector:
         self._rows: dict[tuple[str, int, int], list[tuple[int, np.ndarray]]] = {}
         self._moments: dict[tuple[str, int, int], Moments] = {}
 
-    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
-        """Take the values of one layer for one batch."""
+    def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take the values of one batch, which is on the CPU, layer by layer."""
+        for layer, of_layer in values.items():
+            self._add_layer(layer, batch, of_layer)
+
+    def _add_layer(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
         at_layer = self.coords["layer"].index(layer)
         for name, value in values.items():
-            array = value.cpu().numpy()
+            array = value.numpy()
             per_key = "key" in self.quantities[name].dims
             for row, (prompt, condition) in enumerate(batch.rows):
                 at_condition = self.coords["condition"].index(condition)
@@ -184,3 +181,46 @@ def _widened(array: np.ndarray, width: int, fill: float) -> np.ndarray:
 def _stacked(rows: list[np.ndarray]) -> np.ndarray:
     longest = max(row.shape[-1] for row in rows)
     return np.stack([_widened(row, longest, np.nan) for row in rows])
+
+
+def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
+    """Every quantity is there, none beside them, and each has the shape that its dims promise.
+
+    Args:
+        analysis: What was measured.
+        values: What it gave for one layer.
+        batch: Of this batch.
+        heads: Of the layer.
+
+    Raises:
+        OptionError: Naming the analysis, the quantity, and both shapes.
+    """
+    promised = analysis.quantities
+    if lacking := [name for name in promised if name not in values]:
+        raise OptionError(f"{analysis.name}: values() gives no {lacking[0]!r}, which its quantities promise")
+    if more := [name for name in values if name not in promised]:
+        have = ", ".join(map(repr, promised))
+        raise OptionError(f"{analysis.name}: values() gives {more[0]!r}, which is none of its quantities ({have})")
+    sizes = _sizes(analysis, batch, heads)
+    for name, quantity in promised.items():
+        value = values[name]
+        if not isinstance(value, Tensor):
+            raise OptionError(f"{analysis.name}: {name!r} is a {type(value).__name__}; values() gives tensors")
+        wanted = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
+        if value.ndim != len(wanted) or any(w not in (None, n) for w, n in zip(wanted, value.shape)):
+            dims = ", ".join(_dim(dim, sizes.get(dim)) for dim in quantity.dims)
+            raise OptionError(
+                f"{analysis.name}: {name!r} has the shape {list(value.shape)}; its dims {quantity.dims} promise "
+                f"[batch {len(batch.rows)}{', ' * bool(dims)}{dims}]"
+            )
+
+
+def _sizes(analysis: Analysis, batch: Batch, heads: int) -> dict[str, int]:
+    """What is known of the sizes of dimensions; others are as large as they are."""
+    labels: Mapping[str, Seq] = getattr(analysis, "coords", {})
+    known = {"head": heads, "key": batch.tokens.shape[1], "segment": len(SEGMENTS), "to_segment": len(SEGMENTS)}
+    return known | {dim: len(label) for dim, label in labels.items()}
+
+
+def _dim(name: str, size: int | None) -> str:
+    return name if size is None else f"{name} {size}"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.axes import SEGMENTS
-from mechattn.engine.sides import sides_of
+from mechattn.engine.check import sides_of
 from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
-from mechattn.model.known import Known, known
 from mechattn.model.positions import boundary_of
+from mechattn.model.verify.known import Known, known
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence

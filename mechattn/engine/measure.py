@@ -25,21 +25,19 @@ from mechattn.analysis.analysis import (
     Sums,
 )
 from mechattn.axes import BASELINE
-from mechattn.engine.collect import TakesValues
-from mechattn.engine.forward import Forward
+from mechattn.engine.collect import check_values
+from mechattn.engine.forward import Forward, PairedLayer, paired_layer
 from mechattn.engine.null import Nulls
-from mechattn.engine.pairs import PairedLayer, paired_layer
-from mechattn.engine.promise import check_values
 from mechattn.errors import ModelError, RowError
-from mechattn.functional.activations import minimum_of
+from mechattn.functional.activation_statistics import minimum_of
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Acted, Intervention
-from mechattn.model.activations import at_nonlinearity, plain_nonlinearity
-from mechattn.model.scores import BlindScores
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+from mechattn.model.score_terms import BlindScores
 from mechattn.prompts.pairs import Pairs, pairs_of
 from mechattn.prompts.sequences import Batch
 
-Taken = tuple[Analysis, TakesValues]
+LayerValues = dict[int, dict[str, Tensor]]  # of one analysis: each quantity, batch first, by layer
 
 
 def measure_batch(
@@ -48,11 +46,10 @@ def measure_batch(
     forward: Forward,
     windows: Mapping[int, int | None],
     analyses: Seq[Analysis],
-    collectors: Seq[TakesValues],
     prompt_ids: Seq[str] = (),
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
-) -> None:
-    """Run the model on a batch and hand each layer's values to the collectors.
+) -> list[LayerValues]:
+    """Run the model on a batch; the values of each analysis in each layer, on the CPU.
 
     The pass ends as soon as the last value has come: for attention alone in the attention of the last layer.
 
@@ -62,14 +59,13 @@ def measure_batch(
         forward: How attention reaches the analyses.
         windows: The layers to look at, and what a query of each can see.
         analyses: What to measure.
-        collectors: Where the values of each analysis go.
         prompt_ids: The id of every prompt of the run, for interventions.
         blind: What the model adds to its scores, for the nulls.
     """
     placed = batch.to(next(model.parameters()).device)
     pairs = pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None
     one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
-    sums = _Sums(one, list(zip(analyses, collectors, strict=True)), Nulls(analyses, placed, pairs, blind))
+    sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
     rows = _Rows(one, sums)
     with ExitStack() as stack:
         mlps = _Mlps(one, sums)  # made before anything acts on the nonlinearities, entered after: it sees what goes on
@@ -83,7 +79,7 @@ def measure_batch(
             pass
         except RowError as error:
             raise ModelError(f"{one.name(error.row)}: {error}") from error
-    sums.check()
+    return sums.checked()
 
 
 class _Enough(BaseException):
@@ -135,8 +131,8 @@ class _Pass:
 class _Sums:
     """The sums of each analysis for each layer; they become values when all that the analysis looks at has come."""
 
-    def __init__(self, one: _Pass, taken: Seq[Taken], nulls: Nulls) -> None:
-        self.one, self.taken, self.nulls = one, taken, nulls
+    def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
+        self.one, self.analyses, self.nulls = one, analyses, nulls
         protocols = {
             "rows": RowAnalysis,
             "pairs": PairAnalysis,
@@ -145,12 +141,11 @@ class _Sums:
             "final": FinalAnalysis,
         }
         self.parts = [  # asked once: a protocol takes long to ask
-            {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis, _ in taken
+            {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
-        self.closed: set[tuple[int, int]] = set()
-        self.kept: set[int] = set()  # the analyses that have kept what they promise
+        self.values: list[LayerValues] = [{} for _ in analyses]
 
     @property
     def last_layer(self) -> int:
@@ -159,12 +154,12 @@ class _Sums:
 
     def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
         """The analyses that look at a part, with their numbers."""
-        return [(i, analysis) for i, (analysis, _) in enumerate(self.taken) if part in self.parts[i]]
+        return [(i, analysis) for i, analysis in enumerate(self.analyses) if part in self.parts[i]]
 
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
         """The sums of an analysis."""
         if (number, layer) not in self.open:
-            made = self.taken[number][0].start(self.one.placed, heads or int(self.one.model.cfg.n_heads))
+            made = self.analyses[number].start(self.one.placed, heads or int(self.one.model.cfg.n_heads))
             self.open[number, layer] = made, set(self.parts[number])
         return self.open[number, layer][0]
 
@@ -177,7 +172,7 @@ class _Sums:
             reduce()
 
     def seen(self, number: int, layer: int, part: str) -> None:
-        """All of a part has come; after the last part the values go to the collector."""
+        """All of a part has come; after the last part the sums become values."""
         made, missing = self.open[number, layer]
         missing.discard(part)
         if part == "rows" and (number, layer) in self.waiting:
@@ -186,27 +181,31 @@ class _Sums:
         if missing:
             return
         del self.open[number, layer]
-        self.closed.add((number, layer))
         _refuse_nan(self.one, layer, made)
-        (analysis, collector), window = self.taken[number], self.one.windows[layer]
+        analysis, window = self.analyses[number], self.one.windows[layer]
         values = analysis.values(made, self.one.placed.at(layer), window)
-        if number not in self.kept:
+        if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
-            self.kept.add(number)
-        collector.add(layer, self.one.batch, values | self.nulls.of(number, layer, window))
-        if len(self.closed) == len(self.taken) * len(self.one.windows):
+        found = values | self.nulls.of(number, layer, window)
+        self.values[number][layer] = {name: value.cpu() for name, value in found.items()}
+        if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 
-    def check(self) -> None:
-        """Refuse a pass in which something never came."""
-        for number, (analysis, _) in enumerate(self.taken):
+    def checked(self) -> list[LayerValues]:
+        """The values of each analysis, once everything has come.
+
+        Raises:
+            ModelError: Something never came.
+        """
+        for number, analysis in enumerate(self.analyses):
             for layer in self.one.windows:
-                if (number, layer) not in self.closed:
+                if layer not in self.values[number]:
                     missing = self.open[number, layer][1] if (number, layer) in self.open else self.parts[number]
                     raise ModelError(
                         f"layer {layer} has run, and not all that {analysis.name} looks at has come "
                         f"({', '.join(sorted(missing))}), so there is nothing to report"
                     )
+        return self.values
 
 
 class _Rows:
@@ -260,7 +259,7 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
 def _take_final(one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Tensor) -> None:
     for number in numbers:
         for layer in one.windows:
-            cast(FinalAnalysis, sums.taken[number][0]).add_final(sums.of(number, layer), out.detach())
+            cast(FinalAnalysis, sums.analyses[number]).add_final(sums.of(number, layer), out.detach())
             sums.seen(number, layer, "final")
 
 
@@ -269,7 +268,7 @@ def _take(
     module: Any, given: Any, out: Tensor,
 ) -> None:  # fmt: skip
     number, layer = where
-    analysis = cast(CaptureAnalysis, sums.taken[number][0])
+    analysis = cast(CaptureAnalysis, sums.analyses[number])
     shape = one.placed.tokens.shape
     flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on all tokens in a row
     held[name] = out.detach().unflatten(0, shape) if flat else out.detach()

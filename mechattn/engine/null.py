@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, Quantity, RowAnalysis, Sums
-from mechattn.engine.pairs import PairedLayer, paired_layer
+from mechattn.engine.forward import PairedLayer, paired_layer
 from mechattn.errors import ModelError
 from mechattn.functional.rows import Attention, Rows, attention_by_rows
-from mechattn.model.scores import BlindScores
+from mechattn.model.score_terms import BlindScores
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.sequences import Batch
 

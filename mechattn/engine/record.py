@@ -11,18 +11,17 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE
-from mechattn.engine.check import check_interventions, check_sequences, check_variants
+from mechattn.engine.check import check_interventions, check_sequences, check_side, check_variants
 from mechattn.engine.forward import chosen_forward
 from mechattn.engine.measure import measure_batch
-from mechattn.engine.sides import check_side
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.interventions.affine import Affine, AffineAttention
+from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.model import hooks
-from mechattn.model.head_outputs import ChangeZ, changing_z
-from mechattn.model.known import known
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.patch.head_outputs import ChangeZ, changing_z
+from mechattn.model.verify.known import known
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -69,9 +68,12 @@ def record_affine(
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, made in zip(prompts, sequences, strict=True):
         batch = pad_right(list(made.values()), [(0, name) for name in made], 0)
-        kept = _Kept()
-        measure_batch(model, batch, forward, windows, [_AffineParts()], [kept], [prompt.id])
-        recorded[prompt.id] = kept.layers
+        (values,) = measure_batch(model, batch, forward, windows, [_AffineParts()], [prompt.id])
+        original = (batch.origin[1] >= 0).nonzero().flatten()
+        recorded[prompt.id] = {
+            layer: Affine(parts["scale"][1, :, original], parts["shift"][1, :, original])
+            for layer, parts in values.items()
+        }
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
@@ -113,18 +115,6 @@ class _AffineParts:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         return dict(sums)
-
-
-class _Kept:
-    """Takes the values of one prompt: its original tokens in order, beside the inserted ones."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, Affine] = {}
-
-    def add(self, layer: int, batch: Batch, values: Mapping[str, Tensor]) -> None:
-        original = (batch.origin[1] >= 0).nonzero().flatten()
-        scale, shift = values["scale"][1].cpu(), values["shift"][1].cpu()
-        self.layers[layer] = Affine(scale[:, original], shift[:, original])
 
 
 def head_means(

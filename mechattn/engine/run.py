@@ -1,21 +1,43 @@
-"""One pass over prompts × conditions, many analyses: everything is checked first, then the model runs."""
+"""A run: what is asked for, checked once and calibrated once; then the model runs, batch by batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis
-from mechattn.engine.collect import Positions
-from mechattn.engine.forward import Engine
-from mechattn.engine.prepare import planned
-from mechattn.errors import OptionError
+from mechattn.analysis.analysis import Analysis, Calibrates
+from mechattn.engine.check import (
+    check_captures,
+    check_interventions,
+    check_sequences,
+    check_variants,
+    sides_of,
+    with_baseline,
+    with_names,
+)
+from mechattn.engine.collect import Collector, Positions
+from mechattn.engine.describe import described, sequences_dataset
+from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
+from mechattn.engine.measure import LayerValues, measure_batch
+from mechattn.engine.plan import Cost, batch_plan, memory_bytes
+from mechattn.errors import ModelError, OptionError
+from mechattn.model import hooks
+from mechattn.model.load import as_hooked, load_model
+from mechattn.model.score_terms import BlindScores, blind_scores
 from mechattn.prompts.conditions import Condition
+from mechattn.prompts.likeness import warn_of_likeness
 from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Batch, Sequence, pad_right
 from mechattn.results.result import Result
+
+Fitting = TypeVar("Fitting")
+_CPU = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 def run(
@@ -59,7 +81,7 @@ def run(
         MechattnError: Something given cannot be used; found before the first forward pass, but for a model whose
             attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
     """
-    plan = planned(
+    plan = make_plan(
         model,
         conditions,
         analyses,
@@ -73,7 +95,165 @@ def run(
     prompts = as_prompts(prompts)
     places = _checked_places(places, len(prompts))
     sequences = plan.sequences(prompts)
-    return plan.ready(prompts).measured(prompts, sequences, places, progress=progress)
+    return plan.calibrated(prompts).result(prompts, sequences, places, progress=progress)
+
+
+Sequences = list[dict[str, Sequence]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of a model: the arguments of ``run``, checked as far as they can be without a prompt."""
+
+    model: Any
+    conditions: Mapping[str, Condition]
+    analyses: Seq[Analysis]
+    layers: list[int]
+    seed: int
+    positions: Positions
+    memory: str
+    engine: Engine
+    paths: bool = False
+
+    def sequences(self, prompts: Seq[Prompt]) -> Sequences:
+        """Every prompt under every condition, checked.
+
+        Raises:
+            MechattnError: A prompt, a condition or an intervention cannot be used with this model.
+        """
+        named = dict(self.conditions)
+        made = [{name: some.apply(p, self.model, self.seed) for name, some in named.items()} for p in prompts]
+        for prompt, sequences in zip(prompts, made, strict=True):
+            check_sequences(prompt, sequences, named, self.analyses, self.model)
+        check_interventions(self.model, [prompt.id for prompt in prompts], made)
+        check_variants(load_model(self.model), made)  # verified again if another model was made since
+        return made
+
+    def calibrated(self, prompts: Seq[Prompt]) -> Run:
+        """With what the analyses learn from the model before a run; ``prompts`` are all of the whole run."""
+        warn_of_likeness(prompts)
+        found = [
+            a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
+        ]
+        check_captures(self.model, found, self.layers)
+        forward, why = chosen_forward(self.model, self.engine)
+        return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan whose analyses are calibrated, and how attention reaches them: it measures any prompts."""
+
+    plan: Plan
+    forward: Forward
+    why: str
+    blind: BlindScores
+
+    def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int], *, progress: bool = True) -> Result:
+        """Run the model on some prompts, whose sequences were made by :meth:`Plan.sequences`."""
+        begun = time.monotonic()
+        plan, ids = self.plan, [prompt.id for prompt in prompts]
+        square = self.forward is forward_through_hooks
+        cost = Cost(plan.model.cfg.n_heads, position_width(plan.model), square)
+        lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
+        collectors = [Collector(a, ids, list(plan.conditions), plan.layers, plan.positions) for a in plan.analyses]
+        halved = []
+        for indices in _progress(batch_plan(lengths, cost, plan.memory, sides), progress):
+            measured, too_large = in_halves(indices, lambda some: self._measured(some, sequences, ids))
+            halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
+            for batch, values in measured:
+                for collector, by_layer in zip(collectors, values, strict=True):
+                    collector.add(batch, by_layer)
+        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
+        datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
+        about = described(plan.model, prompts, plan.conditions, plan.analyses, plan.layers, plan.paths)
+        about |= {"engine": "hooks" if square else "streaming", "engine_reason": self.why, "seed": plan.seed}
+        about |= {"memory": plan.memory, "positions": plan.positions, "halved": halved}
+        return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
+
+    def _measured(self, indices: Seq[int], sequences: Sequences, ids: list[str]) -> tuple[Batch, list[LayerValues]]:
+        """The batch of some prompts, and the values of each analysis."""
+        plan = self.plan
+        batch = _batch(plan.model, sequences, indices)
+        windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
+        return batch, measure_batch(plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind)
+
+
+def make_plan(
+    model: Any,
+    conditions: Mapping[str, Condition] | None = None,
+    analyses: Seq[Analysis] | Analysis | None = None,
+    *,
+    layers: Iterable[int] | int | None = None,
+    seed: int = 0,
+    positions: Positions = "moments",
+    memory: str = "2GiB",
+    engine: Engine = "auto",
+    paths: bool = False,
+) -> Plan:
+    """The arguments of ``run`` but the prompts, checked.
+
+    Raises:
+        MechattnError: One of them cannot be used.
+    """
+    model = as_hooked(model)
+    memory_bytes(memory)
+    chosen = hooks.chosen_layers(model, layers)
+    named, looked = with_baseline(conditions), with_names(analyses)
+    if positions not in ("moments", "prompts"):
+        raise OptionError(f'positions={positions!r}: choose "moments" or "prompts"')
+    return Plan(model, named, looked, chosen, seed, positions, memory, engine, paths)
+
+
+def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
+    """Measure some prompts together; where the memory doesn't hold them, each half of them, and so on.
+
+    Returns:
+        What was measured, and how many prompts were in each batch that didn't fit.
+
+    Raises:
+        ModelError: A single prompt with its conditions doesn't fit.
+    """
+    measured, too_large, waiting = [], [], [list(indices)]
+    while waiting:
+        some = waiting.pop(0)
+        try:
+            measured.append(measure(some))
+            continue
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Outside of the except, where the error no longer holds the tensors of the pass.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(some) == 1:
+            raise ModelError(
+                f"the memory does not hold a batch of prompt number {some[0]} alone with all its conditions "
+                f"({reason}); give fewer conditions at a time, a shorter prompt, or a machine with more memory"
+            )
+        too_large.append(len(some))
+        waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
+    return measured, too_large
+
+
+def is_out_of_memory(error: Any) -> bool:
+    """Whether a device or the machine had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _CPU)
+
+
+def _batch(model: Any, sequences: Sequences, indices: Seq[int]) -> Batch:
+    rows = [(index, name) for index in indices for name in sequences[index]]
+    pad = getattr(model.tokenizer, "pad_token_id", None) or 0
+    return pad_right([sequences[index][name] for index, name in rows], rows, pad)
+
+
+def _progress(batches: list[list[int]], show: bool) -> Iterable[list[int]]:
+    from tqdm.auto import tqdm
+
+    return tqdm(batches, desc="prompts", unit="batch", delay=2, disable=not show)
 
 
 def _checked_places(places: Seq[int] | None, prompts: int) -> Seq[int]:

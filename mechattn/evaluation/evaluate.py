@@ -10,8 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from mechattn.axes import BASELINE
-from mechattn.engine.check import check_interventions, check_variants, with_baseline
-from mechattn.engine.sides import check_side, counted_sides, sides_of
+from mechattn.engine.check import (
+    check_interventions,
+    check_side,
+    check_variants,
+    counted_sides,
+    sides_of,
+    with_baseline,
+)
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for

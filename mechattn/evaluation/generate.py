@@ -16,7 +16,7 @@ from torch import Tensor
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Acted
-from mechattn.model.known import known
+from mechattn.model.verify.known import known
 from mechattn.prompts.sequences import Sequence
 
 

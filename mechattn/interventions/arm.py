@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional import arm as fn
+from mechattn.functional import redistribution as fn
 from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Acted, on
-from mechattn.model.activations import at_nonlinearity, nonlinearity_of
+from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 
 _ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
 

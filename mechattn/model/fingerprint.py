@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.model.known import Known, known
+from mechattn.model.verify.known import Known, known
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
 _STRETCH, _STRETCHES = 2**18, 64

@@ -16,13 +16,13 @@ import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.model.hooks import prepends_bos
-from mechattn.model.known import Known, boots, count_boot, known, remember
-from mechattn.model.mend import mend
-from mechattn.model.native import classes_left_alone, native_twin
-from mechattn.model.report import Report
+from mechattn.model.patch.mend import mend
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
 from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
-from mechattn.model.verify import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
+from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
+from mechattn.model.verify.known import Known, boots, count_boot, known, remember
+from mechattn.model.verify.native import classes_left_alone, native_twin
+from mechattn.model.verify.verification import Report
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")

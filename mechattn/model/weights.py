@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.known import known
 from mechattn.model.values import norm_before_output
+from mechattn.model.verify.known import known
 
 
 def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model"]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.received_attention import check_heads
+from mechattn.render.received_figures import check_heads
 from mechattn.render.theme import FONT, model_caption
 from mechattn.render.view import View, in_script, prompt_tokens
 from mechattn.results.result import Result

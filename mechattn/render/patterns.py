@@ -14,7 +14,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.markup import visible
-from mechattn.render.received_attention import NAME, check_heads
+from mechattn.render.received_figures import NAME, check_heads
 from mechattn.render.theme import WITH, WITHOUT, model_caption
 from mechattn.render.view import View, in_script, prompt_tokens
 from mechattn.results.result import Result

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OutputError
+from mechattn.results.digest import TEXT, digest, is_digest
 from mechattn.results.result import Result
-from mechattn.results.schema import TEXT, digest, is_digest, read_errors
+from mechattn.results.schema import read_errors
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -220,7 +220,7 @@ class Result:
         Two equal runs have the same one, and so has a result that was stored and read again. On another CPU, or with
         another number of threads, the last digits differ, and so does this.
         """
-        from mechattn.results.schema import numbers_digest
+        from mechattn.results.digest import numbers_digest
 
         return numbers_digest(self.datasets)
 
@@ -240,43 +240,22 @@ class Result:
         return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
 
     def merge(self, *others: Result) -> Result:
-        """This result and others of the same run on other prompts as one; see :func:`merge_results`.
+        """What :func:`mechattn.merge_results` makes of this result and others of the same run on other prompts."""
+        import mechattn
 
-        Raises:
-            OptionError: They don't belong together, or a prompt is in two of them.
-        """
-        from mechattn.results.merge import merge_results
-
-        return merge_results([self, *others])
+        return mechattn.merge_results([self, *others])
 
     def save(self, path: str | Path) -> None:
-        """Write the result, whole or not at all: "….zarr" is a Zarr folder (here or at an address), "….nc" a file.
+        """What :func:`mechattn.save_result` writes: "….zarr" or "….nc", whole or not at all."""
+        import mechattn
 
-        Addresses are those of fsspec, such as "s3://bucket/llama.zarr".
-
-        Raises:
-            OutputError: The place cannot be written, or holds something that mechattn did not write.
-        """
-        from mechattn.results.storage import save_result
-
-        save_result(self, path)
+        mechattn.save_result(self, path)
 
     def page(self, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3, force: bool = False) -> Path:
-        """Write a page that opens offline: the verdict, received attention under each condition, the provenance.
+        """What :func:`mechattn.page` writes: one HTML file with the figures, which opens offline."""
+        import mechattn
 
-        Args:
-            path: The HTML file.
-            layer: The layer that is drawn, from 0.
-            heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, shown on
-                the other (the run must have kept ``positions="prompts"``).
-            force: Replace a file that mechattn did not write.
-
-        Raises:
-            MechattnError: The figures cannot be drawn, or the file cannot be written, or is somebody's own.
-        """
-        from mechattn.page import result_page
-
-        return result_page(self, path, layer, heads, force)
+        return mechattn.page(self, path, layer, heads, force)
 
     def _repr_html_(self) -> str:
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes

@@ -3,10 +3,10 @@
 import pytest
 
 import mechattn as ma
-from mechattn.config import made_conditions, read_config
+from mechattn.commands.config import made_conditions, read_config
+from mechattn.commands.figures import make_figures
+from mechattn.commands.run import run_from_config
 from mechattn.errors import MechattnError, OptionError, PromptError
-from mechattn.figures import make_figures
-from mechattn.from_config import run_from_config
 
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])

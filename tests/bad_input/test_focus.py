@@ -81,7 +81,7 @@ def test_models_in_which_a_heads_logit_is_not_defined(tokenizer, family):
 
 
 def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
-    from mechattn.config import read_config
+    from mechattn.commands.config import read_config
 
     text = (
         'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[[analyses]]\nkind = "HeadUpdates"\n'

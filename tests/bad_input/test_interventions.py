@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.commands.run import run_from_config
 from mechattn.errors import ModelError, OptionError
-from mechattn.from_config import run_from_config
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model
 

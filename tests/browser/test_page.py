@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.page import drawn_section, prompt_section, result_page, results_page, view_section, write_page
+from mechattn.pages.page import page as result_page
+from mechattn.pages.page import results_page, write_page
+from mechattn.pages.sections import drawn_section, prompt_section, view_section
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -161,7 +163,7 @@ def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
 
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
-    from mechattn.figures import make_figures
+    from mechattn.commands.figures import make_figures
     from mechattn.render.view import view_script
 
     page = make_figures(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4])
@@ -271,7 +273,7 @@ def test_the_explorer_of_one_prompt(opened, tmp_path):
 
 def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     """Figures 4 and 9: a tooltip that names the head, a slider that shows another layer."""
-    from mechattn.page import results_page
+    from mechattn.pages.page import results_page
 
     slash = {"slash": ma.MeaninglessTokens("/", 10)}
     result = ma.run(toy, prompts[:4], slash, [ma.AttentionFocus(), ma.HeadUpdates()], progress=False)

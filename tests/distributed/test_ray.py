@@ -10,9 +10,9 @@ import pytest
 import ray
 
 import mechattn as ma
-from mechattn.engine.ray import Ray
 from mechattn.errors import OptionError, OutputError, PromptTooLong
-from mechattn.results.schema import digest
+from mechattn.jobs.ray import Ray
+from mechattn.results.digest import digest
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
 
 
 def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.engine.ray.TRIES", 2)
+    monkeypatch.setattr("mechattn.jobs.ray.TRIES", 2)
     dies = replace(job, require=lambda model, layers: os._exit(1))
     with pytest.raises(OutputError, match="2 workers have died while they loaded 'toy:llama'"):
         ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import mechattn as ma
-from mechattn.engine.chunks import parse_shard, parts_folder, shard_place
-from mechattn.engine.job import Worker
-from mechattn.engine.local import Local
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
-from mechattn.results.schema import digest
+from mechattn.jobs.chunks import parse_shard, parts_folder, shard_place
+from mechattn.jobs.job import Worker
+from mechattn.jobs.local import Local
+from mechattn.results.digest import digest
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, s
     from safetensors.torch import load_file, save_file
 
     if not seen:
-        monkeypatch.setattr("mechattn.engine.job.stored_hash", lambda name: None)
+        monkeypatch.setattr("mechattn.jobs.job.stored_hash", lambda name: None)
     folder, path = tmp_path / "model", tmp_path / "r.zarr"
     shutil.copytree(checkpoint, folder)
     mine = replace(job, model=str(folder), prompts=numbered(3), chunk=1)
@@ -416,7 +416,7 @@ def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch)
 
 
 def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.engine.prepare.measure_batch", None)
+    monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
     with pytest.raises(PromptTooLong, match="prompt 6 "):
         ma.run_job(
             replace(job, prompts=[*numbered(6), ma.Prompt("word " * 1200, id="6")]),

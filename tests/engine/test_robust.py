@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import prepare
-from mechattn.engine.halve import is_out_of_memory
+from mechattn.engine import measure
+from mechattn.engine.run import is_out_of_memory
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
@@ -17,22 +17,19 @@ ANALYSES = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
 
 def full(rows, error, layer, monkeypatch):
     """Memory that holds no batch of more than some rows; it is full in the middle of a pass, after some layers."""
-    measure_batch, sizes = prepare.measure_batch, []
+    begin, refuse_nan, sizes = measure._Pass, measure._refuse_nan, []
 
-    class Fails:
-        def __init__(self, collector):
-            self.collector = collector
-
-        def add(self, at, batch, values):
-            if len(batch.rows) > rows and at == layer:
-                raise error
-            self.collector.add(at, batch, values)
-
-    def measured(model, batch, forward, windows, analyses, collectors, ids, blind):
+    def begun(model, batch, *arguments):
         sizes.append(len(batch.rows))
-        measure_batch(model, batch, forward, windows, analyses, [Fails(c) for c in collectors], ids, blind)
+        return begin(model, batch, *arguments)
 
-    monkeypatch.setattr(prepare, "measure_batch", measured)
+    def fails(one, at, sums):
+        if len(one.batch.rows) > rows and at == layer:
+            raise error
+        refuse_nan(one, at, sums)
+
+    monkeypatch.setattr(measure, "_Pass", begun)
+    monkeypatch.setattr(measure, "_refuse_nan", fails)
     return sizes
 
 

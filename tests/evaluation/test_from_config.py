@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 import mechattn as ma
-from mechattn.cli import app
+from mechattn.commands.main import app
+from mechattn.commands.run import evaluate_from_config
 from mechattn.errors import OptionError
-from mechattn.from_config import evaluate_from_config
 
 TEXT = """
 model = "toy:llama"

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from mechattn.functional import head_updates as fn
+from mechattn.functional import updates as fn
 from mechattn.functional.sinks import kurtosis_over_keys, massive, near_sums
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
-from mechattn.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, made_conditions, read_config
-from mechattn.engine.chunks import parse_shard
+from mechattn.commands.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, made_conditions, read_config
+from mechattn.commands.sections import Config
 from mechattn.engine.plan import memory_bytes
 from mechattn.errors import MechattnError
+from mechattn.jobs.chunks import parse_shard
+from mechattn.results.digest import digest
 from mechattn.results.packed import packed, unpacked
-from mechattn.results.schema import digest
-from mechattn.toml import Config
 
 fuzz = settings(settings.get_profile("fuzz"))
 TEXT = st.text(max_size=12)

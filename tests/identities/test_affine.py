@@ -51,18 +51,13 @@ class Parts:
         return {}
 
 
-class Nowhere:
-    def add(self, layer, batch, values):
-        assert values == {}
-
-
 def parts_of(model, prompt, condition):
     """For each layer the split of all queries of the sequence with inserted tokens, and the sequence."""
     made = [ma.Baseline().apply(prompt, model), condition.apply(prompt, model)]
     batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
     windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
     analysis = Parts()
-    measure_batch(model, batch, forward_in_blocks, windows, [analysis], [Nowhere()])
+    measure_batch(model, batch, forward_in_blocks, windows, [analysis])
     names = ("output", "before", "scale", "shift", "rerouting", "new_values")
     for layer, blocks in analysis.seen.items():
         yield layer, {name: torch.cat([getattr(s, name)[1] for s, _ in blocks], 1) for name in names}, made[1]
@@ -173,7 +168,7 @@ def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts):
             seen.setdefault(rows.layer, []).append((rows.queries, rows.aligned[1].clone(), rows.baseline[1].clone()))
 
     batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
-    measure_batch(model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()], [Nowhere()])
+    measure_batch(model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()])
     first = int((made[0].segment == made[0].segment.max()).nonzero()[0])
     question = made[0].of_segment("question")
     spread, spread_before = [], []

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.functional.arm import redistribute
 from mechattn.functional.keyed import keyed_uniform, token_keys
-from mechattn.model.activations import at_nonlinearity
+from mechattn.functional.redistribution import redistribute
+from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.model.toys import toy_names
 
 ARM = ma.ARM(form="released_llama", p1=95.0, layers=(0, 1))

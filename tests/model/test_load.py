@@ -8,7 +8,7 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
-from mechattn.model.known import known
+from mechattn.model.verify.known import known
 from tests.model.unusual import unusual_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."

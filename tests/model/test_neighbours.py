@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model import neighbours
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.known import known
+from mechattn.model.verify import neighbours
+from mechattn.model.verify.known import known
 from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mechattn.model.compare import compare, compare_positions
-from mechattn.model.report import Check, Report
+from mechattn.model.verify.differences import compare, compare_positions
+from mechattn.model.verify.verification import Check, Report
 
 
 def as_on_another_cpu(expected, seed, size=1e-6):

@@ -7,8 +7,8 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.streaming import streaming, why_not
-from mechattn.model.verify import check_streaming
+from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.verify.checks import check_streaming
 
 STREAMED = {
     "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-Next (hybrid)", "Gemma 1", "Gemma 2", "Gemma 3", "BLOOM",

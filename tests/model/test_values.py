@@ -8,8 +8,9 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import values
 from mechattn.model.hooks import attention_layers, forward_with_patterns
-from mechattn.model.known import known
 from mechattn.model.values import as_mixed, clip_of, norm_before_output
+from mechattn.model.verify import mixed_values
+from mechattn.model.verify.known import known
 from tests.model.unusual import CLIPPED, GATED, unusual_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")
@@ -101,21 +102,21 @@ def test_most_models_do_neither(tokenizer, toy):
 @pytest.mark.parametrize(
     ("name", "without", "reason"),
     [
-        ("BitNet", "_norms_of_output", r"its attention has attn_sub_norm, and mechattn does not know"),
+        ("BitNet", "norms_of_output", r"its attention has attn_sub_norm, and mechattn does not know"),
         ("AFMoE", "_GATES", r"its attention has .*gate_proj.*, and mechattn does not know"),
-        ("Gemma 4", "_norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
+        ("Gemma 4", "norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
     ],
 )
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
     """As for a step that nobody has met yet."""
-    nothing = {"_norms_of_output": lambda *a: iter(()), "_GATES": {}, "_norm_of_values": lambda *a: None}
-    monkeypatch.setattr(values, without, nothing[without])
+    nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
+    monkeypatch.setattr(values if without == "norm_of_values" else mixed_values, without, nothing[without])
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 
 
 def test_a_clip_that_is_not_known_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(values, "as_mixed", lambda model, layer, v: v)
+    monkeypatch.setattr(mixed_values, "as_mixed", lambda model, layer, v: v)
     with pytest.raises(ModelError, match=r"its attention has clip_qkv=0.5"):
         loaded("OLMo clipped", tokenizer)
 

@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.render.received_attention import choose_heads
+from mechattn.render.received_figures import choose_heads
 
 
 def lines(figure):
@@ -114,11 +114,11 @@ def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
 
 
 def test_a_page_shows_every_condition(toy, prompts, tmp_path):
-    from mechattn.page import result_page
+    from mechattn.pages.page import page
 
     conditions = {"four": ma.MeaninglessTokens(count=4), "nine": ma.MeaninglessTokens(count=9)}
     result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")], progress=False)
-    text = result_page(result, tmp_path / "index.html", 0, [0]).read_text()
+    text = page(result, tmp_path / "index.html", 0, [0]).read_text()
     assert "with “four”" in text
     assert "with “nine”" in text
     assert "all tokens after it pay to it" in text

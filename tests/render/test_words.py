@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 import mechattn as ma
-from mechattn.config import FIGURES
+from mechattn.commands.config import FIGURES
 from mechattn.render.words import change_words, mean_words, said
 
 CONDITIONS = {
@@ -79,7 +79,7 @@ def test_a_mean_over_prompts(result):
 
 
 def test_the_verdict_names_its_matched_control(result):
-    from mechattn.render.received_attention import matched_control
+    from mechattn.render.received_figures import matched_control
 
     assert matched_control(result, "slash") == "sentence"
     assert matched_control(result, "sentence") is None, "a control has no control"
@@ -89,7 +89,7 @@ def test_the_verdict_names_its_matched_control(result):
 
 
 def test_another_length_is_no_matched_control(toy, prompts):
-    from mechattn.render.received_attention import matched_control
+    from mechattn.render.received_figures import matched_control
 
     conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(20)}
     assert matched_control(ma.run(toy, prompts[:3], conditions, progress=False), "slash") is None

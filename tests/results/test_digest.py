@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.report import summary
+from mechattn.commands.report import summary
+from mechattn.results.digest import canonical, digest
 from mechattn.results.packed import packed, unpacked
 from mechattn.results.result import Result
-from mechattn.results.schema import canonical, digest
 
 QUANTITY = "received_by_segment"
 

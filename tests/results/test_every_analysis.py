@@ -7,9 +7,9 @@ import xarray as xr
 import mechattn as ma
 from mechattn.analysis.registry import ANALYSES
 from mechattn.errors import OutputError
-from mechattn.results import schema
+from mechattn.results import digest as digests
+from mechattn.results.digest import digest, is_digest
 from mechattn.results.packed import packed, unpacked
-from mechattn.results.schema import digest, is_digest
 
 SLASH = ma.MeaninglessTokens(count=3)
 CONDITIONS = {
@@ -83,7 +83,7 @@ def test_one_nan_for_all(dtype):
 def test_a_digest_of_bytes_is_still_read():
     """As the first results of schema 2 have it: of NaNs with their signs, which the chunk here keeps."""
     other = of(with_signs([0.5, np.nan]))
-    of_bytes = schema._hashed(other, "", schema._little_endian)
+    of_bytes = digests._hashed(other, "", digests._little_endian)
     assert of_bytes != digest(other)
     assert is_digest(of_bytes, other, "")
     assert is_digest(digest(other), other, "")
@@ -93,7 +93,7 @@ def test_a_digest_of_bytes_is_still_read():
 def test_the_digest_of_bytes_would_refuse_it(toy, prompts, tmp_path, monkeypatch):  # negative control
     """A whole chunk of NaNs is not stored by Zarr, and comes back with another sign."""
     result = ma.run(toy, prompts[:1], {}, ma.AttentionSinks(), layers=[0], progress=False)
-    monkeypatch.setattr(schema, "canonical", schema._little_endian)
+    monkeypatch.setattr(digests, "canonical", digests._little_endian)
     signed = {
         name: dataset.map(lambda v: v.copy(data=with_signs(v.values)) if v.dtype.kind == "f" else v, keep_attrs=True)
         for name, dataset in result.datasets.items()

@@ -13,13 +13,14 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.engine.chunks import parts_folder
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Answered, Evaluation
+from mechattn.jobs.chunks import parts_folder
 from mechattn.render.html import GENERATOR, save_page
+from mechattn.results.digest import digest
 from mechattn.results.packed import packed
-from mechattn.results.schema import as_tree, digest
+from mechattn.results.schema import as_tree
 from mechattn.results.shards import merge_stored
 from mechattn.results.whole import write_whole
 from tests.kills import each_kill
@@ -322,7 +323,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from mechattn.results.packed import unpacked
 from mechattn.results.packed import packed
-from mechattn.results.schema import as_tree, digest
+from mechattn.results.digest import digest
+from mechattn.results.schema import as_tree
 from mechattn.results.reading import load_result
 from mechattn.results.storage import save_result
 from tests.kills import killed_at

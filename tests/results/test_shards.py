@@ -4,9 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 import mechattn as ma
-from mechattn.cli import app
+from mechattn.commands.main import app
 from mechattn.errors import OptionError
-from mechattn.results.schema import digest
+from mechattn.results.digest import digest
 from mechattn.results.shards import merge_stored
 
 

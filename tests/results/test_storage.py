@@ -13,8 +13,9 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
+from mechattn.results.digest import digest
 from mechattn.results.packed import packed, unpacked
-from mechattn.results.schema import as_tree, digest
+from mechattn.results.schema import as_tree
 
 PLACES = ["result.zarr", "result.nc", "memory://tests/result.zarr"]
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mechattn as ma
+from mechattn.commands.run import check_in_model
 from mechattn.errors import ModelError
-from mechattn.from_config import check_in_model
 from mechattn.model import trust
 from mechattn.model.load import layers_and_heads
-from mechattn.model.native import classes_left_alone
 from mechattn.model.trust import as_trusted
+from mechattn.model.verify.native import classes_left_alone
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.config import FIGURES
-from mechattn.page import results_page
+from mechattn.commands.config import FIGURES
+from mechattn.commands.report import figures_of
+from mechattn.pages.page import results_page
 from mechattn.render.plain import as_heading, with_plain_names
-from mechattn.report import figures_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'

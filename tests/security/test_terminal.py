@@ -35,7 +35,7 @@ def _read(terminal):
         return b""
 
 
-COMMAND = "from mechattn.cli import main; main()"
+COMMAND = "from mechattn.commands.main import main; main()"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ from typing import Any
 from mechattn import render
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.page import flat, results_page, verdicts
+from mechattn.pages.page import results_page
+from mechattn.pages.verdicts import flat, verdicts
 from mechattn.render.html import check_page_place
-from mechattn.render.received_attention import check_heads
+from mechattn.render.received_figures import check_heads
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.model.report import Check, Outcome
+from mechattn.model.verify.verification import Check, Outcome
 
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and

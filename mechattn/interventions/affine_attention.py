@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.interventions.intervention import Acted, digest, on
-from mechattn.model.head_outputs import changing_z, check_layers, heads_of
+from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
 
 Parts = Literal["both", "scale", "shift"]
 

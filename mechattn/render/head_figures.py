@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.received_attention import NAME, check_heads, line_and_band, moments_of
+from mechattn.render.received_figures import NAME, check_heads, line_and_band, moments_of
 from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, headed, model_caption
 from mechattn.render.words import change_words, says
 from mechattn.results.quantities import check_layer

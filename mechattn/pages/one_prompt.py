@@ -13,13 +13,13 @@ from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
-from mechattn.model.scores import scores_of
+from mechattn.model.score_terms import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.explorer import attention_explorer, check_count
 from mechattn.render.patterns import attention_pattern
 from mechattn.render.patterns import pattern_difference as render_difference
-from mechattn.render.received_attention import check_heads
+from mechattn.render.received_figures import check_heads
 from mechattn.render.view import View
 from mechattn.results.result import Result
 

@@ -70,7 +70,7 @@ def figures(
     force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
-    from mechattn.figures import make_figures
+    from mechattn.commands.figures import make_figures
     from mechattn.model.load import model_place
     from mechattn.model.toys import toy_names
     from mechattn.prompts.conditions import MeaninglessTokens
@@ -101,10 +101,10 @@ def run_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
-    from mechattn.toml import read_sections
+    from mechattn.commands.sections import read_sections
 
     read_sections(config)  # what is wrong in the file itself is said before torch is loaded
-    from mechattn.from_config import run_from_config
+    from mechattn.commands.run import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
     for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
@@ -128,10 +128,10 @@ def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
-    from mechattn.toml import read_sections
+    from mechattn.commands.sections import read_sections
 
     read_sections(config)
-    from mechattn.from_config import evaluate_from_config
+    from mechattn.commands.run import evaluate_from_config
 
     evaluations, written = evaluate_from_config(config)
     for model, made in evaluations.items():
@@ -153,8 +153,8 @@ def verify(
     if families == bool(model):
         raise OptionError("give a model, or --families: mechattn verify toy:llama")
     if families:
-        from mechattn.families import as_markdown
-        from mechattn.families import families as all_families
+        from mechattn.commands.families import as_markdown
+        from mechattn.commands.families import families as all_families
 
         _say(as_markdown(all_families()))
         return
@@ -171,7 +171,7 @@ def show(
     result: Annotated[Path, typer.Argument(help="A stored result.")],
 ) -> None:
     """Print what a stored result holds: its verdicts, its quantities, where it comes from."""
-    from mechattn.report import summary
+    from mechattn.commands.report import summary
     from mechattn.results.reading import load_result
 
     _say(summary(load_result(result)))
@@ -186,7 +186,7 @@ def report(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write one page of stored results, with every figure that they can show; it opens offline."""
-    from mechattn.report import report as write_report
+    from mechattn.commands.report import report as write_report
 
     chosen = _numbers(heads)
     missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command(), force)

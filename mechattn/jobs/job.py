@@ -15,7 +15,7 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
-from mechattn.engine.prepare import Ready, planned
+from mechattn.engine.run import Run, make_plan
 from mechattn.errors import OptionError
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
@@ -109,7 +109,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model = load_model(job.model, dtype=dtype_named(job.dtype), device=job.device, verify=job.verify)
-        self.plan = planned(
+        self.plan = make_plan(
             self.model,
             job.conditions,
             job.analyses,
@@ -124,9 +124,9 @@ class Worker:
             job.require(self.model, self.plan.layers)
 
     @cached_property
-    def ready(self) -> Ready:
+    def run(self) -> Run:
         """Calibrated for all prompts of the job, so that every worker finds the same."""
-        return self.plan.ready(self.job.prompts)
+        return self.plan.calibrated(self.job.prompts)
 
     def check(self, chunk: int) -> None:
         """Refuse a chunk whose prompts cannot be used, without running the model on them."""
@@ -137,7 +137,7 @@ class Worker:
         prompts = self._prompts(chunk)
         sequences = self.plan.sequences(prompts)
         alone = len(self.job.chunks) == 1
-        made = self.ready.measured(prompts, sequences, self.job.chunks[chunk], progress=alone)
+        made = self.run.result(prompts, sequences, self.job.chunks[chunk], progress=alone)
         about = {"chunk": self.job.chunk, "command": self.job.command}
         return packed(replace(made, provenance={**made.provenance, **about}))
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mechattn.engine.job import Job
 from mechattn.errors import MechattnError, OptionError, OutputError
+from mechattn.jobs.job import Job
 from mechattn.results.merge import merge_results
 from mechattn.results.ours import files_in, named
 from mechattn.results.packed import unpacked

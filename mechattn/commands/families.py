@@ -14,8 +14,8 @@ from mechattn.errors import MechattnError
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import load_model, verify_model
-from mechattn.model.report import Report
 from mechattn.model.toys import load_tokenizer
+from mechattn.model.verify.verification import Report
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.prompt import Prompt
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Literal, Protocol, get_args, runtime_checkable
 
-from mechattn.engine.job import Job
-from mechattn.engine.local import Local
 from mechattn.errors import OptionError
+from mechattn.jobs.job import Job
+from mechattn.jobs.local import Local
 
 ExecutorName = Literal["local", "ray"]
 
@@ -31,7 +31,7 @@ def executor_named(name: ExecutorName, address: str | None = None, workers: int 
     if name not in get_args(ExecutorName):
         raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
     if name == "ray":
-        from mechattn.engine.ray import Ray
+        from mechattn.jobs.ray import Ray
 
         return Ray(address, workers)
     if address is not None or workers is not None:

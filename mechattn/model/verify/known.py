@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mechattn.model.report import Check, Report
+    from mechattn.model.verify.verification import Check, Report
 
 _NAME = "_mechattn"
 _boots = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from mechattn.engine.job import Job, Worker, with_threads
+from mechattn.jobs.job import Job, Worker, with_threads
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from torch import Tensor
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
-from mechattn.model.compare import PROBABILITY, TOLERANCE, compare, compare_positions, limited
-from mechattn.model.known import Known
-from mechattn.model.native import attention_of, run_native
-from mechattn.model.neighbours import check_neighbours
-from mechattn.model.report import Check, Report
-from mechattn.model.streaming import streaming, why_not
-from mechattn.model.values import GATES, Shown, check_values
+from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, limited
+from mechattn.model.verify.known import Known
+from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
+from mechattn.model.verify.native import attention_of, run_native
+from mechattn.model.verify.neighbours import check_neighbours
+from mechattn.model.verify.verification import Check, Report
 
 AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
 PROBE = 24
@@ -267,7 +267,7 @@ def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
         shown = {name: seen.get(f"blocks.{layer}.attn.{name}") for name in ("hook_v", "hook_z", *GATES)}
         v, z, *gates = (None if value is None else value[0] for value in shown.values())
-        layers[layer] = Shown(pattern[0], v, z, next((gate for gate in gates if gate is not None), None))
+        layers[layer] = LayerProbe(pattern[0], v, z, next((gate for gate in gates if gate is not None), None))
     check = check_values(model, layers, TOLERANCE[dtype][1])
     if check.outcome != "failed":
         return check

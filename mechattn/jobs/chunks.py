@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from mechattn.engine.executor import Executor, ExecutorName, executor_named
-from mechattn.engine.job import Job
-from mechattn.engine.parts import Parts, discard_parts, open_parts
 from mechattn.errors import Interrupted, OptionError, OutputError
+from mechattn.jobs.executor import Executor, ExecutorName, executor_named
+from mechattn.jobs.job import Job
+from mechattn.jobs.kept_chunks import Parts, discard_parts, open_parts
 from mechattn.results.merge import merge_results
 from mechattn.results.places import as_place, is_address
 from mechattn.results.reading import load_result

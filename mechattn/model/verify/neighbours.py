@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.model.compare import compare_positions
 from mechattn.model.positions import Boundary, boundary_of
-from mechattn.model.report import Check
+from mechattn.model.verify.differences import compare_positions
+from mechattn.model.verify.verification import Check
 
 _REMEDY = (
     "its numbers depend on the batch in a way that mechattn does not know, so that two conditions would be read by two "

@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mechattn import config as configs
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.commands import config as configs
+from mechattn.commands.run import check_enough, check_in_model
 from mechattn.engine.run import run
-from mechattn.from_config import check_enough, check_in_model
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import dtype_named, load_model, model_place
-from mechattn.page import Section, drawn_section, prompt_section, view_section, write_page
+from mechattn.pages.page import write_page
+from mechattn.pages.sections import Section, drawn_section, prompt_section, view_section
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.html import check_page_place
 from mechattn.render.patterns import attention_pattern, pattern_difference, received_text
-from mechattn.render.received_attention import check_heads, received_attention
+from mechattn.render.received_figures import check_heads, received_attention
 from mechattn.render.theme import model_caption
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result

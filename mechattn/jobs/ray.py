@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mechattn.engine.job import Job, Worker
-from mechattn.engine.ray_alone import start_alone
 from mechattn.errors import MechattnError, OptionError, OutputError
+from mechattn.jobs.job import Job, Worker
+from mechattn.jobs.ray_cluster import start_alone
 
 TRIES = 3  # of a chunk whose worker dies
 _Task = Literal["check", "part"]

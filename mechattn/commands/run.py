@@ -8,26 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mechattn import config as configs
 from mechattn.axes import BASELINE
-from mechattn.engine.chunks import WHOLE, computed, parse_shard, shard_place
-from mechattn.engine.executor import ExecutorName, executor_named
-from mechattn.engine.job import Job
+from mechattn.commands import config as configs
+from mechattn.commands.sections import Config, Figure
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
+from mechattn.jobs.chunks import WHOLE, computed, parse_shard, shard_place
+from mechattn.jobs.executor import ExecutorName, executor_named
+from mechattn.jobs.job import Job
 from mechattn.model.load import dtype_named, layers_and_heads, load_model, tokenizer_named
-from mechattn.page import results_page
+from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.html import check_page_place
-from mechattn.render.received_attention import check_heads
+from mechattn.render.received_figures import check_heads
 from mechattn.results.places import is_address
 from mechattn.results.provenance import command_of
 from mechattn.results.storage import check_result_place
 from mechattn.results.whole import check_writable
 from mechattn.stats.intervals import FEWEST
-from mechattn.toml import Config, Figure
 
 
 def run_from_config(

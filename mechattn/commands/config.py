@@ -16,13 +16,13 @@ from mechattn import render
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.registry import ANALYSES as KINDS
 from mechattn.axes import BASELINE
+from mechattn.commands.sections import Condition, Config, Figure, all_words, near, no_such_key, read_sections
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.arm import ARM
 from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
-from mechattn.toml import Condition, Config, Figure, all_words, near, no_such_key, read_sections
 
 CONDITIONS = {
     kind.__name__: kind

@@ -1,0 +1,1 @@
+"""Pages: one HTML file of results, and one prompt at a glance."""

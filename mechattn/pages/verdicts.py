@@ -1,0 +1,97 @@
+"""What stands at the top of a page: verdicts in words or as a table, and one line of provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+from mechattn.analysis.registry import ANALYSES
+from mechattn.engine.collect import lacking
+from mechattn.errors import OptionError
+from mechattn.pages.sections import time_words
+from mechattn.render.received_figures import matched_control, verdict_words
+from mechattn.render.theme import model_caption
+from mechattn.render.words import percent, percent_words
+from mechattn.results.result import Result
+
+VERDICT_COLUMNS = (
+    "model", "condition", "question attention, change", "under uniform attention", "heads further and less far",
+    "prompts",
+)  # fmt: skip
+
+
+def verdicts(result: Result) -> list[str]:
+    """A sentence for each condition, where received attention was measured; a control stands beside what it matches."""
+    if "received_attention" not in result.datasets:
+        return []
+    try:
+        with explained([result]):
+            return [
+                f"{model_caption(result)}: {verdict_words(result, name, control=matched_control(result, name))}"
+                for name in result.conditions[1:]
+            ]
+    except OptionError as error:  # too few prompts for an interval, or no question in every prompt
+        return [f"{model_caption(result)}: no verdict, since {error}."]
+
+
+def verdict_rows(result: Result) -> list[tuple[str, ...]]:
+    """The same as rows of a table with the columns ``VERDICT_COLUMNS``, for pages of several models."""
+    model = model_caption(result)
+    if "received_attention" not in result.datasets:
+        return []
+    try:
+        with explained([result]):
+            found = {name: result.verdict(name) for name in result.conditions[1:]}
+    except OptionError as error:
+        return [(model, "", f"no verdict, since {error}", "", "", "")]
+    return [
+        (
+            model,
+            name,
+            percent_words(verdict.change),
+            percent(verdict.null.estimate),
+            f"{int(verdict.beyond.sum())} and {int(verdict.above.sum())} of {verdict.beyond.size}",
+            str(verdict.n),
+        )
+        for name, verdict in found.items()
+    ]
+
+
+def strip_words(result: Result) -> str:
+    """One line of provenance."""
+    about, model = result.provenance, result.provenance["model"]
+    verified = "verified" if model["verified"] else "not verified"
+    parts = [model_caption(result), f"{model['dtype']} on {model['device']}", verified]
+    prompts = about["prompts"]
+    parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
+    parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
+    return " · ".join([*parts, time_words(result)])
+
+
+@contextmanager
+def explained(results: Seq[Result]) -> Iterator[None]:
+    """What fails since a stored result lacks a number says so; whatever else fails is a fault of ours."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        for result in results:
+            for analysis in (make() for make in ANALYSES):
+                missing = lacking(result[analysis.name], analysis) if analysis.name in result.datasets else []
+                if missing:
+                    raise OptionError(
+                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored by another version, or "
+                        "changed since"
+                    ) from error
+        raise
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as rows of a table."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        rows += flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+    return rows
