@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -125,7 +126,7 @@ class AffineShift:
         for name, value in made.items():
             sums[name][..., rows.queries] = value
         shifts = parts.shift.double() * self._after(rows.batch)[:, None, rows.queries, None]
-        gram = shifts.transpose(-1, -2) @ shifts
+        gram = rearrange(shifts, "batch head query d_head -> batch head d_head query") @ shifts
         sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -123,7 +124,9 @@ class Captures:
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
         """What passed a hook, head by head; some bridges hand it over with all heads in a row."""
         found = self.tensors[name]
-        return found.reshape(*found.shape[:2], heads, -1)
+        if found.ndim == 4:
+            return found
+        return rearrange(found, "batch pos (head d_head) -> batch pos head d_head", head=heads)
 
 
 @dataclass(frozen=True)

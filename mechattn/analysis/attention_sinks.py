@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -174,8 +175,8 @@ class AttentionSinks:
         factor, real = (self.factors or {})[captures.layer], captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
-        there = (z * real[..., None, None]).transpose(1, 2).double()
-        sums["gram"] = there.transpose(-1, -2) @ there
+        there = rearrange(z * real[..., None, None], "batch pos head d_head -> batch head pos d_head").double()
+        sums["gram"] = rearrange(there, "batch head pos d_head -> batch head d_head pos") @ there
         sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

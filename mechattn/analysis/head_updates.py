@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quanti
 from mechattn.errors import ModelError
 from mechattn.functional import updates as fn
 from mechattn.functional.focus import top_two
+from mechattn.functional.grouped import for_each_head
 from mechattn.functional.received import segment_mean
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
@@ -153,12 +155,11 @@ class TopTargetUpdates:
         if rows.v is None:
             raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a target gives is not known")
         first, _, at = top_two(rows.pattern)
-        heads = rows.pattern.shape[1] // rows.v.shape[1]
-        v = rows.v[:, :, rows.keys].repeat_interleave(heads, 1).to(first.dtype)
+        v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(first.dtype)
         read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]
         if "read" not in sums:
             sums["read"] = read.new_zeros((len(read), rows.batch.tokens.shape[1], *read.shape[1::2]))
-        sums["read"][:, rows.queries] = read.transpose(1, 2)
+        sums["read"][:, rows.queries] = rearrange(read, "batch head query d_head -> batch query head d_head")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products, token by token."""

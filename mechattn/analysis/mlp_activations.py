@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -209,7 +210,8 @@ class MlpActivations:
             size = change.norm(dim=-1)
             for row, places, value in zip(rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True):
                 sums["change"][row, places] = value
-            asked = (change * (size > _LEAST * norm)[..., None])[:, question].flatten(1).double()
+            asked = (change * (size > _LEAST * norm)[..., None])[:, question].double()
+            asked = rearrange(asked, "row token d_mlp -> row (token d_mlp)")
             sums["product"][rows] += asked @ asked.T
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

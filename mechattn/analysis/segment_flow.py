@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
 from mechattn.axes import SEGMENTS
+from mechattn.functional.grouped import for_each_head
 from mechattn.prompts.sequences import Batch, Sequence
 
 
@@ -56,13 +58,14 @@ class SegmentFlow:
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """The flow of these queries."""
         member = rows.batch.members().to(rows.pattern.dtype)
-        of_queries, of_keys = member[:, None, :, rows.queries], member[:, None, :, rows.keys].transpose(-1, -2)
+        of_queries = rearrange(member[..., rows.queries], "batch segment query -> batch 1 segment query")
+        of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
         sums["flow"] += of_queries @ (rows.pattern @ of_keys)
         if rows.v is None:
             sums["value_flow"].fill_(-1)
             return
         norms = rows.v[:, :, rows.keys].to(rows.pattern.dtype).norm(dim=-1)
-        norms = norms.repeat_interleave(rows.pattern.shape[1] // norms.shape[1], 1)
+        norms = for_each_head(norms, rows.pattern.shape[1])
         by_value = rows.pattern @ (norms.unsqueeze(-1) * of_keys)
         total = (rows.pattern @ norms.unsqueeze(-1)).clamp(min=torch.finfo(norms.dtype).tiny)
         sums["value_flow"] += of_queries @ (by_value / total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def _largest(
     if chunks < 2:
         return pattern.max(-1)
     even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
-    value, chunk = even.unflatten(-1, (chunks, _CHUNK)).amax(-1).max(-1)
+    value, chunk = rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
     start = chunk.unsqueeze(-1) * _CHUNK
     at = chunk * _CHUNK + pattern.gather(-1, start + torch.arange(_CHUNK, device=pattern.device)).argmax(-1)
     if not rest.shape[-1]:
@@ -48,7 +49,7 @@ def _largest(
 def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query"]:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing."""
     tiny = torch.finfo(pattern.dtype).tiny
-    squares = pattern.reshape(-1, *pattern.shape[-2:])
+    squares = rearrange(pattern, "... query key -> (...) query key")
     pieces = squares.split(max(1, _PIECE // max(1, squares[0].numel())))
     return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(pattern.shape[:-1])
 

@@ -6,6 +6,7 @@ import warnings
 from typing import Literal, get_args
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -61,7 +62,7 @@ def redistribute(
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    flat = x.reshape(1, -1) if scope == "tensor" else x.reshape(-1, x.shape[-1])
+    flat = rearrange(x, "... channel -> 1 (... channel)" if scope == "tensor" else "... channel -> (...) channel")
     rows, drawn = flat.to(wide), uniform.reshape(flat.shape).to(wide)
     sizes = rows.abs().sort(-1).values
     if form == "gemma":

@@ -8,10 +8,12 @@ from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
+_APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
 _MASKED = -1e30  # finite: added to a score it cannot make NaN
 
 
@@ -99,11 +101,12 @@ class Attention:
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, which hold all that they see."""
-        batch, heads, _, width = self.q.shape
+        heads, width = self.q.shape[1], self.q.shape[3]
         asked = self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(self.wide) * self.scale
-        grouped = asked.reshape(batch, self.k.shape[1], -1, width)
-        scores = grouped @ self.k[:, :, :keys].to(self.wide).transpose(-1, -2)
-        scores = scores.view(batch, heads, -1, keys)
+        together = "batch (kv_head group) query d -> batch kv_head (group query) d"
+        grouped = rearrange(asked, together, kv_head=self.k.shape[1])
+        scores = grouped @ rearrange(self.k[:, :, :keys].to(self.wide), "batch kv_head key d -> batch kv_head d key")
+        scores = rearrange(scores, _APART, query=queries.shape[1])
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
@@ -157,9 +160,9 @@ def mix(
     pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head key d_head"]
 ) -> Float[Tensor, "batch head query d_head"]:
     """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
-    batch, heads, queries, keys = pattern.shape
-    grouped = pattern.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
-    return (grouped @ v.to(pattern.dtype)).view(batch, heads, queries, -1)
+    together = "batch (kv_head group) query key -> batch kv_head (group query) key"
+    mixed = rearrange(pattern, together, kv_head=v.shape[1]) @ v.to(pattern.dtype)
+    return rearrange(mixed, _APART, query=pattern.shape[2])
 
 
 def attention_by_rows(
@@ -172,6 +175,7 @@ def attention_by_rows(
         see: Called with each block.
         block: Rows in a block.
     """
+    # The inner loop of every run: plain torch, as one buffer has three shapes at a time and no copy may be made of it.
     q, k, v, wide, window = attention.q, attention.k, attention.v, attention.wide, attention.window
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from mechattn.functional.grouped import for_each_head
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
@@ -48,11 +51,12 @@ def score_parts(
         b_k: The bias of the keys.
         scale: The model's factor of q·k.
     """
-    group = q.shape[1] // k.shape[1]
-    keys = (k - b_k[:, None]).repeat_interleave(group, 1)
-    content = scale * (q - b_q[:, None]) @ keys.transpose(-1, -2)
-    bias = scale * (b_q[None, :, None] @ keys.transpose(-1, -2))
-    rest = scale * torch.einsum("bhqd,hd->bhq", q, b_k.repeat_interleave(group, 0))
+    keys = for_each_head(k - b_k[:, None], q.shape[1]).contiguous()
+    keys = rearrange(keys, "batch head key d_head -> batch head d_head key")
+    content = scale * (q - b_q[:, None]) @ keys
+    bias = scale * (b_q[None, :, None] @ keys)
+    of_each = for_each_head(b_k[None, :, None], q.shape[1])[0, :, 0]
+    rest = scale * einsum(q, of_each, "batch head query d_head, head d_head -> batch head query")
     return content, bias, rest[..., None]
 
 

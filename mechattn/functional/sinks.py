@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.functional.focus import looking_back
+from mechattn.functional.grouped import for_each_head
 from mechattn.functional.rows import Cut
 
 
@@ -48,8 +50,9 @@ def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[Float[Tensor, "batch head key"], Float[Tensor, "batch head key"]]:
     """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from ``output_factor(W_O)``."""
-    every = v.to(factor.dtype).repeat_interleave(len(factor) // v.shape[1], 1)
-    return every.norm(dim=-1), (every @ factor.transpose(-1, -2)).norm(dim=-1)
+    every = for_each_head(v.to(factor.dtype), len(factor))
+    written = every @ rearrange(factor, "head rank d_head -> head d_head rank")
+    return every.norm(dim=-1), written.norm(dim=-1)
 
 
 def kurtosis_over_keys(

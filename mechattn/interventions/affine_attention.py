@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -110,7 +111,7 @@ class AffineAttention:
         there = positions >= 0
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.recorded is None:
-            scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype).reshape(-1, 1)
+            scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype)[..., None]
             shift = torch.zeros((), device=z.device) if self.shift is None else self.shift.to(z)
         else:
             found = self.recorded[prompt][layer]
@@ -121,8 +122,8 @@ class AffineAttention:
                 )
             there &= positions < length
             at = positions.clamp(0, length - 1)
-            scale = found.scale.to(z)[:, at].T.unsqueeze(-1)
-            shift = found.shift.to(z)[:, at].transpose(0, 1)
+            scale = rearrange(found.scale.to(z)[:, at], "head pos -> pos head 1")
+            shift = rearrange(found.shift.to(z)[:, at], "head pos d_head -> pos head d_head")
         scaled = z if self.parts == "shift" else scale * z
         moved = scaled if self.parts == "scale" else scaled + shift
         return torch.where(there[:, None, None], moved, z)

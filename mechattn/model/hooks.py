@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -183,7 +184,9 @@ def forward_with_patterns(
 
         def reduce(pattern: Tensor, hook: Any) -> None:
             v = _by_head(values.pop(layer, None), pattern)
-            see(layer, pattern.detach(), None if v is None else as_mixed(model, layer, v).transpose(1, 2))
+            if v is not None:
+                v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
+            see(layer, pattern.detach(), v)
 
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]

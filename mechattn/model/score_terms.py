@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -52,8 +53,10 @@ class Scores:
         self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Content [batch head query key], bias [batch head 1 key], alibi [1 head 1 key], rest [batch head query 1]."""
-        parts = score_parts(q.float().transpose(1, 2), k.float().transpose(1, 2), self.b_q, self.b_k, self.scale)
-        return parts[0], parts[1], self.alibi(k.shape[1]), parts[2]
+        by_head = "batch pos head d_head -> batch head pos d_head"
+        q, k = rearrange(q.float(), by_head), rearrange(k.float(), by_head)
+        parts = score_parts(q, k, self.b_q, self.b_k, self.scale)
+        return parts[0], parts[1], self.alibi(k.shape[2]), parts[2]
 
 
 @dataclass(frozen=True)

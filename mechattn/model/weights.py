@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def score_biases(model: Any, layer: int) -> tuple[Float[Tensor, "head d_head"], 
         made.append(
             torch.zeros(count, width, device=next(model.parameters()).device)
             if bias is None
-            else bias.detach().reshape(count, width).float()
+            else rearrange(bias.detach().flatten(), "(head d_head) -> head d_head", head=count).float()
         )
     return made[0], made[1]
 

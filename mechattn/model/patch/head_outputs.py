@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -86,7 +87,9 @@ class _Changed:
 
     def __call__(self, z: Tensor) -> Tensor:
         self.called = True
-        by_head = z.reshape(*z.shape[:2], self.heads, -1)
+        by_head = (
+            z if z.ndim == 4 else rearrange(z, "batch pos (head d_head) -> batch pos head d_head", head=self.heads)
+        )
         return self.change(by_head).to(z.dtype).reshape(z.shape)
 
     def check(self, block: Any, given: Any, out: Any) -> None:

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mechattn.errors import ModelError
@@ -157,7 +158,7 @@ def _attention_function(module: Any, query: Tensor, key: Tensor, value: Tensor, 
             f'{layer.window or "full attention"}; use engine="hooks", and report it'
         )
     out = layer.attend(query, key, value, scale, None, options.get("softcap"))
-    return out.transpose(1, 2).contiguous(), None
+    return rearrange(out, "batch head pos d_head -> batch pos head d_head").contiguous(), None
 
 
 _DELEGATED = {"PositionEmbeddingsAttentionBridge", "AttentionBridge"}

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -304,7 +305,8 @@ def _sum_of_heads(model: Any, layer: int, z: Tensor) -> Tensor | None:
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
     bias = 0.0 if b_o is None else b_o.detach().float().cpu()
-    return z.flatten(2) @ w_o.flatten(0, 1) + bias
+    together = rearrange(z, "batch pos head d_head -> batch pos (head d_head)")
+    return together @ rearrange(w_o, "head d_head d_model -> (head d_head) d_model") + bias
 
 
 def _residual(model: Any, seen: Seen, dtype: torch.dtype) -> Check:

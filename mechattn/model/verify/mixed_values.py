@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from einops import einsum, repeat
+from einops import einsum, rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -103,14 +103,14 @@ def _afterwards(model: Any, layer: int, mixed: Mixed, gate: Tensor | None) -> It
     """What may happen to the mix before W_O, in words, and what it makes of it."""
     if gate is not None and gate.numel() in (mixed.numel(), mixed[..., 0].numel()):
         for name, function in _GATES.items():
-            opened = function(gate.reshape(*mixed.shape[:2], -1))
+            opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number a head, or one a channel
             yield f"times a gate of its query ({name}), so values reach W_O through the gate", mixed * opened
     parameter = next(model.parameters())
     for name, norm in norms_of_output(model, layer):
-        flat = mixed.flatten(1).to(parameter.device, parameter.dtype)
+        flat = rearrange(mixed, "query head d_head -> query (head d_head)").to(parameter.device, parameter.dtype)
         yield (
             f"after a norm over all heads ({name}), so a value gives no update of its own",
-            norm(flat).float().cpu().reshape(mixed.shape),
+            rearrange(norm(flat).float().cpu(), "query (head d_head) -> query head d_head", head=mixed.shape[1]),
         )
 
 
