@@ -35,6 +35,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
 	$(BIN)/mypy
 
 docs: .venv/installed
