@@ -13,7 +13,7 @@ from mechattn.commands import config as configs
 from mechattn.commands.run import check_enough, check_in_model
 from mechattn.engine.run import run
 from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import dtype_named, load_model, model_place
+from mechattn.model.load import check_device, dtype_named, load_model, model_place
 from mechattn.pages.page import write_page
 from mechattn.pages.sections import Section, drawn_section, prompt_section, view_section
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
@@ -58,16 +58,19 @@ def make_figures(
     device: str | None = None,
     command: str = "",
     force: bool = False,
+    begins: str = "",
 ) -> Path:
     """For each model two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
 
     The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
     shows ``heads``, on all prompts. ``inserted`` is fitted to each tokenizer; 55 "/" before the question by default.
-    ``force`` replaces an ``index.html`` that mechattn did not write.
+    ``force`` replaces an ``index.html`` that mechattn did not write; ``begins`` is said after the checks.
 
     Raises:
         MechattnError: Something given cannot be used; the output folder is tried before the work.
     """
+    dtype_named(dtype)
+    check_device(device)
     page, inserted = Path(out) / "index.html", inserted or MeaninglessTokens()
     check_page_place(page, force)
     places = {name: Path(out) / f"{file}.zarr" for name, file in configs.file_names(models).items()}
@@ -79,6 +82,8 @@ def make_figures(
     shown = configs.Figure.model_validate({"kind": "received_attention", "layer": layer, "heads": list(heads)})
     for name in models:
         check_in_model(name, [layer], [shown])
+    if begins:
+        say(begins)
     results: list[Result] = []
     sections: list[Section] = []
     counts: list[int] = []

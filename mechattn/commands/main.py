@@ -80,10 +80,10 @@ def figures(
     for name in models:
         model_place(name)  # a name that is nothing is refused before anything is said
     toys = all(name.startswith("toy:") for name in models)
-    takes = f"about {8 * len(models) + 5} s" if toys else "on a CPU tens of minutes for billions of parameters"
-    _say(f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}.", err=True)
+    takes = f"about {8 * len(models) + 5} s" if toys else "billions of parameters take tens of minutes on a CPU"
+    begins = f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}."
     options: dict[str, Any] = {"inserted": inserted, "dtype": dtype, "device": device, "field": field, "seed": seed}
-    options |= {"command": _command(), "force": force}
+    options |= {"command": _command(), "force": force, "begins": begins}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
     _say(f"Open {page} in a browser; it needs no network.")
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from difflib import get_close_matches
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
-from mechattn.analysis.analysis import Analysis, CaptureAnalysis
+from mechattn.analysis.analysis import (
+    ActivationAnalysis,
+    Analysis,
+    CaptureAnalysis,
+    FinalAnalysis,
+    PairAnalysis,
+    Quantity,
+    RowAnalysis,
+)
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, PromptError, PromptTooLong
+from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
 from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
+
+_PARTS = ("name", "options", "quantities", "problem", "start", "values")
+_KINDS = (RowAnalysis, PairAnalysis, ActivationAnalysis, CaptureAnalysis, FinalAnalysis)
 
 
 def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
@@ -36,17 +49,35 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
 
 def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
     """The analyses, one at least, each name once."""
-    if isinstance(analyses, (Analysis, str, type)):
-        analyses = [analyses]  # a text or a class is refused below
+    if analyses is not None and not isinstance(analyses, (list, tuple)):
+        analyses = [cast(Analysis, analyses)]  # a text or a class is refused below
     made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
     for given in made:
-        if isinstance(given, type) or not isinstance(given, Analysis):
-            what = given.__name__ if isinstance(given, type) else repr(given)
-            raise OptionError(f"analyses holds {what}, which is no analysis; give ma.ReceivedAttention(), say, with ()")
+        _check_analysis(given)
     names = [analysis.name for analysis in made]
     if not made or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
     return made
+
+
+def _check_analysis(given: Any) -> None:
+    """An analysis has what the protocol names, each of its kind."""
+    if isinstance(given, (type, str)):
+        what = given.__name__ if isinstance(given, type) else repr(given)
+        raise OptionError(f"analyses holds {what}, which is no analysis; give ma.ReceivedAttention(), say, with ()")
+    name = type(given).__name__
+    if lacking := [part for part in _PARTS if not hasattr(given, part)]:
+        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_PARTS)}")
+    if not isinstance(given, _KINDS):
+        raise OptionError(f"the analysis {name} sees nothing: give it add(sums, rows), or one of its siblings")
+    if not re.fullmatch(r"[A-Za-z_]\w*", str(given.name)):
+        raise OptionError(f"the analysis {name} has the name {given.name!r}: give letters, digits and _")
+    for quantity, about in given.quantities.items():
+        if not isinstance(about, Quantity) or isinstance(about.dims, str):
+            raise OptionError(
+                f"the analysis {name}: quantities[{quantity!r}] is {about!r}; give "
+                'Quantity(("head",), "probability", "what it is")'
+            )
 
 
 def check_captures(model: Any, analyses: Seq[Analysis], layers: Seq[int]) -> None:
@@ -73,6 +104,7 @@ def check_sequences(
     prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
 ) -> None:
     """Every sequence fits the model, and every analysis can measure it."""
+    _check_made(prompt, made)
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
@@ -95,6 +127,37 @@ def check_sequences(
         for analysis in analyses:
             if problem := analysis.problem(sequence):
                 raise PromptError(f"{where} {problem}")
+
+
+def applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: int) -> Sequence:
+    """What a condition makes of a prompt.
+
+    Raises:
+        ConditionError: Its ``apply`` takes other arguments, or gives something else.
+    """
+    try:
+        signature(condition.apply).bind(prompt, model, seed)
+    except TypeError as error:
+        raise ConditionError(f"the condition {name!r}: {error}; write def apply(self, prompt, model, seed=0)") from None
+    made = condition.apply(prompt, model, seed)
+    if not isinstance(made, Sequence):
+        raise ConditionError(
+            f"the condition {name!r} gives a {type(made).__name__} for prompt {prompt.id}: apply returns a Sequence, "
+            "such as insert(tokenize(prompt, model), ids, at) makes it"
+        )
+    return made
+
+
+def _check_made(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
+    """A condition inserts tokens and changes no other: what is compared are the same original tokens."""
+    tokens = made[BASELINE].tokens
+    for name, sequence in made.items():
+        original = sequence.tokens[~sequence.inserted]
+        if name != BASELINE and not (len(original) == len(tokens) and bool((original == tokens).all())):
+            raise ConditionError(
+                f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
+                f"baseline, {len(original)} here): only what was inserted may differ, or nothing can be compared"
+            )
 
 
 def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:

@@ -196,6 +196,10 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
         OptionError: Naming the analysis, the quantity, and both shapes.
     """
     promised = analysis.quantities
+    if not isinstance(values, Mapping):
+        raise OptionError(
+            f"{analysis.name}: values() gives a {type(values).__name__}; give a dictionary with {', '.join(promised)}"
+        )
     if lacking := [name for name in promised if name not in values]:
         raise OptionError(f"{analysis.name}: values() gives no {lacking[0]!r}, which its quantities promise")
     if more := [name for name in values if name not in promised]:

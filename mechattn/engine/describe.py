@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
 from mechattn.model.positions import boundary_of
 from mechattn.model.verify.known import Known, known
-from mechattn.prompts.conditions import Condition
+from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.identity import identity
+from mechattn.results.identity import identity, kind_of
 from mechattn.shown import plain
 
 if TYPE_CHECKING:
@@ -60,6 +61,39 @@ def sequences_dataset(
     variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
     made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
+
+
+def condition_data(condition: Condition) -> dict[str, Any]:
+    """A condition as data: the kind of what is inserted and its options, marks, interventions; and all in words."""
+    inner: Any = condition
+    masked, unshifted = False, False
+    acts: tuple[Any, ...] = ()
+    while isinstance(inner, Variant):
+        masked, unshifted = masked or inner.hides, unshifted or inner.keeps_positions
+        inner, acts = inner.condition, (*inner.interventions, *acts)
+    if isinstance(inner, Baseline):
+        given = inner.intervention
+        acts = (*(given if isinstance(given, (tuple, list)) else (given,)), *acts)
+    return {
+        **_kind_and_options(inner),
+        "masked": masked,
+        "unshifted": unshifted,
+        "interventions": [_kind_and_options(act) for act in acts],
+        "written": identity(condition),
+    }
+
+
+def _kind_and_options(thing: Any) -> dict[str, Any]:
+    """Of a dataclass its fields, as far as they are numbers and texts; else in words."""
+    names = [field.name for field in fields(thing) if field.repr] if is_dataclass(thing) else []
+    options = {name: getattr(thing, name) for name in names if name != "intervention"}
+    return {"kind": kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_stored(part) for part in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
 
 
 def _token_texts(model: Any, tokens: Tensor) -> list[str]:
@@ -105,7 +139,7 @@ def described(
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
-        "conditions": {name: identity(condition) for name, condition in named.items()},
+        "conditions": {name: condition_data(condition) for name, condition in named.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
         "measured_layers": layers,
         "threads": torch.get_num_threads(),

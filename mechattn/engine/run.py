@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.engine.check import (
+    applied,
     check_captures,
     check_interventions,
     check_sequences,
@@ -122,7 +123,7 @@ class Plan:
             MechattnError: A prompt, a condition or an intervention cannot be used with this model.
         """
         named = dict(self.conditions)
-        made = [{name: some.apply(p, self.model, self.seed) for name, some in named.items()} for p in prompts]
+        made = [{name: applied(name, some, p, self.model, self.seed) for name, some in named.items()} for p in prompts]
         for prompt, sequences in zip(prompts, made, strict=True):
             check_sequences(prompt, sequences, named, self.analyses, self.model)
         check_interventions(self.model, [prompt.id for prompt in prompts], made)
@@ -198,6 +199,8 @@ def make_plan(
     """
     model = as_hooked(model)
     memory_bytes(memory)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise OptionError(f"seed={seed!r}: give a whole number")
     chosen = hooks.chosen_layers(model, layers)
     named, looked = with_baseline(conditions), with_names(analyses)
     if positions not in ("moments", "prompts"):

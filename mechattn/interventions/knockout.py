@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ class Knockout:
 
     def __post_init__(self) -> None:
         for name in ("queries", "keys"):
-            given = _several(getattr(self, name))
+            value: Any = getattr(self, name)
+            given = _several(value) if isinstance(value, (str, tuple)) else (value,)
             unknown = [segment for segment in given if segment not in SEGMENTS]
             if unknown or not given:
                 raise OptionError(f"{name}={getattr(self, name)!r}: choose among {', '.join(map(repr, SEGMENTS))}")

@@ -73,7 +73,7 @@ def load_model(
         return _verified(model, _known_or_met(model), verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
-    _check_device(device)
+    check_device(device)
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
@@ -84,13 +84,17 @@ def load_model(
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
-            f"a {type(model).__name__} is no model: give a name, a directory, a model of transformers or a hooked model"
+            f"{model!r:.60} is no model: give a name, a directory, a model of transformers or a hooked model"
         )
     return _verified(made, _known_or_met(made), verify)
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is none, or not there, before a model is read for it."""
+def check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is none, or not there, before a model is read for it.
+
+    Raises:
+        OptionError: Which there is.
+    """
     if device is None:
         return
     try:

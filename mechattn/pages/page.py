@@ -30,13 +30,15 @@ def page(result: Result, path: str | Path, layer: int = 0, heads: Seq[int] | int
         path: The HTML file.
         layer: The layer that is drawn, from 0.
         heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, shown on the
-            other (the run must have kept ``positions="prompts"``).
+            other, where the run has kept ``positions="prompts"``; else the first so many.
         force: Replace a file that mechattn did not write.
 
     Raises:
         MechattnError: The figures cannot be drawn, or the file cannot be written, or is somebody's own.
     """
     check_page_place(path, force)
+    if isinstance(heads, int) and "received_per_prompt" not in result["received_attention"]:
+        heads = list(range(min(heads, int(result.provenance["model"]["heads"]))))  # nothing to choose them from
     names = result.conditions[1:] or [BASELINE]
     options = [{"layer": layer, "heads": heads, "condition": name} for name in names]
     return results_page([result], path, [(received_attention, some) for some in options], force=force)

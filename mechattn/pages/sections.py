@@ -137,7 +137,7 @@ def _made_rows(result: Result, command: str = "") -> list[Row]:
         (name, str(model[name])) for name in ("revision", "weights", "dtype", "verified") if model.get(name) is not None
     ]
     rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
-    rows += [(f"condition {name}", str(made)) for name, made in about["conditions"].items()]
+    rows += [(f"condition {name}", made["written"]) for name, made in about["conditions"].items()]
     rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", time_words(result))]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))]
     return rows + [("command", command)] * bool(command)

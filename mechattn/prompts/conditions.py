@@ -181,12 +181,12 @@ class Text:
 
     Args:
         text: What is inserted; its tokens are those that the tokenizer makes of it alone, blanks included.
-        place: As for :class:`MeaninglessTokens`.
-        after: Put it behind the first token that completes this text in the prompt, wherever that is.
+        place: As for :class:`MeaninglessTokens`; before the question by default.
+        after: In place of a place: behind the first token that completes this text in the prompt, wherever that is.
     """
 
     text: str
-    place: Place = "before_question"
+    place: Place | None = None
     after: str | None = None
 
     _repr_html_ = fields_table
@@ -196,7 +196,9 @@ class Text:
             raise OptionError(f'text={self.text!r}: give the text that is inserted, " Take your time." for example')
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise OptionError(f"after={self.after!r}: give a text that stands in every prompt, or leave it out")
-        check_place(self.place)
+        if self.after is not None and self.place is not None:
+            raise OptionError(f"place={self.place!r} and after={self.after!r}: give one of the two")
+        check_place(self.place or "before_question")
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with those of the text inserted.
@@ -207,7 +209,7 @@ class Text:
         tokenizer = require_tokenizer(model)
         filler = tokenizer(self.text, add_special_tokens=False)["input_ids"]
         if self.after is None:
-            return inserted(filler, self.place, prompt, model, seed)
+            return inserted(filler, self.place or "before_question", prompt, model, seed)
         sequence = tokenize(prompt, model)
         return insert(sequence, filler, behind(self.after, sequence, prompt, tokenizer))
 

@@ -50,8 +50,13 @@ def load_prompts(
         PromptError: There is no such source, field or prompt.
     """
     check_template(template)
-    if limit is not None and limit < 1:
-        raise OptionError(f"limit={limit}: ask for at least one prompt")
+    if not isinstance(source, (str, os.PathLike)):
+        raise PromptError(
+            f'source={source!r}: give "word-problems", the path of a .jsonl file, or a data set of the hub'
+        )
+    source = os.fspath(source)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise OptionError(f"limit={limit!r}: ask for a whole number of prompts, one at least")
     if source == GENERATED:
         if split not in ("train", "test"):
             raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
@@ -132,7 +137,7 @@ def _lines(path: Path) -> Iterator[str]:
                         f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB; a line holds one prompt, and "
                         "no model takes one as long as that: is this a .jsonl file?"
                     )
-                yield line.decode("utf-8")
+                yield line.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise PromptError(
             f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start}); store it as UTF-8"

@@ -49,7 +49,8 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         near = sorted({len(encode(max(1, low - 1))), len(tokens)})
         raise ConditionError(
             f"{count} tokens are no whole number of {text!r}: in this tokenizer two of them, separated "
-            f"by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, or another separator"
+            f"by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
+            "or .fitted(model), which takes the nearest"
         )
     return tokens
 

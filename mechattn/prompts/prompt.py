@@ -86,7 +86,10 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
 
 def _from_text(index: int, text: object) -> Prompt:
     if not isinstance(text, str):
-        raise PromptError(f"prompt {index} is a {type(text).__name__}; give a text, a Prompt, or a tensor of token ids")
+        given = f"of type {type(text).__name__}"
+        raise PromptError(f"prompt {index} is {given}; give a text, a Prompt, or a tensor of token ids")
+    if text.endswith((".jsonl", ".json", ".csv", ".parquet")) and not text.count(" "):
+        raise PromptError(f"prompt {index} is {text!r}, the name of a file: load_prompts({text!r}) reads its prompts")
     return Prompt(text, id=str(index))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechattn import markup
 from mechattn.axes import SEGMENTS
+from mechattn.errors import ConditionError
 from mechattn.functional.rows import Cut
 
 INSERTED = -1
@@ -98,7 +99,15 @@ def baseline_sequence(
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
-    """The sequence with ``filler`` put before position ``at``; the original tokens stay the same tokens."""
+    """The sequence with ``filler`` put before position ``at``; the original tokens stay the same tokens.
+
+    Raises:
+        ConditionError: There is no such position, or the filler is no list of token ids.
+    """
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
+        raise ConditionError(f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence")
+    if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
+        raise ConditionError(f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes them")
 
     def spliced(old: Tensor, new: Tensor) -> Tensor:
         return torch.cat([old[:at], new, old[at:]])

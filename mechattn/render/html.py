@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mechattn.errors import OutputError
@@ -21,6 +22,8 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
     Raises:
         OutputError: Nothing can be written here, or a file is here that mechattn did not write.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutputError(f'{path!r} is no path: give one such as "out/page.html"')
     path = Path(path)
     if inside := [parent for parent in path.absolute().parents if parent.suffix == ".zarr"]:
         raise OutputError(f"{path} is in {inside[0]}, which holds a result and nothing else; choose another place")

@@ -11,6 +11,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import change_words, mean_words, percent, percent_words, says
+from mechattn.results.conditions import stored_condition
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
@@ -56,7 +57,7 @@ def received_attention(
     dataset = result[NAME]
     condition = result.shown_condition(condition)
     check_layer(layer, dataset)
-    if isinstance(heads, (bool, float, str)):
+    if isinstance(heads, bool) or not isinstance(heads, (int, list, tuple, range, np.ndarray)):
         raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or how many are to be chosen")
     prompts = np.arange(dataset.sizes["prompt"])
     chosen, shown, how = prompts, prompts, "chosen by hand"
@@ -190,14 +191,18 @@ def _heads_words(result: Result) -> str:
 def matched_control(result: Result, condition: str) -> str | None:
     """A condition of the result that inserts as many tokens of a random sentence, at the same place; None without."""
     origin = result["sequences"].origin
-    made = result.provenance["conditions"]
-    if str(made.get(condition, "")).startswith("RandomSentence("):
+    if _is_random_sentence(result, condition):
         return None
     for name in result.conditions:
         same = np.array_equal(origin.sel(condition=name).values, origin.sel(condition=condition).values)
-        if name != condition and same and str(made.get(name, "")).startswith("RandomSentence("):
+        if name != condition and same and _is_random_sentence(result, name):
             return name
     return None
+
+
+def _is_random_sentence(result: Result, name: str) -> bool:
+    about = stored_condition(result, name)
+    return about.inserts_only and about.kind == "RandomSentence"
 
 
 def _control_words(result: Result, control: str, segment: str) -> str:
@@ -218,6 +223,8 @@ def check_heads(heads: Seq[int], count: int) -> None:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
     if not len(heads):
         raise OptionError("heads=[] shows nothing; name at least one")
+    if len(set(heads)) < len(heads):
+        raise OptionError(f"heads={list(heads)} names a head twice")
 
 
 def moments_of(

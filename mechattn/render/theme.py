@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mechattn.axes import BASELINE
+from mechattn.results.conditions import stored_condition
 from mechattn.results.result import Result
 
 WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
@@ -53,19 +54,17 @@ _KINDS = {
 
 
 _ACTS = {
-    "ARM(": "ARM",
-    "AffineAttention(": "λ and Σσ applied",
-    "HeadAblation(": "heads ablated",
-    "Knockout(": "edges cut",
+    "ARM": "ARM",
+    "AffineAttention": "λ and Σσ applied",
+    "HeadAblation": "heads ablated",
+    "Knockout": "edges cut",
 }
-_MARKS = {
-    "hides=True": "masked",
-    "keeps_positions=True": "unshifted",
-    "parts='scale'": "scale alone",
-    "parts='shift'": "shift alone",
-    "control='random_direction'": "random direction",
-    "control='random_channels'": "random channels",
-    "control='shuffled_signs'": "shuffled signs",
+_OF_ACTS = {
+    ("parts", "scale"): "scale alone",
+    ("parts", "shift"): "shift alone",
+    ("control", "random_direction"): "random direction",
+    ("control", "random_channels"): "random channels",
+    ("control", "shuffled_signs"): "shuffled signs",
 }
 
 
@@ -79,13 +78,12 @@ def condition_words(result: Result, condition: str) -> str:
 
 
 def _words(result: Result, condition: str) -> str:
-    made = str(result.provenance["conditions"].get(condition, ""))
-    acts = [words for kind, words in _ACTS.items() if kind in made]
-    inserts = [] if "recorded from" in made else [words for kind, words in _KINDS.items() if f"{kind}(" in made][:1]
-    words = " + ".join([*inserts, *acts]) or condition
-    marks = [
-        word for flag, word in _MARKS.items() if flag in made and not ("recorded from" in made and "=True" in flag)
-    ]
+    about = stored_condition(result, condition)
+    acts = [_ACTS[act["kind"]] for act in about.interventions if act["kind"] in _ACTS]
+    words = " + ".join([*([_KINDS[about.kind]] if about.kind in _KINDS else []), *acts]) or condition
+    marks = [word for word, is_so in (("masked", about.masked), ("unshifted", about.unshifted)) if is_so]
+    given = [(name, str(value)) for act in about.interventions for name, value in act["options"].items()]
+    marks += [_OF_ACTS[option] for option in given if option in _OF_ACTS]
     return f"{words} ({', '.join(marks)})" if marks else words
 
 

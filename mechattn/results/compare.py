@@ -10,10 +10,11 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.conditions import stored_condition
 from mechattn.results.quantities import NULLS, Null, check_layer, values_of, variable_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
-from mechattn.stats.paired import Paired, paired
+from mechattn.stats.paired import ROUNDING, Paired, paired
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +63,8 @@ def compare(
 
     def found(prompts: np.ndarray) -> Paired:
         at = None if against is None else against[prompts][:, cells]
-        return every(difference.values[prompts][:, cells], at)
+        size = 1.0 if scale == "log-ratio" else abs(theirs.values[prompts][:, cells]).mean(0)
+        return every(difference.values[prompts][:, cells], at, rounding=ROUNDING * size)
 
     if select == "half":
         cells[cells] = found(finding).q < 0.05
@@ -93,8 +95,8 @@ def _check_options(select: str | None, level: float, null: str, scale: str | Non
         raise OptionError(
             f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
         )
-    if not 0.5 <= level < 1:
-        raise OptionError(f"level={level}: give a probability such as 0.95")
+    if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+        raise OptionError(f"level={level!r}: give a probability such as 0.95")
     for name, given, known in (("null", null, Null), ("scale", scale, Scale)):
         if given not in (*get_args(known), None):
             raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
@@ -156,8 +158,8 @@ def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) ->
 
 def _alike(one: Result, condition: str, other: Result, to: str) -> bool:
     """Whether two conditions do the same but for what they insert, so that no change between them is by definition."""
-    made = [str(r.provenance.get("conditions", {}).get(name, "")) for r, name in ((one, condition), (other, to))]
-    if not all(words.startswith(_INSERTIONS) for words in made):
+    made = [stored_condition(r, name) for r, name in ((one, condition), (other, to))]
+    if not all(some.inserts_only and some.kind in _INSERTIONS for some in made):
         return False
     origins = [r["sequences"].origin.sel(condition=name).values for r, name in ((one, condition), (other, to))]
     return np.array_equal(*origins)

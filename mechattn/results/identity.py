@@ -43,6 +43,12 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
     return _object(value, within)
 
 
+def kind_of(value: Any) -> str:
+    """The name of an object's class; with a hash of its source where it is not mechattn's."""
+    kind: Any = type(value)
+    return _named(kind)
+
+
 def _several(values: Any, within: tuple[int, ...]) -> str:
     made = [identity(value, within) for value in values]
     if isinstance(values, Set):

@@ -7,7 +7,6 @@ from typing import Any
 
 from mechattn.errors import OutputError
 
-_HERE = ("file://", "local://")  # what fsspec calls this machine
 _NAME, _PATH = 255, 4095  # bytes, on the file systems in use
 _HERE = ("file://", "local://")  # what fsspec calls this machine
 
@@ -18,7 +17,13 @@ def is_address(path: str | Path) -> bool:
 
 
 def as_place(path: str | Path) -> str | Path:
-    """An address as it is, anything else as a path from the root."""
+    """An address as it is, anything else as a path from the root.
+
+    Raises:
+        OutputError: It is neither.
+    """
+    if not isinstance(path, (str, Path)):
+        raise OutputError(f'{path!r} is no path: give one such as "out/llama.zarr"')
     here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
     return str(path) if is_address(path) else Path(here).absolute()
 

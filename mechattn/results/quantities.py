@@ -26,6 +26,8 @@ def variable_of(result: Result, quantity: str, by: str) -> xr.DataArray:
 
 def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
     """The dataset that has a quantity for each prompt, and the variable's name."""
+    if not isinstance(quantity, str):
+        raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_{by}", quantity)
     found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
     found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]

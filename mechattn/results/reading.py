@@ -82,5 +82,5 @@ def _nothing(place: Path, path: str | Path) -> OutputError:
 
 
 def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
-    if isinstance(place, str) and tree.attrs.get("mechattn_schema") == 2 and not tree.attrs.get(COMPLETE):
+    if isinstance(place, str) and tree.attrs.get("mechattn_schema") != 1 and not tree.attrs.get(COMPLETE):
         raise OutputError(f"the result at {place} was not written to its end; write it again")

@@ -42,6 +42,19 @@ class _Prompts(_Part):
     hash: str
 
 
+class _Kind(_Part):
+    kind: str
+    options: dict[str, Any]
+
+
+class _Condition(_Kind):
+    model_config = ConfigDict(extra="forbid")
+    masked: bool
+    unshifted: bool
+    interventions: list[_Kind]
+    written: str
+
+
 class _Versions(_Part):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _Several]
@@ -53,7 +66,7 @@ class _Versions(_Part):
 class _Provenance(_Part):
     model: _Model
     prompts: _Prompts
-    conditions: dict[str, str]
+    conditions: dict[str, _Condition]
     analyses: dict[str, dict[str, Any]]
     measured_layers: list[_Count] = Field(min_length=1)
     versions: _Versions

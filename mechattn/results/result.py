@@ -263,7 +263,7 @@ class Result:
             ("model", f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}"),
             ("verified", model["verified"]),
             ("prompts", sizes["prompt"]),
-            *((f"condition {name}", about["conditions"].get(name, "")) for name in self.conditions),
+            *((f"condition {name}", about["conditions"].get(name, {}).get("written", "")) for name in self.conditions),
             *((name, ", ".join(map(str, d))) for name, d in self.datasets.items() if name != "sequences"),
             ("seed", about.get("seed", "")),
         ]

@@ -1,7 +1,8 @@
 """How a result is laid out when it is stored: a tree of datasets, a digest of what they hold, and the schema's number.
 
-Schema 2: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
+Schema 3: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
 ``contents``, the names of all arrays, by which files of somebody else are told from ours.
+Schema 2 had the conditions in words alone.
 Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it is read as well.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
+from mechattn.results.conditions import from_words
 from mechattn.results.digest import TEXT, digest, is_digest, layout, plain_attributes
 from mechattn.results.required import check_datasets, check_provenance
 from mechattn.results.result import Result
@@ -20,7 +22,7 @@ from mechattn.results.result import Result
 if TYPE_CHECKING:
     import xarray as xr
 
-SCHEMA = 2
+SCHEMA = 3
 COMPLETE = "complete"  # written last at an address, where nothing can be renamed
 
 
@@ -55,19 +57,22 @@ def from_tree(tree: xr.DataTree, where: object) -> Result:
     if found is None:
         raise OutputError(f"{where} holds no result of mechattn: it says no schema")
     if not isinstance(found, (int, np.integer)) or found not in _READERS:
-        known = " and ".join(map(str, _READERS))
+        known = f"{min(_READERS)} to {max(_READERS)}"
         raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
     try:
         about = json.loads(tree.attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(f"the result at {where} says not where it comes from ({error!r}): it is damaged") from None
+    written = about.get("conditions") if isinstance(about, dict) else None
+    if int(found) < SCHEMA and isinstance(written, dict):
+        about["conditions"] = {name: from_words(words) for name, words in written.items() if isinstance(words, str)}
     check_provenance(about, where)
     result = _READERS[int(found)](tree, about, where)
     check_datasets(result.datasets, about, where)
     return result
 
 
-def _read_2(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
+def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     lazy = _datasets(tree)
     if layout(lazy) != tree.attrs.get("layout"):  # before anything is read: a changed shape could ask for any memory
         raise OutputError(f"the result at {where} is damaged: its variables are not those that were written; {_REDO}")
@@ -83,7 +88,7 @@ def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
 
 
 _REDO = "run it again, or take it from a copy"
-_READERS = {1: _read_1, 2: _read_2}
+_READERS = {1: _read_1, 2: _read_sealed, 3: _read_sealed}
 
 
 def _datasets(tree: xr.DataTree) -> dict[str, xr.Dataset]:

@@ -9,6 +9,7 @@ from scipy import stats
 
 from mechattn.errors import OptionError
 from mechattn.stats.intervals import Interval, t_interval
+from mechattn.stats.paired import RESAMPLES, enough, sign_flip, without_rounding
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,16 @@ def against_null(
 ) -> Verdict:
     """Compare ``values`` with ``baseline``, both [prompt, layer, head], and the change with that of uniform attention.
 
-    For each head a two-sided paired t test of the log-ratio minus the null's log-ratio; q-values over all heads. The
-    overall change is that of the mean over layers and heads of each prompt.
+    For each head the sign-flip test of ``compare``, of the log-ratio minus the null's log-ratio; q-values over all
+    heads. The overall change is that of the mean over layers and heads of each prompt.
     """
-    ratio = np.log(values / baseline) - np.log(null_values / null_baseline)
+    ratio = without_rounding(np.log(values / baseline) - np.log(null_values / null_baseline))
     if not np.isfinite(ratio).all():
         raise OptionError("a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head")
     difference = ratio.mean(axis=0)
-    p = np.nan_to_num(stats.ttest_1samp(ratio, 0.0, axis=0).pvalue, nan=1.0)  # NaN: no spread and no difference
-    significant = (stats.false_discovery_control(p, axis=None) < q).reshape(p.shape)
+    each = ratio.reshape(len(ratio), -1)
+    p = sign_flip(each, enough(RESAMPLES, each.shape[1]), np.random.default_rng(0))
+    significant = (stats.false_discovery_control(p) < q).reshape(difference.shape)
     flat = (values.mean(axis=(1, 2)), baseline.mean(axis=(1, 2)))
     null = (null_values.mean(axis=(1, 2)), null_baseline.mean(axis=(1, 2)))
     return Verdict(

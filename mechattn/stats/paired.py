@@ -13,6 +13,8 @@ from mechattn.stats.intervals import t_interval
 
 FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from there on
+RESAMPLES = 9999
+ROUNDING = 1e-5  # of a log-ratio: what float32 leaves of two computations of the same number
 _EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
 
@@ -77,8 +79,9 @@ def paired(
     null: np.ndarray | float | None = 0.0,
     *,
     level: float = 0.95,
-    resamples: int = 9999,
+    resamples: int = RESAMPLES,
     seed: int = 0,
+    rounding: np.ndarray | float = 0.0,
 ) -> Paired:
     """Everything about paired differences [prompt, *cells], each prompt's own null beside it.
 
@@ -89,6 +92,7 @@ def paired(
         resamples: Bootstrap samples, and patterns of signs where they are too many to try all (12 prompts and more);
             raised to 20 for each cell, so that the false discovery rate can be reached.
         seed: Of the resampling.
+        rounding: What is tested counts as 0 where it is no larger.
 
     Raises:
         OptionError: Fewer than 3 prompts.
@@ -97,18 +101,28 @@ def paired(
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
     expected = np.broadcast_to(np.asarray(0.0 if null is None else null, dtype=np.float64), difference.shape)
-    tested = d - expected.reshape(d.shape)
+    tested = without_rounding(d - expected.reshape(d.shape), rounding)
     generator = np.random.default_rng(seed)
     plain = resample(len(d), resamples, generator) if len(d) >= FEWEST_FOR_BOOTSTRAP else []
     sequential = resample_sequentially(len(d), resamples, generator) if len(d) >= FEWEST_FOR_ALL else []
     ends = _intervals(d, plain, sequential, level)
-    beyond = _intervals(tested, plain, sequential, level) if expected.any() else ends
+    beyond = ends if np.array_equal(tested, d) else _intervals(tested, plain, sequential, level)
     unknown = np.nan if null is None else 0.0
     made = {"difference": d.mean(0)} | ends
     made |= {"null": expected.mean(0).reshape(-1) + unknown, "beyond": tested.mean(0) + unknown}
     made |= {f"beyond_{name}": end + unknown for name, end in beyond.items()}
-    made |= _test(tested, max(resamples, 20 * d.shape[1]), generator)
+    made |= _test(tested, enough(resamples, d.shape[1]), generator)
     return Paired(n=len(d), **{name: value.reshape(cells) for name, value in made.items()})
+
+
+def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
+    """Differences that are no larger than the arithmetic's own error as the 0 that they stand for."""
+    return np.where(abs(difference) <= rounding, 0.0, difference)
+
+
+def enough(resamples: int, cells: int) -> int:
+    """As many patterns of signs as the false discovery rate needs over so many cells: 20 for each, at least."""
+    return max(resamples, 20 * cells)
 
 
 def _intervals(d: np.ndarray, plain: Counts, sequential: Counts, level: float) -> dict[str, np.ndarray]:

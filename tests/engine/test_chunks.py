@@ -379,7 +379,7 @@ def test_a_condition_of_ones_own_goes_on(job, tmp_path):
     with pytest.raises(OptionError, match="keeps chunks of another run: conditions was"):
         ma.run_job(replace(job, conditions={"own": Under(3)}), path)
     made = ma.run_job(replace(job, conditions={"own": Under(4)}), path)
-    assert made.provenance["conditions"]["own"].startswith("Under[source ")
+    assert made.provenance["conditions"]["own"]["written"].startswith("Under[source ")
     plain = ma.run_job(replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr")
     assert numbers(made) == numbers(plain)
 

@@ -100,7 +100,7 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
     assert table.cosine["scale"] < 0.99
     data = result["mlp_activations"].change_by_segment.sel(segment="question", layer=0)
     np.testing.assert_allclose(data.sel(condition="map"), data.sel(condition="tokens"), atol=1e-5)
-    assert repr(recorded) in result.provenance["conditions"]["map"]
+    assert repr(recorded) in result.provenance["conditions"]["map"]["written"]
 
 
 def test_heads_are_ablated(toy, prompts):

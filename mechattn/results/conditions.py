@@ -1,0 +1,83 @@
+"""What was done in each condition, as the provenance has it: data, so that no figure has to read words."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mechattn.results.result import Result
+
+_LONGEST = 2000  # characters of a condition of an older result
+
+
+@dataclass(frozen=True)
+class StoredCondition:
+    """A condition of a result.
+
+    Args:
+        kind: The class of what is inserted, such as "MeaninglessTokens"; "Baseline" where nothing is. A class that is
+            not mechattn's has a hash of its source beside its name.
+        options: Its options.
+        masked: Whether original tokens don't see the inserted ones.
+        unshifted: Whether original tokens keep their positions.
+        interventions: What is done to the model: the kind and the options of each.
+        written: The whole in words.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    masked: bool
+    unshifted: bool
+    interventions: tuple[Mapping[str, Any], ...]
+    written: str
+
+    @property
+    def inserts_only(self) -> bool:
+        """Whether it inserts tokens and does nothing else."""
+        return self.kind != "Baseline" and not (self.masked or self.unshifted or self.interventions)
+
+
+def stored_condition(result: Result, name: str) -> StoredCondition:
+    """What the provenance of a result says about one of its conditions."""
+    about = result.provenance.get("conditions", {}).get(name) or from_words("")
+    return StoredCondition(**(about | {"interventions": tuple(about["interventions"])}))
+
+
+def from_words(written: str) -> dict[str, Any]:
+    """The data of a condition of which an older result (schemas 1 and 2) has words alone: those of ``repr``."""
+    made: dict[str, Any] = {"kind": "", "options": {}, "masked": False, "unshifted": False, "interventions": []}
+    try:
+        call = _call(ast.parse(written[:_LONGEST], mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return made | {"written": written}  # of a class that writes itself otherwise
+    acts: list[Any] = []
+    while call["kind"] == "Variant":
+        options = call["options"]
+        made |= {"masked": made["masked"] or options.get("hides", False)}
+        made |= {"unshifted": made["unshifted"] or options.get("keeps_positions", False)}
+        acts = [*options.get("interventions", ()), *acts]
+        call = options["condition"] if isinstance(options.get("condition"), dict) else {"kind": "", "options": {}}
+    if call["kind"] == "Baseline":
+        given = call["options"].pop("intervention", ())
+        acts = [*(given if isinstance(given, tuple) else (given,)), *acts]
+    return made | call | {"interventions": [act for act in acts if isinstance(act, dict)], "written": written}
+
+
+def _call(node: ast.AST) -> dict[str, Any]:
+    """A call as its kind and its options.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError("no call")
+    return {"kind": node.func.id, "options": {str(part.arg): _value(part.value) for part in node.keywords}}
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        return _call(node)
+    return tuple(map(_value, node.elts)) if isinstance(node, ast.Tuple) else ast.literal_eval(node)

@@ -1,0 +1,182 @@
+"""Conditions and analyses of a user's own that are not quite right: what is wrong is said in his words, before the work."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.analysis.analysis import Quantity
+from mechattn.errors import ConditionError, MechattnError, OptionError, PromptError
+from mechattn.prompts.sequences import insert
+from mechattn.prompts.templates import tokenize
+
+PROMPTS = ["Tom has 3 apples. How many?", "Why is the old river quiet?", "Mia buys two boats and a clock."]
+
+
+def run(model, condition=None, analyses=None):
+    conditions = None if condition is None else {"own": condition}
+    return ma.run(model, PROMPTS, conditions, analyses, progress=False)
+
+
+class Own:
+    def __init__(self, made):
+        self.made = made
+
+    def apply(self, prompt, model, seed=0):
+        return self.made(prompt, model)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda p, m: None, r"'own' gives a NoneType for prompt 0: apply returns a Sequence"),
+        (lambda p, m: [1, 2, 3], r"'own' gives a list for prompt 0"),
+        (
+            lambda p, m: tokenize(ma.Prompt(p.question.upper()), m),
+            r"'own' changes the original tokens of prompt 0 \(\d+ in the baseline, \d+ here\)",
+        ),
+        (lambda p, m: insert(tokenize(p, m), [5], 999), r"at=999: give a position from 0 to \d+"),
+        (lambda p, m: insert(tokenize(p, m), [5], -1), r"at=-1: give a position"),
+        (lambda p, m: insert(tokenize(p, m), "hello", 1), r"filler='hello': give token ids"),
+    ],
+)
+def test_a_condition_of_ones_own(toy, made, message, no_forward):
+    with pytest.raises(ConditionError, match=message):
+        run(toy, Own(made))
+
+
+def test_a_condition_that_inserts_is_taken(toy):  # negative control
+    assert run(toy, Own(lambda p, m: insert(tokenize(p, m), [5, 6], 1))).conditions == ["baseline", "own"]
+
+
+def test_apply_with_other_arguments(toy, no_forward):
+    class Short:
+        def apply(self, prompt, model):
+            return tokenize(prompt, model)
+
+    with pytest.raises(
+        ConditionError, match=r"'own': too many positional arguments; write def apply\(self, prompt, mo"
+    ):
+        run(toy, Short())
+
+
+class Rows:
+    name = "rows"
+    options = {}
+    quantities = {"paid": Quantity(("head",), "probability", "attention")}
+
+    def problem(self, sequence):
+        return None
+
+    def start(self, batch, heads):
+        return {"paid": torch.zeros(len(batch.rows), heads)}
+
+    def add(self, sums, rows):
+        sums["paid"] += rows.pattern.sum((-1, -2))
+
+    def values(self, sums, batch, window):
+        return sums
+
+
+def changed(**parts):
+    return type("Changed", (Rows,), parts)()
+
+
+def without(*names):
+    return type("Less", (), {name: part for name, part in vars(Rows).items() if name not in names})()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: without("values"), "the analysis Less has no values: an analysis has name, "),
+        (lambda: without("start", "name"), "the analysis Less has no name, start"),
+        (lambda: without("add"), r"the analysis Less sees nothing: give it add\(sums, rows\)"),
+        (lambda: changed(name="my analysis/1"), "has the name 'my analysis/1': give letters, digits and _"),
+        (lambda: changed(quantities={"q": "probability"}), r"quantities\['q'\] is 'probability'; give Quantity"),
+        (lambda: changed(quantities={"q": Quantity("head", "u", "d")}), r"quantities\['q'\] is Quantity\(dims='head'"),
+    ],
+)
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_an_analysis_of_ones_own(toy, make, message, in_a_list, no_forward):
+    with pytest.raises(OptionError, match=message):
+        run(toy, None, [make()] if in_a_list else make())
+
+
+def test_an_analysis_alone_is_taken(toy):  # negative control
+    assert "rows" in run(toy, None, Rows()).datasets
+
+
+def test_values_that_are_no_dictionary(toy):
+    with pytest.raises(OptionError, match=r"rows: values\(\) gives a Tensor; give a dictionary with paid"):
+        run(toy, None, changed(values=lambda self, sums, batch, window: sums["paid"]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: ma.run(m, "my.jsonl"), r"'my.jsonl', the name of a file: load_prompts\('my.jsonl'\) reads"),
+        (lambda m: ma.run(m, ["Why?", 3]), "prompt 1 is of type int"),
+        (lambda m: ma.run(m, "Why is it?", seed="a"), "seed='a': give a whole number"),
+        (lambda m: ma.run(m, "Why is it?", seed=1.5), "seed=1.5: give a whole number"),
+        (lambda m: ma.load_prompts(5), "source=5: give"),
+        (lambda m: ma.load_prompts("word-problems", limit="5"), "limit='5': ask for a whole number"),
+        (lambda m: ma.Text(" Hmm.", after=" is", place="start"), "place='start' and after=' is': give one of the two"),
+        (lambda m: ma.Knockout(3, "inserted"), "queries=3: choose among"),
+        (lambda m: ma.Knockout("question", None), "keys=None: choose among"),
+        (lambda m: ma.load_result(5), "5 is no path"),
+        (lambda m: ma.load_model(5), "5 is no model"),
+    ],
+)
+def test_values_of_another_kind(toy, call, message, no_forward):
+    with pytest.raises(MechattnError, match=message):
+        call(toy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: ma.render.received_attention(r, 0, [1, 1]), "names a head twice"),
+        (lambda r: ma.render.received_attention(r, 0, None), "heads=None: give a list"),
+        (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
+        (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
+        (lambda r: r.save(5), "5 is no path"),
+        (lambda r: r.page(None), "None is no path"),
+    ],
+)
+def test_what_is_asked_of_a_result(slash_result, call, message):
+    with pytest.raises(MechattnError, match=message):
+        call(slash_result)
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "Why?"}\n')
+    assert ma.load_prompts(str(tmp_path / "p.jsonl"))[0].question == "Why?"
+
+
+def test_a_text_that_ends_like_a_file_is_a_text(toy):
+    assert ma.run(toy, "Tom opens the file my.jsonl", progress=False).conditions == ["baseline"]
+    with pytest.raises(PromptError):
+        ma.run(toy, "data/my.jsonl", progress=False)
+
+
+def test_rounding_is_no_finding(toy, prompts):
+    """Tokens that take no attention and move nothing are the baseline, to the last digits."""
+    slash = ma.MeaninglessTokens("/", 20).masked().unshifted()
+    result = ma.run(toy, prompts, {"nothing": slash}, progress=False)
+    verdict = result.verdict("nothing")
+    assert not (verdict.beyond | verdict.above).any()
+    table = result.compare("nothing", resamples=99)
+    assert (table.q == 1).all()
+    assert np.abs(table.beyond).max() == 0
+
+
+@pytest.mark.parametrize("count", [3, 5, 12])
+def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
+    prompts = ma.load_prompts("word-problems", limit=count, seed=3)
+    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)}, progress=False)
+    table, verdict = result.compare("slash"), result.verdict("slash")
+    found = table.q < 0.05
+    assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
+    assert int((found & (table.beyond > 0)).sum()) == int(verdict.above.sum())
+    assert count > 5 or not found.any(), "no pattern of so few signs is rare enough"
