@@ -62,7 +62,7 @@ def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
 
 def _check_analysis(given: Any) -> None:
     """An analysis has what the protocol names, each of its kind."""
-    if isinstance(given, (type, str)):
+    if isinstance(given, (type, str, int, float, Mapping)) or given is None:
         what = given.__name__ if isinstance(given, type) else repr(given)
         raise OptionError(f"analyses holds {what}, which is no analysis; give ma.ReceivedAttention(), say, with ()")
     name = type(given).__name__

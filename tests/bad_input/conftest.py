@@ -10,5 +10,6 @@ def no_forward(toy, monkeypatch):
     def reached(*args, **kwargs):
         pytest.fail("the model ran before the input was checked")  # which no handler of errors takes for one
 
-    monkeypatch.setattr(toy, "run_with_hooks", reached)
+    for way in ("run_with_hooks", "forward"):  # a pass without hooks takes the second
+        monkeypatch.setattr(toy, way, reached)
     return toy

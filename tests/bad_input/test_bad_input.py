@@ -229,7 +229,7 @@ def test_no_prompts_and_empty_prompts(no_forward, prompts):
 
 
 def test_prompts_of_other_kinds(no_forward):
-    with pytest.raises(PromptError, match="prompt 1 is a int"):
+    with pytest.raises(PromptError, match="prompt 1 is of type int"):
         ma.run(no_forward, ["fine", 3], progress=False)
     with pytest.raises(PromptError, match=r"integer tensor \[batch, pos\]"):
         ma.run(no_forward, torch.ones(3), progress=False)
@@ -523,7 +523,7 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
         (lambda toy, r: ma.HeadAblation(((1, 2.5),)), r"give \(layer, head\) pairs"),
         (lambda toy, r: ma.render.received_attention(r, 0, [1.5]), "heads holds 1.5; give whole numbers"),
         (lambda toy, r: ma.render.received_attention(r, 0, [True]), "heads holds True; give whole numbers"),
-        (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer 0 was not measured"),
+        (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer='0': give one whole number"),
         (lambda toy, r: ma.pattern(toy, "Tom has 3 apples.", 0, [1.5]), "heads holds 1.5"),
         (lambda toy, r: ma.load_prompts("word-problem"), "did you mean 'word-problems'.*hub was not asked"),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
