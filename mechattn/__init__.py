@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mechattn.analysis.head_updates import HeadUpdates as HeadUpdates
     from mechattn.analysis.head_updates import TopTargetUpdates as TopTargetUpdates
     from mechattn.analysis.mlp_activations import MlpActivations as MlpActivations
+    from mechattn.analysis.query_analysis import QueryAnalysis as QueryAnalysis
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
@@ -74,6 +75,7 @@ _HOME = {
     "MechattnError": "errors",
     "MlpActivations": "analysis.mlp_activations",
     "Prompt": "prompts.prompt",
+    "QueryAnalysis": "analysis.query_analysis",
     "RandomSentence": "prompts.conditions",
     "RandomTokens": "prompts.conditions",
     "ReceivedAttention": "analysis.received_attention",

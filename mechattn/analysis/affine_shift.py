@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool
 from torch import Tensor
 
-from mechattn.analysis.analysis import PairedRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums
 from mechattn.axes import SEGMENTS
 from mechattn.functional import affine as fn
 from mechattn.functional.received import segment_mean
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 _NONE = -1.0  # a ratio that is not there; sums must be finite
 _LEAST = 1e-3  # of the output
@@ -26,7 +25,7 @@ _BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", 
 
 
 @dataclass(frozen=True)
-class AffineShift:
+class AffineShift(AnalysisBase):
     """How far attention with inserted tokens is ``λ · output + Σσ``, head by head (arXiv:2510.01032, section 3).
 
     Exactly, in every layer: ``output' = λ · output + Σσ + re-routing + new values`` (``functional.affine.Split``). The
@@ -39,15 +38,7 @@ class AffineShift:
 
     per_query: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "affine_shift"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return asdict(self)
+    name = "affine_shift"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -95,10 +86,6 @@ class AffineShift:
                 ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)", no_null=values
             ),
         }
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured: one without inserted tokens has a scale of 1 and no shift."""
-        return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""

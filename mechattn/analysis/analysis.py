@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from einops import rearrange
@@ -185,6 +185,21 @@ class Analysis(Protocol):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Each quantity, batch first, from the sums over all query rows of a layer."""
         ...
+
+
+class AnalysisBase:
+    """What analyses have in common: the fields of the dataclass are the options, and any sequence can be measured."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What is recorded with the result."""
+        names: list[str] = [field.name for field in fields(self) if field.repr] if is_dataclass(self) else []
+        given = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """None: every sequence can be measured."""
+        return None
 
 
 @runtime_checkable

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.functional import focus as fn
 from mechattn.functional.received import segment_mean, self_attention, visible_counts
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 _UNITS = {
     "self_share": ("share", "share of queries whose strongest target is the query itself"),
@@ -37,7 +36,7 @@ _NO_NULL = {
 
 
 @dataclass(frozen=True)
-class AttentionFocus:
+class AttentionFocus(AnalysisBase):
     """How focused attention is, and on what, head by head (R. Claus, "Attention Focus Plots", figures 4 to 6).
 
     Two readings of "attends to itself" (or to the first token, or to the token before): the *argmax share* of the
@@ -53,15 +52,7 @@ class AttentionFocus:
     half_mass: bool = False
     per_query: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "attention_focus"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return asdict(self)
+    name = "attention_focus"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -82,10 +73,6 @@ class AttentionFocus:
                 for n, (u, d) in per_query.items()
             }
         return made
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence of two tokens can be measured."""
-        return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.errors import OptionError
 from mechattn.prompts.sequences import Batch, Sequence
 
 
 @dataclass(frozen=True)
-class AttentionMap:
+class AttentionMap(AnalysisBase):
     """Attention probabilities of every query and key of prompts up to ``max_tokens`` long.
 
     ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
@@ -27,15 +26,7 @@ class AttentionMap:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
             raise OptionError(f"max_tokens={self.max_tokens}: a map can be looked at with 2 to 1,024 tokens")
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "attention_map"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return asdict(self)
+    name = "attention_map"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Bool
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
@@ -65,7 +65,7 @@ _INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inser
 
 
 @dataclass(frozen=True)
-class AttentionSinks:
+class AttentionSinks(AnalysisBase):
     """Which keys are attention sinks in each head, and what they give.
 
     ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink rate is the mean of
@@ -110,16 +110,7 @@ class AttentionSinks:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "attention_sinks"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        names = ("threshold", "least_queries", "gap", "inactive_below")
-        return {name: getattr(self, name) for name in names} | {"massive": list(self.massive)}
+    name = "attention_sinks"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

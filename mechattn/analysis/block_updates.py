@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
 from mechattn.errors import ModelError
 from mechattn.functional.received import segment_mean
 from mechattn.functional.updates import orientation
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 BLOCKS = ("attention", "mlp")
 _NEEDED = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
@@ -30,7 +30,7 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
-class BlockUpdates:
+class BlockUpdates(AnalysisBase):
     """Magnitude and orientation of the update that the whole attention block, and the MLP, makes in each layer.
 
     ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, norms after the block included; in a layer that
@@ -43,15 +43,7 @@ class BlockUpdates:
     per_query: bool = False
     sequential: bool = True
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "block_updates"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return {"per_query": self.per_query, "sequential": self.sequential}
+    name = "block_updates"
 
     @property
     def coords(self) -> Mapping[str, Seq]:
@@ -76,10 +68,6 @@ class BlockUpdates:
     def captures(self) -> Seq[str]:
         """The residual stream around both blocks, and what each gives."""
         return (*_NEEDED, _MIDDLE) if self.sequential else _NEEDED
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured."""
-        return None
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With whether the blocks run one after the other.

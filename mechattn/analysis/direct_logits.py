@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
 from mechattn.functional.received import segment_mean
 from mechattn.functional.updates import update_product
 from mechattn.model.weights import output_weights, unembedding, wide
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 
 @dataclass(frozen=True)
-class DirectLogits:
+class DirectLogits(AnalysisBase):
     """Direct logit attribution: what each head adds to the logit of the token that comes next in the text.
 
     ``⟨z W_O, γ · (W_U[:, next] − mean over the vocabulary)⟩ / σ``, in logits above the mean logit; γ is the weight of
@@ -36,15 +36,7 @@ class DirectLogits:
     weights: Any = field(default=None, repr=False, compare=False)
     reads: Any = field(default=None, repr=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "direct_logits"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return {"per_query": self.per_query}
+    name = "direct_logits"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -60,10 +52,6 @@ class DirectLogits:
     def captures(self) -> Seq[str]:
         """Each head's output before W_O."""
         return ("attn.hook_z",)
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured."""
-        return None
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and the unembedding.

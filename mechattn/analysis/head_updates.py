@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AttentionRows, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
 from mechattn.errors import ModelError
 from mechattn.functional import updates as fn
 from mechattn.functional.focus import top_two
@@ -20,7 +20,7 @@ from mechattn.functional.grouped import for_each_head
 from mechattn.functional.received import segment_mean
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 Weights = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, W_O [head d_head d_model] and its factor
 
@@ -38,7 +38,7 @@ _SIGNED = ("orientation", "parallel")
 
 
 @dataclass(frozen=True)
-class HeadUpdates:
+class HeadUpdates(AnalysisBase):
     """Magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
 
     ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. All updates
@@ -52,15 +52,7 @@ class HeadUpdates:
     per_query: bool = False
     weights: Any = field(default=None, repr=False, compare=False)  # Weights
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "head_updates"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return {"per_query": self.per_query}
+    name = "head_updates"
 
     @property
     def coords(self) -> Mapping[str, Seq]:
@@ -76,10 +68,6 @@ class HeadUpdates:
     def captures(self) -> Seq[str]:
         """The residual stream before the block, and each head's output before W_O."""
         return _HOOKS
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured."""
-        return None
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and its factors."""
@@ -100,7 +88,7 @@ class HeadUpdates:
 
 
 @dataclass(frozen=True)
-class TopTargetUpdates:
+class TopTargetUpdates(AnalysisBase):
     """The part of each head's update that comes from its strongest target alone, measured as :class:`HeadUpdates`.
 
     ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. An intervention
@@ -113,15 +101,7 @@ class TopTargetUpdates:
     per_query: bool = False
     weights: Any = field(default=None, repr=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "top_target_updates"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return {"per_query": self.per_query}
+    name = "top_target_updates"
 
     @property
     def coords(self) -> Mapping[str, Seq]:
@@ -137,10 +117,6 @@ class TopTargetUpdates:
     def captures(self) -> Seq[str]:
         """The residual stream before the block, and each head's output before W_O, which comes after its rows."""
         return _HOOKS
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured."""
-        return None
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and its factors."""

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Activations, Analysis, Quantity, Sums
+from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional import activation_statistics as fn
@@ -38,7 +38,7 @@ _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many 
 
 
 @dataclass(frozen=True)
-class MlpActivations:
+class MlpActivations(AnalysisBase):
     """Activations right after the nonlinearity of each MLP: ``act(gate)`` in gated ones (arXiv:2510.01032, section 4).
 
     Means over the tokens of each segment of what :mod:`mechattn.functional.activation_statistics` gives for one token;
@@ -79,10 +79,7 @@ class MlpActivations:
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give two numbers at least, each larger than the one before")
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "mlp_activations"
+    name = "mlp_activations"
 
     @property
     def options(self) -> Mapping[str, Any]:

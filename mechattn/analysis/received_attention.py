@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -20,7 +20,7 @@ Queries = Literal["original", "all", "question", "answer"]
 
 
 @dataclass(frozen=True)
-class ReceivedAttention:
+class ReceivedAttention(AnalysisBase):
     """How much attention each key and each segment receives (arXiv:2510.01032, section 2).
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
@@ -40,15 +40,7 @@ class ReceivedAttention:
         if self.queries not in get_args(Queries):
             raise OptionError(f"queries={self.queries!r}: choose one of {', '.join(map(repr, get_args(Queries)))}")
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "received_attention"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return asdict(self)
+    name = "received_attention"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

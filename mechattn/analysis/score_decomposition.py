@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
 from mechattn.errors import OptionError
 from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
@@ -28,7 +28,7 @@ _ABOUT = {
 
 
 @dataclass(frozen=True)
-class ScoreDecomposition:
+class ScoreDecomposition(AnalysisBase):
     """The score of a query's strongest target as ALiBi + bias + content (R. Claus, figures 2 and 3).
 
     ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + what depends on the query alone``, times the model's
@@ -49,15 +49,7 @@ class ScoreDecomposition:
         if isinstance(self.sort_idx, bool) or not isinstance(self.sort_idx, int) or self.sort_idx < 0:
             raise OptionError(f"sort_idx={self.sort_idx!r}: 0 is the strongest target, 1 the second strongest …")
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "score_decomposition"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
-        return {"sort_idx": self.sort_idx, "per_query": self.per_query}
+    name = "score_decomposition"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

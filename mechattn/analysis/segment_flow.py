@@ -4,36 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import AttentionRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.axes import SEGMENTS
 from mechattn.functional.grouped import for_each_head
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch
 
 
 @dataclass(frozen=True)
-class SegmentFlow:
+class SegmentFlow(AnalysisBase):
     """The attention that the queries of a segment pay to the keys of each segment.
 
     ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
     sinks). A query's own key counts.
     """
 
-    @property
-    def name(self) -> str:
-        """The name of the dataset."""
-        return "segment_flow"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
+    name = "segment_flow"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -45,10 +36,6 @@ class SegmentFlow:
             "flow": Quantity(dims, "probability", flow),
             "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
         }
-
-    def problem(self, sequence: Sequence) -> str | None:
-        """Every sequence can be measured."""
-        return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """No flow."""

@@ -333,7 +333,7 @@ def own_key(path, change=("", "")):
     import sys
 
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
-    code = page.split("```python\n")[1].split("\nanalyses = ")[0]
+    (code,) = [part.split("\nanalyses = ")[0] for part in page.split("```python\n") if "class KeyBack" in part]
     assert change[0] in code
     path.write_text(code.replace(*change) if change[0] else code)
     spec = importlib.util.spec_from_file_location(path.stem, path)

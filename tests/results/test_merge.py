@@ -23,7 +23,10 @@ def halves(toy, prompts):
 def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts):
     first = halves([0, 1])
     for other, field in (
-        (halves([2, 3], {"slash": ma.MeaninglessTokens(count=6)}), r"conditions\.slash\.options\.count is 5 in one and 6 in another"),
+        (
+            halves([2, 3], {"slash": ma.MeaninglessTokens(count=6)}),
+            r"conditions\.slash\.options\.count is 5 in one and 6 in another",
+        ),
         (halves([2, 3], {"dash": ma.MeaninglessTokens(count=5)}), r"conditions\.slash is .* and None in another"),
         (halves([2, 3], seed=1), "seed is 0 in one and 1 in another"),
         (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),

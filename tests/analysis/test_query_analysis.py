@@ -1,0 +1,75 @@
+"""An analysis of one number a query, against whole patterns in float64; its null is that of uniform attention."""
+
+import pytest
+import torch
+
+import mechattn as ma
+
+
+class Reach(ma.QueryAnalysis):
+    name = "reach"
+    numbers = {
+        "reach": ("positions", "sum over keys of A (query - key)"),
+        "top": ("probability", "the largest probability"),
+    }
+
+    def of_queries(self, rows):
+        query = torch.arange(rows.queries.start, rows.queries.stop)
+        key = torch.arange(rows.keys.start, rows.keys.stop)
+        return {"reach": (rows.pattern * (query[:, None] - key)).sum(-1), "top": rows.pattern.amax(-1)}
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, Reach(), memory="4MiB", progress=False)
+
+
+@pytest.mark.parametrize("condition", ["baseline", "slash"])
+def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, condition):
+    sequences = result["sequences"].sel(condition=condition)
+    for i in (0, 5):
+        segment = sequences.segment_index.isel(prompt=i).values
+        tokens = torch.tensor(sequences.tokens.isel(prompt=i).values[segment >= 0]).long()
+        question = torch.tensor(segment[segment >= 0] == 4)
+        _, cache = toy.run_with_cache(tokens[None])
+        for layer in range(toy.cfg.n_layers):
+            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].double()
+            n = len(tokens)
+            far = torch.arange(n)[:, None] - torch.arange(n)
+            slow = {
+                "reach": (pattern * far).sum(-1)[:, question].mean(-1),
+                "top": pattern.amax(-1)[:, question].mean(-1),
+            }
+            for name, expected in slow.items():
+                found = result["reach"][name].isel(prompt=i).sel(condition=condition, layer=layer, segment="question")
+                torch.testing.assert_close(torch.tensor(found.values).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_the_distance_of_attention_focus_but_for_the_first_query(toy, prompts, result):
+    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.AttentionFocus(), progress=False)
+    ours = result["reach"].reach.sel(segment="question")
+    theirs = focus["attention_focus"].distance.sel(segment="question")
+    assert abs(ours / theirs - 1).max() < 1e-4
+
+
+def test_its_null_is_that_of_uniform_attention(prompts, result):
+    at = result["reach"].reach_uniform.sel(condition="baseline", layer=0, segment="question").isel(prompt=0)
+    segment = result["sequences"].segment_index.sel(condition="baseline").isel(prompt=0).values
+    where = (segment == 4).nonzero()[0]
+    assert float(at) == pytest.approx((where / 2).mean(), rel=1e-5)
+    assert result.compare("slash", quantity="reach", resamples=99).attrs["null"] == "uniform attention"
+
+
+def test_options_are_the_fields_of_a_dataclass():
+    assert Reach().options == {}
+    assert ma.AttentionFocus(per_query=True).options == {"half_mass": False, "per_query": True}
+    assert ma.AttentionSinks().options["massive"] == [100.0, 1000.0]
+
+
+def test_without_of_queries(toy):
+    class Empty(ma.QueryAnalysis):
+        name = "empty"
+        numbers = {"x": ("1", "nothing")}
+
+    with pytest.raises(NotImplementedError, match="Empty has no of_queries"):
+        ma.run(toy, "Tom has 3 apples.", analyses=Empty(), progress=False)
