@@ -38,27 +38,12 @@ CONDITIONS = {
 }
 ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
-FIGURES: dict[str, Callable] = {
-    figure.__name__: figure
-    for figure in (
-        render.received_attention,
-        render.across_layers,
-        render.change_map,
-        render.scale_by_layer,
-        render.shift_rank,
-        render.sweep,
-        render.two_by_two,
-        render.meaningless_and_sentence,
-        render.activation_histogram,
-        render.activation_metrics,
-        render.near_zero_by_class,
-        render.agreement,
-        render.heads_by_layer,
-        render.by_layer,
-        render.update_histogram,
-        render.update_map,
-        render.update_by_position,
-    )
+FIGURES: dict[str, Callable] = {  # every function of mechattn.render that draws a result, or results
+    name: draw
+    for name, draw in vars(render).items()
+    if inspect.isfunction(draw)
+    and next(iter(inspect.signature(draw).parameters)) in ("result", "results")
+    and inspect.signature(draw).return_annotation == "go.Figure"
 }
 _SHOWS = {
     "scale_by_layer": "AffineShift",
