@@ -176,7 +176,8 @@ def no_such_key(name: str, known: Iterable[str]) -> str:
 
 def near(word: str, known: Iterable[str]) -> str:
     """The known word that is most like another, as a question; nothing where none is."""
-    found = difflib.get_close_matches(word, list(known), 1)
+    holding = [one for one in known if len(word) > 2 and word.casefold() in one.casefold()]
+    found = difflib.get_close_matches(word, list(known), 1) or holding[:1]
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 

@@ -97,6 +97,6 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == bool_ or not tokens.numel():
         raise PromptError(
             f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
-            "give a non-empty integer tensor [batch, pos], every row as long as its prompt"
+            "give a non-empty integer tensor [batch, pos], every row as long as its prompt (one prompt: tokens[None])"
         )
     return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]

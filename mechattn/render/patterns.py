@@ -150,7 +150,7 @@ def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: in
 def _check(asked: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, known) in asked.items():
         if value not in list(known):
-            raise OptionError(f"{name} {value!r} is not in this result; it has {list(known)}")
+            raise OptionError(f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}")
 
 
 def _names(layer: int, heads: Seq[int]) -> list[str]:

@@ -38,7 +38,10 @@ def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
             for name, variable in result[at].data_vars.items()
             if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
         )
-        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}")
+        raise OptionError(
+            f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}: name one with "
+            "quantity=…"
+        )
     return found[0]
 
 
