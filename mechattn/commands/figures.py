@@ -78,7 +78,7 @@ def make_figures(
         model_place(name)
         check_result_place(place)
     prompts = load_prompts(source, limit=limit, field=field, seed=seed)
-    check_enough(len(prompts), 3)
+    check_enough(len(prompts), by_half=True)
     shown = configs.Figure.model_validate({"kind": "received_attention", "layer": layer, "heads": list(heads)})
     for name in models:
         check_in_model(name, [layer], [shown])
@@ -128,9 +128,11 @@ def _name(inserted: MeaninglessTokens) -> str:
 
 def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[Section]:
     """What all prompts of one model show."""
-    of_data = min(3, int(result.provenance["model"]["heads"]))
-    options = [{"layer": layer, "heads": chosen} for chosen in (of_data, list(heads))]
-    drawn = [drawn_section(received_attention, result, some, command) for some in options]
+    options: list[dict[str, Any]] = [
+        {"choose": min(3, int(result.provenance["model"]["heads"]))},
+        {"heads": list(heads)},
+    ]
+    drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
     text = received_text(result, layer, heads)
     name = model_caption(result)
     title = f"{name}: where the attention of the first prompt goes"

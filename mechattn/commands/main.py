@@ -182,14 +182,14 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Stored results; several models side by side.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[int | None, typer.Option(help="The layer that is drawn; the first that was measured.")] = None,
-    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; or one number: how many to choose.")] = "3",
+    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; without, some are chosen.")] = "",
+    choose: Annotated[int, typer.Option(help="How many, on one half of the prompts, to be shown on the other.")] = 3,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write one page of stored results, with every figure that they can show; it opens offline."""
     from mechattn.commands.report import report as write_report
 
-    chosen = _numbers(heads)
-    missing = write_report(results, out, layer, chosen[0] if "," not in heads else chosen, _command(), force)
+    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose)
     for words in missing:
         _say(f"Not shown: {words}", err=True)
     _say(f"Open {out} in a browser; it needs no network.")

@@ -10,7 +10,7 @@ from typing import Any
 from mechattn import render
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.pages.page import results_page
+from mechattn.pages.page import heads_options, results_page
 from mechattn.pages.verdicts import flat, verdicts
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
@@ -28,9 +28,10 @@ def report(
     places: Seq[str | Path],
     out: str | Path,
     layer: int | None = None,
-    heads: Seq[int] | int = 3,
+    heads: Seq[int] | None = None,
     command: str = "",
     force: bool = False,
+    choose: int = 3,
 ) -> list[str]:
     """Write one page of stored results with every figure that they can show; returns what could not be shown, and why.
 
@@ -38,9 +39,10 @@ def report(
         places: Where the results are.
         out: The HTML file.
         layer: The layer of the figures that show one; the first that was measured by default.
-        heads: The heads of received attention, from 0; or how many to choose on one half of the prompts.
+        heads: The heads of received attention, from 0; without them some are chosen.
         command: What was typed.
         force: Replace a file that mechattn did not write.
+        choose: How many heads to choose on one half of the prompts and show on the other.
 
     Raises:
         MechattnError: A result cannot be read, the page cannot be written.
@@ -51,21 +53,19 @@ def report(
         measured, count = result.provenance["measured_layers"], int(result.provenance["model"]["heads"])
         if layer is not None and layer not in measured:
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
-        check_heads([0] if isinstance(heads, int) else heads, count)
+        check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads), command, missing, force)
+    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
     return missing
 
 
-def figures_of(result: Result, layer: int | None, heads: Seq[int] | int) -> Figures:
+def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, choose: int = 3) -> Figures:
     """The figures that go with the analyses of a result, and their options."""
     condition = result.shown_condition()
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
-    if isinstance(heads, int) and "received_per_prompt" not in result.datasets.get("received_attention", {}):
-        heads = list(range(min(heads, int(result.provenance["model"]["heads"]))))  # nothing to choose them from
     several: dict[str, Figures] = {
         "received_attention": [
-            (render.received_attention, {"layer": layer, "heads": heads}),
+            (render.received_attention, {"layer": layer} | heads_options(result, heads, choose)),
             (render.change_map, {"condition": condition}),
             (render.two_by_two, {"conditions": result.conditions[1:]}),
         ],

@@ -69,7 +69,7 @@ def run_from_config(
     shown = _shown(config)
     prompts = load_prompts(**config.prompts.model_dump())
     for section in shown:
-        check_enough(len(prompts), section.options.get("heads", [0]) if section.kind == "received_attention" else [0])
+        check_enough(len(prompts), by_half=_chooses(section))
     for name in config.models:
         check_in_model(name, config.layers, shown)
     written: list[Path | str] = []
@@ -93,7 +93,7 @@ def as_written(place: str | Path) -> Path | str:
 
 def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
     """What a config asks of one of its models."""
-    by_half = any(isinstance(section.options.get("heads"), int) for section in shown)
+    by_half = any(map(_chooses, shown))
     return Job(
         model=model,
         prompts=prompts,
@@ -145,7 +145,8 @@ def _shown(config: Config) -> list[Figure]:
     if config.figures is not None:
         return config.figures
     layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
-    options = {"layer": layer, "heads": config.output.heads}
+    heads = config.output.heads
+    options = {"layer": layer} | ({"choose": config.output.choose} if heads is None else {"heads": heads})
     names = list(configs.made_conditions(config)) or [BASELINE]
     shown = [{"kind": "received_attention", "condition": name, **options} for name in names]
     return [Figure.model_validate(section) for section in shown]
@@ -181,13 +182,20 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
         if layer not in layers:
             raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
     named = [*([options["head"]] if "head" in options else [])]
-    given = options.get("heads", [])
+    given = options.get("heads") or []
     check_heads([*named, *([] if isinstance(given, int) else given)] or [0], heads)
 
 
-def check_enough(prompts: int, heads: Seq[int] | int) -> None:
+def _chooses(section: Figure) -> bool:
+    """Whether the heads of a figure are chosen by the data; a number of heads was how to say so."""
+    if section.kind != "received_attention":
+        return False
+    return "choose" in section.options or isinstance(section.options.get("heads"), int)
+
+
+def check_enough(prompts: int, by_half: bool) -> None:
     """A page needs intervals over at least 3 prompts, and as many in each half where the data choose the heads."""
-    needed = 2 * FEWEST if isinstance(heads, int) else FEWEST
+    needed = 2 * FEWEST if by_half else FEWEST
     if prompts < needed:
         why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
         raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are {prompts}")

@@ -87,7 +87,8 @@ class Output(_Section):
     result: str
     page: str | None = None
     layer: int | None = None
-    heads: list[int] | int = 3
+    heads: list[int] | int | None = None
+    choose: int = PydanticField(3, ge=1)
 
 
 class EvaluationSection(_Section):

@@ -16,32 +16,49 @@ from mechattn.errors import OptionError
 from mechattn.pages.sections import Section, drawn_section, prompt_section
 from mechattn.pages.verdicts import VERDICT_COLUMNS, explained, flat, strip_words, verdict_rows, verdicts
 from mechattn.render.html import check_page_place, save_page
-from mechattn.render.received_figures import received_attention
+from mechattn.render.received_figures import listed_or_chosen, received_attention
 from mechattn.render.theme import DARK, faint, model_caption
 from mechattn.render.view import in_script, view_script
 from mechattn.results.result import Result
 
 
-def page(result: Result, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3, force: bool = False) -> Path:
+def page(
+    result: Result,
+    path: str | Path,
+    layer: int = 0,
+    heads: Seq[int] | None = None,
+    force: bool = False,
+    *,
+    choose: int = 3,
+) -> Path:
     """Write a page that opens offline: the verdict, received attention under each condition, the provenance.
 
     Args:
         result: A result with received attention.
         path: The HTML file.
         layer: The layer that is drawn, from 0.
-        heads: The heads, from 0; or how many to choose by the largest change on one half of the prompts, shown on the
-            other, where the run has kept ``positions="prompts"``; else the first so many.
+        heads: The heads, from 0; without them some are chosen.
         force: Replace a file that mechattn did not write.
+        choose: How many to choose by the largest change on one half of the prompts, shown on the other, where the run
+            has kept ``positions="prompts"``; else the first so many.
 
     Raises:
         MechattnError: The figures cannot be drawn, or the file cannot be written, or is somebody's own.
     """
     check_page_place(path, force)
-    if isinstance(heads, int) and "received_per_prompt" not in result["received_attention"]:
-        heads = list(range(min(heads, int(result.provenance["model"]["heads"]))))  # nothing to choose them from
-    names = result.conditions[1:] or [BASELINE]
-    options = [{"layer": layer, "heads": heads, "condition": name} for name in names]
+    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
+    options = [{"layer": layer, "condition": name} | which for name in names]
     return results_page([result], path, [(received_attention, some) for some in options], force=force)
+
+
+def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
+    """The options of ``received_attention`` that say which heads: the first where there is nothing to choose by."""
+    listed, number = listed_or_chosen(heads, None if heads is not None else choose)
+    if number is None:
+        return {"heads": listed}
+    if "received_per_prompt" in result.datasets.get("received_attention", {}):
+        return {"choose": number}
+    return {"heads": list(range(min(number, int(result.provenance["model"]["heads"]))))}
 
 
 def write_page(

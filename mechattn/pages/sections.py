@@ -81,7 +81,7 @@ def drawn_section(
     title = as_heading(figure.layout.title.text)
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
-        how = "heads chosen by the data" if isinstance(options["heads"], int) else "heads chosen by hand"
+        how = "heads chosen by hand" if isinstance(options.get("heads"), list) else "heads chosen by the data"
         shown = of[0].shown_condition(options.get("condition"))
         title += f", layer {options['layer']}, {how}, condition “{shown}”"
         note = _received_note(of[0], alone=shown == BASELINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,10 @@ NAME = "received_attention"
 def received_attention(
     result: Result,
     layer: int,
-    heads: Seq[int] | int,
+    heads: Seq[int] | None = None,
     condition: str | None = None,
     *,
+    choose: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
@@ -43,9 +45,10 @@ def received_attention(
     Args:
         result: A result with received attention.
         layer: The layer, from 0.
-        heads: The heads, from 0; or how many to choose by the largest change (of the baseline: the largest distance)
-            from the null on one half of the prompts, in which case the figure shows the other half (the run must have
-            kept ``positions="prompts"``).
+        heads: The heads, from 0.
+        choose: In place of heads: how many to choose by the largest change (of the baseline: the largest distance)
+            from the null on one half of the prompts; the figure then shows the other half (the run must have kept
+            ``positions="prompts"``).
         condition: The condition in red; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
@@ -57,13 +60,12 @@ def received_attention(
     dataset = result[NAME]
     condition = result.shown_condition(condition)
     check_layer(layer, dataset)
-    if isinstance(heads, bool) or not isinstance(heads, (int, list, tuple, range, np.ndarray)):
-        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or how many are to be chosen")
+    heads, choose = listed_or_chosen(heads, choose)
     prompts = np.arange(dataset.sizes["prompt"])
     chosen, shown, how = prompts, prompts, "chosen by hand"
-    if isinstance(heads, int):
+    if choose is not None:
         chosen, shown = prompts[::2], prompts[1::2]
-        heads, how = choose_heads(result, layer, heads, condition, chosen), "chosen on the other half of the prompts"
+        heads, how = choose_heads(result, layer, choose, condition, chosen), "chosen on the other half of the prompts"
     check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
     alone = condition == BASELINE
@@ -208,6 +210,26 @@ def _is_random_sentence(result: Result, name: str) -> bool:
 def _control_words(result: Result, control: str, segment: str) -> str:
     change = result.verdict(control, segment).change
     return f", {percent_words(change)} with the matched control “{control}”"
+
+
+def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[list[int], int | None]:
+    """The heads that are named, or none and how many are to be chosen; ``heads=3`` was how to say ``choose=3``.
+
+    Raises:
+        OptionError: Both are given, or neither, or one of another kind.
+    """
+    if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
+        warnings.warn(f"heads={heads} chooses heads: say choose={heads}; heads is a list", FutureWarning, stacklevel=3)
+        heads, choose = None, heads
+    if (heads is None) == (choose is None):
+        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of them, such as heads=[0, 3] or choose=3")
+    if choose is not None:
+        if isinstance(choose, bool) or not isinstance(choose, int) or choose < 1:
+            raise OptionError(f"choose={choose!r}: give a number of heads, 1 at least")
+        return [], choose
+    if not isinstance(heads, (list, tuple, range, np.ndarray)):
+        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3]; or say how many to choose with choose=…")
+    return list(heads), None
 
 
 def check_heads(heads: Seq[int], count: int) -> None:

@@ -251,11 +251,19 @@ class Result:
 
         mechattn.save_result(self, path)
 
-    def page(self, path: str | Path, layer: int = 0, heads: Seq[int] | int = 3, force: bool = False) -> Path:
+    def page(
+        self,
+        path: str | Path,
+        layer: int = 0,
+        heads: Seq[int] | None = None,
+        force: bool = False,
+        *,
+        choose: int = 3,
+    ) -> Path:
         """What :func:`mechattn.page` writes: one HTML file with the figures, which opens offline."""
         import mechattn
 
-        return mechattn.page(self, path, layer, heads, force)
+        return mechattn.page(self, path, layer, heads, force, choose=choose)
 
     def _repr_html_(self) -> str:
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes

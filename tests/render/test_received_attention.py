@@ -38,7 +38,7 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
         each.append({int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan]) for k in places})
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
-    half = ma.render.received_attention(slash_result, layer=0, heads=1)
+    half = ma.render.received_attention(slash_result, layer=0, choose=1)
     null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, w/ Meaningless tokens")
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
@@ -75,7 +75,7 @@ def test_the_inserted_span_is_shaded_where_it_is(slash_result):
 
 
 def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
-    figure = ma.render.received_attention(slash_result, layer=0, heads=3)
+    figure = ma.render.received_attention(slash_result, layer=0, choose=3)
     assert "mean over 6 prompts" in figure.layout.title.text
     assert "other half" in figure.layout.title.text
     chosen = choose_heads(slash_result, 0, 3, "slash", np.arange(0, 12, 2))
@@ -95,7 +95,7 @@ def test_one_based_titles(slash_result):
 def test_choosing_needs_the_prompts(toy, prompts):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)}, progress=False)
     with pytest.raises(OptionError, match='positions="prompts"'):
-        ma.render.received_attention(result, layer=0, heads=3)
+        ma.render.received_attention(result, layer=0, choose=3)
     ma.render.received_attention(result, layer=0, heads=[3])
 
 
@@ -164,7 +164,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
 
 def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
     result = ma.run(toy, prompts, positions="prompts", progress=False)
-    figure = ma.render.received_attention(result, 1, 2)
+    figure = ma.render.received_attention(result, 1, choose=2)
     at = (
         result["received_attention"]
         .sel(condition="baseline", layer=1, segment="question")
@@ -173,3 +173,25 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
     far = abs(np.log(at.received_by_segment / at.received_by_segment_uniform).mean("prompt")).values
     expected = [f"Layer 1 head {head}" for head in sorted(np.argsort(-far)[:2])]
     assert [a.text for a in figure.layout.annotations[:2]] == expected
+
+
+def test_a_number_of_heads_is_what_choose_says_now(slash_result):
+    with pytest.warns(FutureWarning, match="heads=2 chooses heads: say choose=2; heads is a list"):
+        old = ma.render.received_attention(slash_result, 0, 2)
+    assert old.to_json() == ma.render.received_attention(slash_result, 0, choose=2).to_json()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"heads=None, choose=None: give one of them"),
+        ({"heads": [0], "choose": 2}, "give one of them"),
+        ({"choose": 0}, "choose=0: give a number of heads"),
+        ({"choose": True}, "choose=True: give a number of heads"),
+        ({"heads": True}, "heads=True: give a list"),
+        ({"heads": "0"}, "heads='0': give a list"),
+    ],
+)
+def test_heads_are_listed_or_chosen(slash_result, options, message):
+    with pytest.raises(ma.MechattnError, match=message):
+        ma.render.received_attention(slash_result, 0, **options)
