@@ -95,7 +95,7 @@ def main() -> None:
     import torch
     import transformer_lens.model_bridge  # noqa: F401  (before the forks, so that a start is cheap)
 
-    import mechattn.commands.run  # noqa: F401
+    import mechattn.commands.run_config  # noqa: F401
 
     torch.set_num_threads(1)
     draw, same = random.Random(given.seed), 0

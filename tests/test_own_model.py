@@ -9,7 +9,7 @@ import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.commands.figures import make_figures
 from mechattn.commands.report import report
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError
 from mechattn.prompts.conditions import MeaninglessTokens
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import xarray as xr
 
 import mechattn as ma
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 
 prompts = ma.load_prompts("word-problems", limit=24)
 conditions = {"slash": ma.MeaninglessTokens("/", count=55)}

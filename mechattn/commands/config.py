@@ -16,7 +16,7 @@ from mechattn import render
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.registry import ANALYSES as KINDS
 from mechattn.axes import BASELINE
-from mechattn.commands.sections import Condition, Config, Figure, all_words, near, no_such_key, read_sections
+from mechattn.commands.config_file import Condition, Config, Figure, all_words, near, no_such_key, read_sections
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.arm import ARM

@@ -10,7 +10,7 @@ from typing import Any
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.commands import config as configs
-from mechattn.commands.run import check_enough, check_in_model
+from mechattn.commands.run_config import check_enough, check_in_model
 from mechattn.engine.run import run
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import check_device, dtype_named, load_model, model_place

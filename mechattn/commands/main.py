@@ -101,10 +101,10 @@ def run_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
-    from mechattn.commands.sections import read_sections
+    from mechattn.commands.config_file import read_sections
 
     read_sections(config)  # what is wrong in the file itself is said before torch is loaded
-    from mechattn.commands.run import run_from_config
+    from mechattn.commands.run_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
     for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
@@ -128,10 +128,10 @@ def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
-    from mechattn.commands.sections import read_sections
+    from mechattn.commands.config_file import read_sections
 
     read_sections(config)
-    from mechattn.commands.run import evaluate_from_config
+    from mechattn.commands.run_config import evaluate_from_config
 
     evaluations, written = evaluate_from_config(config)
     for model, made in evaluations.items():

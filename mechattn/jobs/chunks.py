@@ -12,8 +12,8 @@ from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts, discard_parts, open_parts
+from mechattn.results.addresses import as_place, is_address
 from mechattn.results.merge import merge_results
-from mechattn.results.places import as_place, is_address
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place, save_result

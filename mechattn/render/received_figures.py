@@ -12,9 +12,9 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
 from mechattn.render.words import change_words, mean_words, percent, percent_words, says
-from mechattn.results.conditions import stored_condition
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
+from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mechattn.axes import BASELINE
-from mechattn.results.conditions import stored_condition
 from mechattn.results.result import Result
+from mechattn.results.stored_conditions import stored_condition
 
 WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
 WITH = "#c8322b"  # red: with them

@@ -10,8 +10,8 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.results.conditions import stored_condition
 from mechattn.results.quantities import NULLS, Null, check_layer, values_of, variable_of
+from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.paired import ROUNDING, Paired, paired

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mechattn.errors import OutputError
+from mechattn.results.addresses import as_place, check_name, check_netcdf
 from mechattn.results.files import files_at, files_in
 from mechattn.results.netcdf_file import check_file
-from mechattn.results.places import as_place, check_name, check_netcdf
 from mechattn.results.result import Result
 from mechattn.results.schema import COMPLETE, from_tree, read_errors
 from mechattn.results.seal import check_seal

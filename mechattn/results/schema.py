@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
-from mechattn.results.conditions import from_words
 from mechattn.results.digest import TEXT, digest, is_digest, layout, plain_attributes
 from mechattn.results.required import check_datasets, check_provenance
 from mechattn.results.result import Result
+from mechattn.results.stored_conditions import from_words
 
 if TYPE_CHECKING:
     import xarray as xr

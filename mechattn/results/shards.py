@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence as Seq
 
 from mechattn.errors import OptionError
+from mechattn.results.addresses import as_place, is_address
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.ours import named
-from mechattn.results.places import as_place, is_address
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 from mechattn.results.storage import check_result_place, save_result

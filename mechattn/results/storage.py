@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mechattn.errors import OutputError
+from mechattn.results.addresses import as_place, check_name, check_netcdf, filesystem, is_address
 from mechattn.results.digest import digest
 from mechattn.results.ours import check_ours, files_in
-from mechattn.results.places import as_place, check_name, check_netcdf, filesystem, is_address
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 from mechattn.results.schema import COMPLETE, as_tree

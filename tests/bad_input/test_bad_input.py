@@ -7,7 +7,7 @@ import torch
 
 import mechattn as ma
 from mechattn.commands.figures import make_figures
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.model.architectures import tiny_model
 from mechattn.model.load import dtype_named
@@ -189,7 +189,7 @@ def test_answers_that_are_not_there(tmp_path):
 
 @pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is no stored result")])
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
-    monkeypatch.setattr("mechattn.commands.run.load_prompts", None)
+    monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)
     (tmp_path / "taken.zarr").mkdir()
     config = {
         "model": "toy:llama",
@@ -202,7 +202,7 @@ def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch
 
 
 def test_a_page_in_the_place_of_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.commands.run.load_prompts", None)
+    monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)
     output = {"result": str(tmp_path / "r.zarr"), "page": str(tmp_path)}
     config = {"model": "toy:llama", "prompts": {"source": "word-problems"}, "output": output}
     (tmp_path / "config.toml").write_text(_toml(config))
@@ -384,7 +384,7 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
 
 def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
-    monkeypatch.setattr("mechattn.commands.run.computed", None)
+    monkeypatch.setattr("mechattn.commands.run_config.computed", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
         make_figures(tmp_path, both, "word-problems", 8, 5, [0])

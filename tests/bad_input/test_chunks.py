@@ -5,7 +5,7 @@ import pytest
 import mechattn as ma
 from mechattn.commands.config import made_conditions, read_config
 from mechattn.commands.figures import make_figures
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError, OptionError, PromptError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ModelError, OptionError
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model

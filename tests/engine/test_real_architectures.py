@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SHAPES = {  # Qwen2.5-Math-7B, Llama-3.1-8B-Instruct, gemma-3-4b-it: query heads, key-value heads, d_head

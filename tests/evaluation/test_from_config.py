@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import mechattn as ma
 from mechattn.commands.main import app
-from mechattn.commands.run import evaluate_from_config
+from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
 
 TEXT = """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.commands.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, made_conditions, read_config
-from mechattn.commands.sections import Config
+from mechattn.commands.config_file import Config
 from mechattn.engine.plan import memory_bytes
 from mechattn.errors import MechattnError
 from mechattn.jobs.chunks import parse_shard

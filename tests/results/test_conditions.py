@@ -9,8 +9,8 @@ import pytest
 import mechattn as ma
 from mechattn.engine.describe import condition_data
 from mechattn.render.theme import condition_words
-from mechattn.results.conditions import from_words, stored_condition
 from mechattn.results.identity import identity
+from mechattn.results.stored_conditions import from_words, stored_condition
 
 SLASH = ma.MeaninglessTokens("/", 5)
 CONDITIONS = {

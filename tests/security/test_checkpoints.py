@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mechattn as ma
-from mechattn.commands.run import check_in_model
+from mechattn.commands.run_config import check_in_model
 from mechattn.errors import ModelError
 from mechattn.model import trust
 from mechattn.model.load import layers_and_heads

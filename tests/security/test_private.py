@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.figures import make_figures
-from mechattn.commands.run import run_from_config
+from mechattn.commands.run_config import run_from_config
 from mechattn.results.provenance import command_of, name_of
 
 PRIVATE = ("jane.doe", "secret-project")

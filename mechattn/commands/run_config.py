@@ -10,7 +10,7 @@ from typing import Any
 
 from mechattn.axes import BASELINE
 from mechattn.commands import config as configs
-from mechattn.commands.sections import Config, Figure
+from mechattn.commands.config_file import Config, Figure
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
@@ -23,7 +23,7 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
-from mechattn.results.places import is_address
+from mechattn.results.addresses import is_address
 from mechattn.results.provenance import command_of
 from mechattn.results.storage import check_result_place
 from mechattn.results.whole import check_writable
