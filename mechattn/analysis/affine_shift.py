@@ -49,25 +49,13 @@ class AffineShift(AnalysisBase):
         values = "it depends on the values"
         split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
         rank = "over the shifts of the original queries after the insertion"
-        shares = {
-            f"change_by_{part}": Quantity(
-                of,
-                "share",
-                f"<{part}, change> / |change|^2, of queries after the insertion; adds up to 1",
-                "difference",
-                values,
-            )
-            for part in _PARTS
-        }
-        by_position = {
-            f"{name}_at": Quantity(
-                ("head", "key"),
-                "as without _at",
-                f"{name} of the query at this position",
-                no_null="" if name in _OF_THE_PATTERN else values,
-            )
-            for name in _BY_POSITION
-            if self.per_query
+        part_of = "change> / |change|^2, of queries after the insertion; adds up to 1"
+        shares = {f"change_by_{p}": Quantity(of, "share", f"<{p}, {part_of}", "difference", values) for p in _PARTS}
+        by_position = {name: "" if name in _OF_THE_PATTERN else values for name in _BY_POSITION if self.per_query}
+        about = "of the query at this position"
+        at = {
+            f"{name}_at": Quantity(("head", "key"), "as without _at", f"{name} {about}", no_null=why)
+            for name, why in by_position.items()
         }
         return {
             "scale": Quantity(of, "probability", scale),
@@ -80,7 +68,7 @@ class AffineShift(AnalysisBase):
             "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference", values),
             "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference", values),
             **shares,
-            **by_position,
+            **at,
             "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values),
             "shift_effective_rank": Quantity(
                 ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)", no_null=values

@@ -44,6 +44,11 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
             what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
             hint = what or "ma.MeaninglessTokens(…), say"
             raise OptionError(f"the condition {name!r} is of type {type(condition).__name__}; give {hint}")
+        try:
+            signature(condition.apply).bind("prompt", "model", "seed")
+        except TypeError as error:
+            said = f"the condition {name!r}: {error}; write def apply(self, prompt, model, seed=0)"
+            raise ConditionError(said) from None
     return {BASELINE: given.pop(BASELINE, Baseline()), **given}
 
 
@@ -104,7 +109,6 @@ def check_sequences(
     prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
 ) -> None:
     """Every sequence fits the model, and every analysis can measure it."""
-    _check_made(prompt, made)
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
@@ -129,16 +133,28 @@ def check_sequences(
                 raise PromptError(f"{where} {problem}")
 
 
-def applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: int) -> Sequence:
-    """What a condition makes of a prompt.
+def made_sequences(
+    named: Mapping[str, Condition], prompts: Seq[Prompt], model: Any, seed: int
+) -> list[dict[str, Sequence]]:
+    """What each condition makes of each prompt: the same original tokens, and what it inserts.
 
     Raises:
-        ConditionError: Its ``apply`` takes other arguments, or gives something else.
+        ConditionError: A condition gives something else, or changes an original token.
     """
-    try:
-        signature(condition.apply).bind(prompt, model, seed)
-    except TypeError as error:
-        raise ConditionError(f"the condition {name!r}: {error}; write def apply(self, prompt, model, seed=0)") from None
+    made = [{name: _applied(name, some, prompt, model, seed) for name, some in named.items()} for prompt in prompts]
+    for prompt, sequences in zip(prompts, made, strict=True):
+        tokens = sequences[BASELINE].tokens
+        for name, sequence in sequences.items():
+            original = sequence.tokens[~sequence.inserted]
+            if name != BASELINE and not original.equal(tokens):
+                raise ConditionError(
+                    f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
+                    f"baseline, {len(original)} here): only what was inserted may differ, or nothing can be compared"
+                )
+    return made
+
+
+def _applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: int) -> Sequence:
     made = condition.apply(prompt, model, seed)
     if not isinstance(made, Sequence):
         raise ConditionError(
@@ -146,18 +162,6 @@ def applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: i
             "such as insert(tokenize(prompt, model), ids, at) makes it"
         )
     return made
-
-
-def _check_made(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
-    """A condition inserts tokens and changes no other: what is compared are the same original tokens."""
-    tokens = made[BASELINE].tokens
-    for name, sequence in made.items():
-        original = sequence.tokens[~sequence.inserted]
-        if name != BASELINE and not (len(original) == len(tokens) and bool((original == tokens).all())):
-            raise ConditionError(
-                f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
-                f"baseline, {len(original)} here): only what was inserted may differ, or nothing can be compared"
-            )
 
 
 def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE
-from mechattn.engine.check import check_interventions, check_sequences, check_side, check_variants
+from mechattn.engine.check import (
+    check_interventions,
+    check_sequences,
+    check_side,
+    check_variants,
+    made_sequences,
+    with_baseline,
+)
 from mechattn.engine.forward import chosen_forward
 from mechattn.engine.measure import measure_batch
 from mechattn.errors import ModelError, OptionError
@@ -57,8 +64,8 @@ def record_affine(
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
     forward, _ = chosen_forward(model, "auto")
-    named: dict[str, Condition] = {BASELINE: Baseline(), "with tokens": condition}
-    sequences = [{name: some.apply(prompt, model, seed) for name, some in named.items()} for prompt in prompts]
+    named = with_baseline({"with tokens": condition})
+    sequences = made_sequences(named, prompts, model, seed)
     for prompt, made in zip(prompts, sequences, strict=True):
         check_sequences(prompt, made, named, [_AffineParts()], model)
         if not made["with tokens"].inserted.any():

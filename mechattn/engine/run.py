@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.engine.check import (
-    applied,
     check_captures,
     check_interventions,
     check_sequences,
     check_variants,
+    made_sequences,
     sides_of,
     with_baseline,
     with_names,
@@ -123,7 +123,7 @@ class Plan:
             MechattnError: A prompt, a condition or an intervention cannot be used with this model.
         """
         named = dict(self.conditions)
-        made = [{name: applied(name, some, p, self.model, self.seed) for name, some in named.items()} for p in prompts]
+        made = made_sequences(named, prompts, self.model, self.seed)
         for prompt, sequences in zip(prompts, made, strict=True):
             check_sequences(prompt, sequences, named, self.analyses, self.model)
         check_interventions(self.model, [prompt.id for prompt in prompts], made)

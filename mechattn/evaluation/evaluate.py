@@ -15,6 +15,7 @@ from mechattn.engine.check import (
     check_side,
     check_variants,
     counted_sides,
+    made_sequences,
     sides_of,
     with_baseline,
 )
@@ -77,7 +78,7 @@ def evaluate(
     _check_numbers(new_tokens, samples, batch)
     _check_references(prompts, grader)
     native = native_of(model)
-    sequences = [{name: condition.apply(p, model, seed) for name, condition in named.items()} for p in prompts]
+    sequences = made_sequences(named, prompts, model, seed)
     _check_sequences(model, native, prompts, sequences, new_tokens)
     sides = dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
     about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)

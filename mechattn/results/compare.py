@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -59,20 +58,16 @@ def compare(
     difference, expected = _differences(*parts, scale)
     against, null_words = _null(expected, parts, null, _alike(result, condition, other, to))
     finding, shown = _halves(ours.sizes["prompt"], select)
-    every = partial(paired, level=level, resamples=resamples, seed=seed)
 
     def found(prompts: np.ndarray) -> Paired:
         at = None if against is None else against[prompts][:, cells]
-        size = 1.0 if scale == "log-ratio" else abs(theirs.values[prompts][:, cells]).mean(0)
-        return every(difference.values[prompts][:, cells], at, rounding=ROUNDING * size)
+        rounding = ROUNDING * (1.0 if scale == "log-ratio" else abs(theirs.values[prompts][:, cells]).mean(0))
+        return paired(difference.values[prompts][:, cells], at, level, resamples, seed, rounding)
 
     if select == "half":
         cells[cells] = found(finding).q < 0.05
     numbers = found(shown)
-    means = {
-        "value": ours.values[shown][:, cells].mean(0),
-        "reference": theirs.values[shown][:, cells].mean(0),
-    }
+    means = {name: of.values[shown][:, cells].mean(0) for name, of in (("value", ours), ("reference", theirs))}
     table = _table(difference, cells, means, numbers).assign(scale=scale)
     table.attrs = {
         "condition": condition,

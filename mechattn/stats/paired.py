@@ -77,7 +77,6 @@ class Paired:
 def paired(
     difference: np.ndarray,
     null: np.ndarray | float | None = 0.0,
-    *,
     level: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
