@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
     from mechattn.pages.page import page as page
     from mechattn.prompts.conditions import Baseline as Baseline
+    from mechattn.prompts.conditions import Insertion as Insertion
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
     from mechattn.prompts.conditions import RandomSentence as RandomSentence
     from mechattn.prompts.conditions import RandomTokens as RandomTokens
@@ -68,6 +69,7 @@ _HOME = {
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadUpdates": "analysis.head_updates",
+    "Insertion": "prompts.conditions",
     "Job": "jobs.job",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",

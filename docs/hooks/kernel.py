@@ -28,7 +28,7 @@ def frame(view: object) -> str:
     return f'<iframe srcdoc="{html.escape(view.page())}" style="{style}"></iframe>'
 
 
-formatter = get_ipython().display_formatter.formatters["text/html"]
+formatter = get_ipython().display_formatter.formatters["text/html"]  # noqa: F821
 formatter.for_type_by_name("mechattn.render.view", "View", frame)
 
 # A progress bar is for somebody who waits; on a page it is noise.

@@ -17,7 +17,7 @@ import torch
 from bench import SHAPES, new_model
 
 import mechattn as ma
-from mechattn.evaluation.generate import Asked, answers
+from mechattn.evaluation.generate import Request, answers
 from mechattn.model.toys import load_tokenizer, toy_names
 from mechattn.prompts.sequences import Sequence
 
@@ -41,7 +41,7 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
         def run() -> None:
             from dataclasses import replace
 
-            asked = [Asked(str(i), replace(s, interventions=interventions), 0) for i, s in enumerate(sequences)]
+            asked = [Request(str(i), replace(s, interventions=interventions), 0) for i, s in enumerate(sequences)]
             made = answers(native, asked, new_tokens, NEVER)
             assert all(len(a.tokens) == new_tokens for a in made)
 

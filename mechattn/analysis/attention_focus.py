@@ -110,7 +110,7 @@ class AttentionFocus(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that see two keys at least."""
-        seen = visible_counts(torch.ones_like(batch.real), window, batch.cut)
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         several = (batch.real & (seen >= 2))[:, None]
         each = {name: value for name, value in sums.items() if name != "target"}
         each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()

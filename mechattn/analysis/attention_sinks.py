@@ -190,7 +190,7 @@ class AttentionSinks(AnalysisBase):
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α of every key, which keys are sinks, and the strongest of the inserted ones."""
-        seeing = seeing_queries(batch.real, window, include_self=True, cut=batch.cut)
+        seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         alpha = received_attention(sums["columns"], seeing * batch.real)
         enough = (seeing >= self.least_queries) & batch.real
         among = alpha.masked_fill(~enough[:, None], -1.0)
@@ -232,8 +232,8 @@ class AttentionSinks(AnalysisBase):
 
     def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Attention from far queries, by key, and its kurtosis over keys."""
-        seeing = seeing_queries(batch.real, window, include_self=True, cut=batch.cut)
-        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.cut)
+        seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
+        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
         score = (sums["columns"] - sums["near"]) / distant.clamp(min=1)[:, None]
         return {

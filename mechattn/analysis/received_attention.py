@@ -115,7 +115,7 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Weights:
     """The weights of a batch in layers that see alike."""
     counted = _counted(analysis.queries, batch)
-    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.cut)
+    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
     if analysis.skip_first:
         looked_at[:, 0] = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,17 +38,22 @@ class ScoreDecomposition(AnalysisBase):
     models whose scores hold no position (GPT-2, OPT, GPT-Neo: ALiBi is 0); refused elsewhere.
 
     Args:
-        sort_idx: Which target: 0 the strongest, 1 the second strongest …
+        rank: Which target: 0 the strongest, 1 the second strongest …
         per_query: Keep the parts of each query too, as ``…_at``, and the index of its target.
+        sort_idx: The old name of ``rank``.
     """
 
-    sort_idx: int = 0
+    rank: int = 0
     per_query: bool = False
     scores: Any = field(default=None, repr=False, compare=False)
+    sort_idx: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.sort_idx, bool) or not isinstance(self.sort_idx, int) or self.sort_idx < 0:
-            raise OptionError(f"sort_idx={self.sort_idx!r}: 0 is the strongest target, 1 the second strongest …")
+    def __post_init__(self, sort_idx: int | None) -> None:
+        if sort_idx is not None:
+            warnings.warn(f"sort_idx is now called rank: give rank={sort_idx!r}", FutureWarning, stacklevel=3)
+            object.__setattr__(self, "rank", sort_idx)
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
+            raise OptionError(f"rank={self.rank!r}: 0 is the strongest target, 1 the second strongest …")
 
     name = "score_decomposition"
 
@@ -78,9 +84,9 @@ class ScoreDecomposition(AnalysisBase):
 
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence in which no query sees as many keys cannot be measured."""
-        if len(sequence) > self.sort_idx + 1:
+        if len(sequence) > self.rank + 1:
             return None
-        return f"has {len(sequence)} tokens, so no query has a target of rank {self.sort_idx} and another one"
+        return f"has {len(sequence)} tokens, so no query has a target of rank {self.rank} and another one"
 
     def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With how the layers compute their scores.
@@ -105,11 +111,11 @@ class ScoreDecomposition(AnalysisBase):
         for start in range(0, length, BLOCK):
             queries = torch.arange(start, min(start + BLOCK, length), device=q.device)
             visible = visible_keys(queries, length, captures.window)[None, None]
-            if batch.cut is not None:
-                unseen = batch.cut.unseen(queries.expand(len(q), -1), slice(0, length))
+            if batch.edge_mask is not None:
+                unseen = batch.edge_mask.unseen(queries.expand(len(q), -1), slice(0, length))
                 visible = visible & ~unseen[:, None]
             content, bias, alibi, rest = scores.parts(q[:, queries], k)
-            target = ranked_target(content + bias + alibi + rest, visible, self.sort_idx)
+            target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             rows = slice(start, start + len(queries))
             for name, part in (("content", content), ("bias", bias), ("alibi", alibi.expand(bias.shape))):
                 sums[name][..., rows] = centred(part, visible).gather(-1, target[..., None])[..., 0]
@@ -119,8 +125,8 @@ class ScoreDecomposition(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment; a query must see one key more than the rank."""
-        seen = visible_counts(torch.ones_like(batch.real), window, batch.cut)
-        hidden = ~(batch.real & (seen > self.sort_idx + 1))[:, None]
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
+        hidden = ~(batch.real & (seen > self.rank + 1))[:, None]
         each = {part: sums[part].masked_fill(hidden, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in each.values())
         shares = {f"{part}_share": value.abs() / total for part, value in each.items()}

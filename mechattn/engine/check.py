@@ -114,7 +114,7 @@ def check_sequences(
     for name, sequence in made.items():
         where = f'prompt {prompt.id} ("{prompt.excerpt}")'
         inserted = int(sequence.inserted.sum())
-        if name == BASELINE and (inserted or sequence.knocked or sequence.interventions):
+        if name == BASELINE and (inserted or sequence.edge_mask or sequence.interventions):
             does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
                 f'the condition "baseline" {does}; every comparison is with it, so give this another name'
@@ -166,7 +166,7 @@ def _applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: 
 
 def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
     """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
-    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.knocked})
+    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.edge_mask})
     layers = hooks.attention_layers(model)
     if hides and len(layers) < model.cfg.n_layers:
         raise OptionError(
@@ -201,8 +201,8 @@ def check_interventions(model: Any, ids: list[str], sequences: list[dict[str, Se
         for sequence in made.values():
             for intervention in sequence.interventions:
                 found.setdefault(id(intervention), (intervention, []))[1].append(prompt)
-            if sequence.knocked and sequence.knocked.layers is not None:
-                hooks.chosen_layers(model, sequence.knocked.layers)
+            if sequence.edge_mask and sequence.edge_mask.layers is not None:
+                hooks.chosen_layers(model, sequence.edge_mask.layers)
     for intervention, prompts in found.values():
         intervention.check(model, prompts)
 

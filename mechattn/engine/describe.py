@@ -17,7 +17,7 @@ from mechattn.engine.check import sides_of
 from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
 from mechattn.model.positions import boundary_of
-from mechattn.model.verify.known import Known, known
+from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
@@ -116,14 +116,14 @@ def described(
     Of a checkpoint's directory the name alone, as results are published; ``paths`` adds where it lies.
     """
     parameters = next(model.parameters())
-    about = known(model) or Known()
+    facts = facts_of(model) or ModelFacts()
     boundary = boundary_of(model)
     return {
         "model": {
             "name": provenance.name_of(str(model.cfg.model_name)),
             **({"path": str(model.cfg.model_name)} if paths else {}),
             "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
-            "parameters": hooks.count_parameters(model if about.native is None else about.native),
+            "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
             "heads": int(model.cfg.n_heads),
             "layers": int(model.cfg.n_layers),
             "dtype": str(parameters.dtype).removeprefix("torch."),
@@ -131,11 +131,11 @@ def described(
             "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
             "hooked_by": type(model).__name__,
             "revision": revision(model),
-            "weights": about.weights,
+            "weights": facts.weights,
             "weights_hash": weights_hash(model),
-            "verified": about.verified,
-            "not_verified": about.report.not_checked if about.report else [],
-            "mended": list(about.mended),
+            "verified": facts.verified,
+            "not_verified": facts.report.not_checked if facts.report else [],
+            "mended": list(facts.mended),
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import AnyRows, Cut, Rows, Shown
+from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
 from mechattn.model.patch.streaming import See, streaming
 from mechattn.model.verify.checks import check_streaming
-from mechattn.model.verify.known import Known, known
+from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.sequences import Batch
 
@@ -34,10 +34,10 @@ def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
         raise OptionError(f'engine={engine!r}: choose "auto", "streaming" or "hooks"')
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-    about = known(model) or Known()
-    if about.streaming is None:
-        about.streaming = check_streaming(model)
-    check = about.streaming
+    facts = facts_of(model) or ModelFacts()
+    if facts.streaming is None:
+        facts.streaming = check_streaming(model)
+    check = facts.streaming
     if check.outcome == "passed":
         return forward_in_blocks, "its numbers are those of the hooks"
     if engine == "streaming":
@@ -47,7 +47,7 @@ def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
 
 def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
     """Blocks of query rows, as attention is computed. No token sees the padding to its right, so it needs no mask."""
-    with streaming(model, windows, see, cuts=_cuts(model, batch, last)):
+    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last)):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
@@ -57,22 +57,24 @@ def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | 
 
     def whole(layer: int, pattern: Tensor, v: Tensor | None) -> None:
         window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
-        hooks.check_pattern(model, layer, pattern, batch.real, window, cuts.get(layer))
+        hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
         if layer in windows:
             pattern = pattern.float()
-            see(layer, Rows(pattern, every, every, None if v is None else Shown(pattern, v)))
+            see(layer, Rows(pattern, every, every, None if v is None else PatternRows(pattern, v)))
 
-    cuts = _cuts(model, batch, last)  # looked at too, as some models take no notice of what is done to their scores
-    looked = sorted({*windows, *cuts})
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, cuts, batch.position_ids, last)
+    edge_masks = _edge_masks(
+        model, batch, last
+    )  # looked at too, as some models take no notice of what is done to their scores
+    looked = sorted({*windows, *edge_masks})
+    hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
 
 
-def _cuts(model: Any, batch: Batch, last: int) -> dict[int, Cut]:
+def _edge_masks(model: Any, batch: Batch, last: int) -> dict[int, EdgeMask]:
     """The edges that are cut in each layer that is computed."""
-    if batch.cut is None:
+    if batch.edge_mask is None:
         return {}
-    cuts = {layer: batch.at(layer).cut for layer in hooks.attention_layers(model) if layer <= last}
-    return {layer: cut for layer, cut in cuts.items() if cut is not None}
+    edge_masks = {layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last}
+    return {layer: edge_mask for layer, edge_mask in edge_masks.items() if edge_mask is not None}
 
 
 def position_width(model: Any) -> int:

@@ -31,7 +31,7 @@ from mechattn.engine.null import Nulls
 from mechattn.errors import ModelError, RowError
 from mechattn.functional.activation_statistics import minimum_of
 from mechattn.functional.rows import Rows
-from mechattn.interventions.intervention import Acted, Intervention
+from mechattn.interventions.intervention import Intervention, Target
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.model.score_terms import BlindScores
 from mechattn.prompts.pairs import Pairs, pairs_of
@@ -69,8 +69,8 @@ def measure_batch(
     rows = _Rows(one, sums)
     with ExitStack() as stack:
         mlps = _Mlps(one, sums)  # made before anything acts on the nonlinearities, entered after: it sees what goes on
-        for intervention, acted in _acting(placed, prompt_ids):
-            stack.enter_context(intervention.acting(model, partial(_same, acted)))
+        for intervention, target in _acting(placed, prompt_ids):
+            stack.enter_context(intervention.acting(model, partial(_same, target)))
         stack.enter_context(mlps.looking())
         stack.enter_context(_captured(one, sums))
         try:
@@ -90,11 +90,11 @@ def _needs_pairs(analyses: Seq[Analysis]) -> bool:
     return any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
 
 
-def _same(acted: Acted) -> Acted:
-    return acted
+def _same(target: Target) -> Target:
+    return target
 
 
-def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Acted]]:
+def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Target]]:
     """Each intervention of each condition of a batch, in its order, with the tokens that it acts on."""
     found: dict[tuple[str, int], tuple[Intervention, list[int]]] = {}
     for row, interventions in enumerate(batch.interventions):
@@ -106,7 +106,7 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Acte
     for intervention, rows in found.values():
         index = torch.tensor(rows, device=batch.tokens.device)
         ids = tuple(prompt_ids[batch.rows[row][0]] for row in rows)
-        made.append((intervention, Acted(index, ids, positions[index])))
+        made.append((intervention, Target(index, ids, positions[index])))
     return made
 
 

@@ -83,7 +83,7 @@ class Nulls:
 
     def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
         """The values of every analysis, by what decides them."""
-        key = (kind, window, self.batch.cut_in(layer), self.blind.key(layer) if kind == BLIND else None)
+        key = (kind, window, self.batch.masked_in(layer), self.blind.key(layer) if kind == BLIND else None)
         if key not in self._made:
             self._made[key] = self._measured(kind, layer, window)
         return self._made[key]
@@ -93,7 +93,9 @@ class Nulls:
         bias, sinks = self.blind.scores(layer, length, kind == BLIND)
         heads = self.blind.heads if kind == BLIND else 1
         zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
-        attention = Attention(zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.cut, sinks)
+        attention = Attention(
+            zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.edge_mask, sinks
+        )
         paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
         passes = {i: _Pass(a, a.start(self.batch, heads)) for i, a in enumerate(self.analyses) if self._wanted[i]}
 

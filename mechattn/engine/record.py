@@ -28,7 +28,7 @@ from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.model import hooks
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.patch.head_outputs import ChangeZ, changing_z
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -87,7 +87,7 @@ def record_affine(
 
 def _check_values(model: Any) -> None:
     """λ and Σσ are of pattern · v, and are applied to z: the two have to be the same."""
-    about = known(model)
+    about = facts_of(model)
     why = None if about is None or about.report is None else about.report.limited.get("values")
     if why:
         raise ModelError(

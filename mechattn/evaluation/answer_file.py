@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.evaluation import Answered, Evaluation, as_lines
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 from mechattn.results import provenance
 
 Key = tuple[str, str, int]
@@ -22,10 +22,10 @@ Key = tuple[str, str, int]
 class Kept:
     """The answers that there are, by prompt, condition and sample; in a file too, if there is one."""
 
-    answers: dict[Key, Answered]
+    answers: dict[Key, GradedAnswer]
     path: Path | None
 
-    def add(self, fresh: Seq[Answered]) -> None:
+    def add(self, fresh: Seq[GradedAnswer]) -> None:
         """Keep some more.
 
         Raises:
@@ -87,7 +87,7 @@ def load_evaluation(path: str | Path) -> Evaluation:
     return Evaluation(tuple(found.values()), about)
 
 
-def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
+def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, GradedAnswer]:
     """The answers that the file holds already; a new file gets its first line.
 
     Raises:
@@ -112,7 +112,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, Answered]:
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     try:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
@@ -120,11 +120,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, Answered]]:
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         reason = "its first line says not where it comes from" if isinstance(error, KeyError) else error
         raise OutputError(f"{path} is no evaluation: {reason}; give another name, or move it away") from None
-    found: dict[Key, Answered] = {}
+    found: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
             row = json.loads(line)
-            made = Answered(**{**row, "tokens": tuple(row["tokens"])})
+            made = GradedAnswer(**{**row, "tokens": tuple(row["tokens"])})
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
                 break

@@ -16,7 +16,7 @@ _FRACTION = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-+−]?\d+)\s*\}\s*\{
 
 
 @dataclass(frozen=True)
-class Graded:
+class Grade:
     """What an answer says, and whether it is right.
 
     Args:
@@ -41,7 +41,7 @@ def grader_for(solution: str) -> Literal["number", "math"]:
     return "number" if final_number(solution, marked=False) is not None else "math"
 
 
-def grade(text: str, solution: str, grader: Grader = "auto") -> Graded:
+def grade(text: str, solution: str, grader: Grader = "auto") -> Grade:
     """Compare the final answer of a text with a reference.
 
     - "number": the first number after the last mark ("Answer:", "####", "\\boxed{…}"), exactly: "1,000" is 1000,
@@ -59,7 +59,7 @@ def grade(text: str, solution: str, grader: Grader = "auto") -> Graded:
     expected, got = final_number(solution, marked=False), final_number(text)
     if expected is None:
         raise OptionError(f'the reference {solution!r} ends in no number; use grader="math"')
-    return Graded(None if got is None else str(got), got == expected)
+    return Grade(None if got is None else str(got), got == expected)
 
 
 def final_number(text: str, marked: bool = True) -> Fraction | None:
@@ -95,13 +95,13 @@ def _ascii(number: str) -> str:
     return number.replace("−", "-").replace("+", "")
 
 
-def _grade_math(text: str, solution: str) -> Graded:
+def _grade_math(text: str, solution: str) -> Grade:
     parse, verify = _math_verify()
     gold = parse(solution if "\\boxed" in solution or "$" in solution else f"${solution}$")
     got = parse(text)
     if not got:
-        return Graded(None, False)
-    return Graded(str(got[-1]), bool(verify(gold, got)))
+        return Grade(None, False)
+    return Grade(str(got[-1]), bool(verify(gold, got)))
 
 
 def _math_verify() -> tuple:

@@ -22,8 +22,8 @@ from mechattn.engine.check import (
 from mechattn.errors import OptionError, PromptError, PromptTooLong
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
-from mechattn.evaluation.evaluation import Answered, Evaluation
-from mechattn.evaluation.generate import Answer, Asked, answers, native_of, refuse_what_cannot_generate
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.generate import Answer, Request, answers, native_of, refuse_what_cannot_generate
 from mechattn.model.fingerprint import weights_hash
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
@@ -32,7 +32,7 @@ from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.identity import identity
 
-Todo = tuple[Prompt, str, Asked]  # a prompt, the name of a condition, and its sequence
+Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and its sequence
 
 
 def evaluate(
@@ -85,7 +85,7 @@ def evaluate(
     about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
     with kept(out, about) as file:
         todo = [
-            (p, name, Asked(p.id, made[name], sample))
+            (p, name, Request(p.id, made[name], sample))
             for p, made in zip(prompts, sequences, strict=True)
             for name in named
             for sample in range(samples)
@@ -112,10 +112,10 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
     return [part[i : i + batch] for part in parts.values() for i in range(0, len(part), batch)]
 
 
-def _answered(prompt: Prompt, name: str, asked: Asked, answer: Answer, text: str, grader: Grader) -> Answered:
+def _answered(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     """An answer, graded."""
     graded = grade(text, str(prompt.solution), grader)
-    return Answered(
+    return GradedAnswer(
         prompt=prompt.id,
         condition=name,
         sample=asked.sample,
@@ -173,7 +173,7 @@ def _check_sequences(
     for prompt, made in zip(prompts, sequences, strict=True):
         check_side(prompt, made, model, new_tokens)
         for name, sequence in made.items():
-            if name == BASELINE and (sequence.inserted.any() or sequence.knocked or sequence.interventions):
+            if name == BASELINE and (sequence.inserted.any() or sequence.edge_mask or sequence.interventions):
                 raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')
             if len(sequence) + new_tokens > model.cfg.n_ctx:
                 raise PromptTooLong(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answered:
+class GradedAnswer:
     """One answer.
 
     Args:
@@ -56,7 +57,7 @@ class Answered:
 class Evaluation:
     """All answers of a run, and where they come from."""
 
-    answers: tuple[Answered, ...]
+    answers: tuple[GradedAnswer, ...]
     provenance: Mapping[str, Any]
 
     def __repr__(self) -> str:
@@ -192,7 +193,7 @@ class Evaluation:
     def best_of(self, k: int | Sequence[int], level: float = 0.95) -> pd.DataFrame:
         """The chance that the likeliest of k answers is right, for each condition and k, with a t interval.
 
-        Likeliest: the highest mean log-probability of its tokens (``Answered.logprob``), which needs no reference;
+        Likeliest: the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs no reference;
         ``pass_at_k`` is the same with a perfect judge.
 
         Raises:
@@ -224,7 +225,7 @@ class Evaluation:
             rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
         return pd.DataFrame(rows)
 
-    def _each(self, condition: str, value: Callable[[Answered], float]) -> np.ndarray:
+    def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
         """A number of each answer of a condition [problem, sample]."""
         found = {(a.prompt, a.sample): value(a) for a in self.answers if a.condition == condition}
         wanted = [[(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()]
@@ -361,3 +362,10 @@ def _replaceable(path: Path) -> bool:
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """One JSON object a line."""
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Answered":
+        warnings.warn("Answered is now called GradedAnswer", FutureWarning, stacklevel=2)
+        return GradedAnswer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.keyed import keyed_uniform, token_keys
-from mechattn.interventions.intervention import Acted
-from mechattn.model.verify.known import known
+from mechattn.interventions.intervention import Target
+from mechattn.model.verify.facts import facts_of
 from mechattn.prompts.sequences import Sequence
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """One answer that is wanted.
 
     Args:
@@ -56,20 +56,20 @@ def native_of(model: Any) -> Any:
     Raises:
         ModelError: There is none, or one that keeps no keys and values.
     """
-    about = known(model)
-    if about is None or about.native is None:
-        why = about.why_not_native if about else "it has not gone through load_model"
+    facts = facts_of(model)
+    if facts is None or facts.native is None:
+        why = facts.why_not_native if facts else "it has not gone through load_model"
         raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
-    if "past_key_values" not in inspect.signature(about.native.forward).parameters:
+    if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but keeps what it has read in "
             "another way, as Mamba and RWKV do, so each token would be read without the ones before it"
         )
-    return about.native
+    return facts.native
 
 
 def answers(
-    model: Any, asked: Seq[Asked], new_tokens: int, end: frozenset[int], temperature: float = 0.0, seed: int = 0
+    model: Any, asked: Seq[Request], new_tokens: int, end: frozenset[int], temperature: float = 0.0, seed: int = 0
 ) -> list[Answer]:
     """Generate one answer for each sequence, all in one batch, padded on the left.
 
@@ -116,7 +116,7 @@ def answers(
 
 def _chosen(
     logits: Float[Tensor, "batch d_vocab"],
-    asked: Seq[Asked],
+    asked: Seq[Request],
     positions: Int[Tensor, " batch"],
     temperature: float,
     seed: int,
@@ -141,7 +141,7 @@ def _until(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int
 class _Padded:
     """Sequences padded on the left, with what the model is told of them at each step."""
 
-    def __init__(self, asked: Seq[Asked], device: torch.device) -> None:
+    def __init__(self, asked: Seq[Request], device: torch.device) -> None:
         self.asked, self.device = asked, device
         sequences = [a.sequence for a in asked]
         self.longest = max(map(len, sequences))
@@ -158,7 +158,7 @@ class _Padded:
         self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
         origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
-        self.cut = self._cut(padded) if any(s.knocked for s in sequences) else None
+        self.cut = self._cut(padded) if any(s.edge_mask for s in sequences) else None
         # Ids that jump need a mask: without one transformers takes them for several sequences.
         self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
         self.step = 0
@@ -168,9 +168,10 @@ class _Padded:
         sequences = [a.sequence for a in self.asked]
         no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
         pairs = [
-            (s.knocked.queries, s.knocked.keys) if s.knocked else (n, n) for s, n in zip(sequences, no, strict=True)
+            (s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n)
+            for s, n in zip(sequences, no, strict=True)
         ]
-        later = torch.tensor([bool(s.knocked and s.knocked.later) for s in sequences], device=self.device)
+        later = torch.tensor([bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=self.device)
         return padded([q for q, _ in pairs], 0), padded([k for _, k in pairs], 0), later
 
     def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
@@ -208,20 +209,20 @@ class _Padded:
         with ExitStack() as stack:
             for several, rows in found.values():
                 for intervention in several:
-                    stack.enter_context(intervention.acting(model, self._acted(rows)))
+                    stack.enter_context(intervention.acting(model, self._target(rows)))
             yield
 
-    def _acted(self, rows: list[int]) -> Any:
+    def _target(self, rows: list[int]) -> Any:
         index = torch.tensor(rows, device=self.device)
         ids = tuple(self.asked[row].prompt for row in rows)
-        return lambda: Acted(index, ids, self.positions()[index])
+        return lambda: Target(index, ids, self.positions()[index])
 
 
 def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
     """Edges that are cut in some layers only, or in a model that takes no mask of edges, cannot be generated with."""
-    if sequence.knocked is None:
+    if sequence.edge_mask is None:
         return
-    if sequence.knocked.layers is not None:
+    if sequence.edge_mask.layers is not None:
         raise OptionError(f"{name!r} cuts edges in some layers only, which works in run, and not in evaluate")
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.rows import Cut
+from mechattn.functional.rows import EdgeMask
 
 
 def visible_keys(
@@ -55,35 +55,35 @@ def _sums_over_seeing(
 
 
 def _sums_for_keys(
-    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, cut: Cut | None
+    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, edge_mask: EdgeMask | None
 ) -> Float[Tensor, "batch key"]:
     """The same where some queries are blind to some keys, which the other queries see, and they themselves."""
     sums = _sums_over_seeing(weight, window, include_self)
-    if cut is None:
+    if edge_mask is None:
         return sums
-    others = _sums_over_seeing(weight * ~cut.queries, window, include_self)
-    own = weight.double() * cut.queries if include_self else 0.0
-    return torch.where(cut.keys, others + own, sums)
+    others = _sums_over_seeing(weight * ~edge_mask.queries, window, include_self)
+    own = weight.double() * edge_mask.queries if include_self else 0.0
+    return torch.where(edge_mask.keys, others + own, sums)
 
 
 def visible_counts(
-    marked: Bool[Tensor, "batch pos"], window: int | None = None, cut: Cut | None = None
+    marked: Bool[Tensor, "batch pos"], window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch query"]:
     """How many marked keys lie within the view of each query, its own position included."""
     seen = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
         seen[:, window:] -= seen[:, :-window].clone()
-    if cut is None:
+    if edge_mask is None:
         return seen
-    lost = marked & cut.keys
-    return seen - cut.queries * (visible_counts(lost, window) - lost.double())
+    lost = marked & edge_mask.keys
+    return seen - edge_mask.queries * (visible_counts(lost, window) - lost.double())
 
 
 def seeing_queries(
     counted: Bool[Tensor, "batch query"],
     window: int | None = None,
     include_self: bool = False,
-    cut: Cut | None = None,
+    edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
     """How many counted queries can see each key: the denominator of :func:`received_attention`.
 
@@ -91,9 +91,9 @@ def seeing_queries(
         counted: Which queries count.
         window: How many keys a query sees.
         include_self: Whether a query's own key counts.
-        cut: Edges that are cut.
+        edge_mask: Edges that are cut.
     """
-    return _sums_for_keys(counted.double(), window, include_self, cut).round().float()
+    return _sums_for_keys(counted.double(), window, include_self, edge_mask).round().float()
 
 
 def received_attention(

@@ -18,31 +18,37 @@ _MASKED = -1e30  # finite: added to a score it cannot make NaN
 
 
 @dataclass(frozen=True)
-class Cut:
+class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
+
+    Of one sequence [pos], or of a batch [batch pos].
 
     Args:
         queries: The queries that are blind to the keys.
         keys: The keys.
+        layers: Of one sequence: the layers in which that is so; None for all.
+        later: Of one sequence: whether tokens that are generated after it are such queries too.
     """
 
-    queries: Bool[Tensor, "batch pos"]
-    keys: Bool[Tensor, "batch pos"]
+    queries: Bool[Tensor, "*batch pos"]
+    keys: Bool[Tensor, "*batch pos"]
+    layers: tuple[int, ...] | None = None
+    later: bool = True
 
     def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
         """Which of the keys at these positions each of the queries doesn't see."""
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
-        cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
-        return cut & (queries.unsqueeze(2) != positions)
+        edge_mask = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
+        return edge_mask & (queries.unsqueeze(2) != positions)
 
-    def of(self, sequences: Int[Tensor, " chosen"]) -> Cut:
+    def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
         """The same for some sequences of the batch."""
-        return Cut(self.queries[sequences], self.keys[sequences])
+        return EdgeMask(self.queries[sequences], self.keys[sequences])
 
 
 @runtime_checkable
 class AnyRows(Protocol):
-    """One layer's attention, of which single rows can be had: computed (``Attention``), or looked up (``Shown``)."""
+    """One layer's attention, of which single rows can be had: computed, or looked up in a pattern."""
 
     @property
     def v(self) -> Float[Tensor, "batch kv_head pos d_value"]:
@@ -73,7 +79,7 @@ class Attention:
         bias: Added to the scores of each key (ALiBi), already scaled.
         window: How many keys a query sees, its own included; None for all.
         softcap: The bound of soft-capped scores.
-        cut: Edges that are cut.
+        edge_mask: Edges that are cut.
         sinks: The score of each head's learned sink, which keeps its share of every row to itself.
     """
 
@@ -84,7 +90,7 @@ class Attention:
     bias: Float[Tensor, "#batch head pos"] | None = None
     window: int | None = None
     softcap: float | None = None
-    cut: Cut | None = None
+    edge_mask: EdgeMask | None = None
     sinks: Float[Tensor, " head"] | None = None
 
     @property
@@ -95,9 +101,9 @@ class Attention:
     def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
-        cut = None if self.cut is None else self.cut.of(sequences)
+        edge_mask = None if self.edge_mask is None else self.edge_mask.of(sequences)
         q, k, v = (part[sequences] for part in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, bias=bias, cut=cut)
+        return replace(self, q=q, k=k, v=v, bias=bias, edge_mask=edge_mask)
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, which hold all that they see."""
@@ -115,28 +121,28 @@ class Attention:
         unseen = distance < 0
         if self.window is not None:
             unseen |= distance >= self.window
-        if self.cut is not None:
-            unseen |= self.cut.unseen(queries, slice(0, keys))
+        if self.edge_mask is not None:
+            unseen |= self.edge_mask.unseen(queries, slice(0, keys))
         scores = scores.masked_fill(unseen[:, None], _MASKED)
         pattern = scores.softmax(-1)
         return pattern if self.sinks is None else pattern * _left_by_sinks(scores, self.sinks)
 
 
 @dataclass(frozen=True)
-class Shown:
+class PatternRows:
     """A whole pattern that a hook has shown, and its values: rows are looked up."""
 
     pattern: Float[Tensor, "batch head pos pos"]
     v: Float[Tensor, "batch kv_head pos d_value"]
 
-    def of(self, sequences: Int[Tensor, " chosen"]) -> Shown:
+    def of(self, sequences: Int[Tensor, " chosen"]) -> PatternRows:
         """The same for some sequences of the batch."""
-        return Shown(self.pattern[sequences], self.v[sequences])
+        return PatternRows(self.pattern[sequences], self.v[sequences])
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys."""
-        cut = self.pattern[..., :keys]
-        return cut.gather(2, queries[:, None, :, None].expand(-1, cut.shape[1], -1, keys))
+        edge_mask = self.pattern[..., :keys]
+        return edge_mask.gather(2, queries[:, None, :, None].expand(-1, edge_mask.shape[1], -1, keys))
 
 
 @dataclass(frozen=True)
@@ -200,9 +206,9 @@ def attention_by_rows(
         by_head[..., start - first :] += future[:rows, :rows]
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
-        if attention.cut is not None:
+        if attention.edge_mask is not None:
             positions = torch.arange(start, end, device=q.device).expand(batch, -1)
-            unseen = attention.cut.unseen(positions, slice(first, end))
+            unseen = attention.edge_mask.unseen(positions, slice(first, end))
             s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
         left = None if attention.sinks is None else _left_by_sinks(s.view(batch, heads, rows, count), attention.sinks)
         torch.softmax(s, -1, out=s)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mechattn.functional.focus import looking_back
 from mechattn.functional.grouped import for_each_head
-from mechattn.functional.rows import Cut
+from mechattn.functional.rows import EdgeMask
 
 
 def near_sums(
@@ -33,15 +33,15 @@ def near_sums(
 
 
 def near_queries(
-    real: Bool[Tensor, "batch pos"], gap: int, window: int | None = None, cut: Cut | None = None
+    real: Bool[Tensor, "batch pos"], gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch key"]:
     """How many real queries less than ``gap`` positions later see each key, its own included."""
     length = real.shape[1]
     near = torch.zeros(real.shape, device=real.device)
     for back in range(min(gap, length, window or length)):
         sees = real[:, back:].clone()
-        if cut is not None and back:
-            sees &= ~(cut.queries[:, back:] & cut.keys[:, : length - back])
+        if edge_mask is not None and back:
+            sees &= ~(edge_mask.queries[:, back:] & edge_mask.keys[:, : length - back])
         near[:, : length - back] += sees
     return near
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.interventions.intervention import Acted, digest, on
+from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
 
 
@@ -62,14 +62,14 @@ class HeadAblation:
             if self.means is not None and layer not in self.means.by_layer:
                 raise OptionError(f"the means are of layers {sorted(self.means.by_layer)}, and not of layer {layer}")
 
-    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Replace the output of these heads."""
 
         def change(layer: int) -> Callable[[Tensor], Tensor]:
             heads = [head for n, head in self.heads if n == layer]
 
             def ablate(z: Tensor) -> Tensor:
-                z, rows = z.clone(), acted().rows.to(z.device)
+                z, rows = z.clone(), target().rows.to(z.device)
                 for head in heads:
                     z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
                 return z

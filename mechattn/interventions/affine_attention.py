@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.interventions.intervention import Acted, digest, on
+from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
 
 Parts = Literal["both", "scale", "shift"]
@@ -88,12 +88,12 @@ class AffineAttention:
                 f"{what}: an AffineAttention of record_affine acts on the prompts that it was recorded on"
             )
 
-    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Scale and shift the output of these tokens."""
 
         def change(layer: int) -> Callable[[Tensor], Tensor]:
             def affine(z: Tensor) -> Tensor:
-                z, now = z.clone(), acted()
+                z, now = z.clone(), target()
                 for row, prompt, positions in zip(
                     now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
                 ):

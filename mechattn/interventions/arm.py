@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn.errors import OptionError
 from mechattn.functional import redistribution as fn
 from mechattn.functional.keyed import keyed_uniform, token_keys
-from mechattn.interventions.intervention import Acted, on
+from mechattn.interventions.intervention import Target, on
 from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 
 _ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
@@ -82,13 +82,13 @@ class ARM:
         for layer in self.which:
             nonlinearity_of(model, layer)
 
-    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""
 
         def see(layer: int, pre: Tensor, post: Tensor) -> Tensor | None:
             if self.strength == 0:
                 return None
-            now = acted()
+            now = target()
             length = now.positions.shape[1]
             every = post.reshape(-1, length, post.shape[-1]).clone()
             if self.scope == "tensor":

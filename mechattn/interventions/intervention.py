@@ -17,7 +17,7 @@ from mechattn.model.attributes import attribute_set
 
 
 @dataclass(frozen=True)
-class Acted:
+class Target:
     """The tokens of a forward pass that an intervention acts on.
 
     Args:
@@ -47,8 +47,8 @@ class Intervention(Protocol):
         """Refuse a model, or prompts, that it cannot act on; asked before the first forward pass."""
         ...
 
-    def acting(self, model: Any, acted: Callable[[], Acted]) -> AbstractContextManager[None]:
-        """Act on the tokens that ``acted()`` names at each forward pass."""
+    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+        """Act on the tokens that ``target()`` names at each forward pass."""
         ...
 
 
@@ -73,15 +73,15 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         positions[:] = [_positions(inner, given, named)]
         return forward(*given, **named)
 
-    def acted() -> Acted:
+    def target() -> Target:
         now = positions[0]
         if prompts and len(prompts) != len(now):
             raise OptionError(
                 f"{len(prompts)} prompts are named, and the model reads {len(now)} rows: name one for each"
             )
-        return Acted(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
+        return Target(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
 
-    with attribute_set(inner, "forward", noting), intervention.acting(model, acted):
+    with attribute_set(inner, "forward", noting), intervention.acting(model, target):
         yield
 
 

@@ -9,7 +9,8 @@ import torch
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.prompts.sequences import Knocked, Sequence
+from mechattn.functional.rows import EdgeMask
+from mechattn.prompts.sequences import Sequence
 
 _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
@@ -44,7 +45,7 @@ class Knockout:
         Raises:
             OptionError: Other edges of it are cut already, or it has none of these.
         """
-        if sequence.knocked is not None:
+        if sequence.edge_mask is not None:
             raise OptionError("edges of this sequence are cut already (masked, or another Knockout): give one Knockout")
 
         def members(segments: str | tuple[str, ...]) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Knockout:
             raise OptionError(f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here")
         later = "answer" in _several(self.queries)
         layers = (self.layers,) if isinstance(self.layers, int) else self.layers
-        return replace(sequence, knocked=Knocked(queries, keys, layers, later))
+        return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))
 
 
 def _several(segments: str | tuple[str, ...]) -> tuple[str, ...]:

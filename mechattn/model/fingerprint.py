@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.model.verify.known import Known, known
+from mechattn.model.verify.facts import ModelFacts, facts_of
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
 _STRETCH, _STRETCHES = 2**18, 64
@@ -22,8 +22,8 @@ def weights_hash(model: Any) -> str:
     Of a parameter with more than 2^20 numbers as many are looked at, spread evenly, so that 8 billion cost about a
     second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix.
     """
-    about = known(model) or Known()
-    stored = (model if about.native is None else about.native).state_dict()
+    facts = facts_of(model) or ModelFacts()
+    stored = (model if facts.native is None else facts.native).state_dict()
     made = hashlib.sha256()
     for name in sorted(stored):
         if isinstance(stored[name], Tensor):
@@ -46,8 +46,8 @@ def stored_hash(name: str) -> str | None:
 
 def revision(model: Any) -> str | None:
     """The commit of the hub that the weights come from; None for a directory, a toy or a model object."""
-    about = known(model) or Known()
-    found = getattr(getattr(about.native, "config", None), "_commit_hash", None)
+    facts = facts_of(model) or ModelFacts()
+    found = getattr(getattr(facts.native, "config", None), "_commit_hash", None)
     return None if found is None else str(found)
 
 

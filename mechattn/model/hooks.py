@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import Cut
+from mechattn.functional.rows import EdgeMask
 from mechattn.model.norms import norms_once
 from mechattn.model.values import as_mixed
 
@@ -94,7 +94,7 @@ def check_pattern(
     pattern: Float[Tensor, "batch head query key"],
     real: Bool[Tensor, "batch query"],
     window: int | None,
-    cut: Cut | None = None,
+    edge_mask: EdgeMask | None = None,
 ) -> None:
     """Refuse a pattern that is no attention: rows that don't sum to 1, or mass on keys that a query cannot see.
 
@@ -117,7 +117,7 @@ def check_pattern(
     length = pattern.shape[-1]
     unseen = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
     stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
-    if cut is not None and float((pattern.amax(1) * _unseen(cut)).max()) > 1e-6:
+    if edge_mask is not None and float((pattern.amax(1) * _unseen(edge_mask)).max()) > 1e-6:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so what hides it in hook_attn_scores has no effect here; "
             'use engine="streaming" if the model can be streamed'
@@ -158,7 +158,7 @@ def forward_with_patterns(
     real: Tensor,
     layers: list[int],
     see: SeePattern,
-    cuts: Mapping[int, Cut] | None = None,
+    edge_masks: Mapping[int, EdgeMask] | None = None,
     position_ids: Int[Tensor, "batch pos"] | None = None,
     last: int | None = None,
 ) -> None:
@@ -171,7 +171,7 @@ def forward_with_patterns(
         layers: The layers whose patterns are wanted.
         see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are those that the pattern
             mixes; None where no hook shows them head by head.
-        cuts: For some layers, edges that are cut.
+        edge_masks: For some layers, edges that are cut.
         position_ids: In place of 0, 1, 2 ….
         last: The last layer to be computed; the last of ``layers`` by default.
     """
@@ -191,20 +191,20 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
 
-    cutting = [_cutting(layer, cut) for layer, cut in (cuts or {}).items()]
+    cutting = [_masking(layer, edge_mask) for layer, edge_mask in (edge_masks or {}).items()]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
     forward_to(model, tokens, max(layers) if last is None else last, [*cutting, *looking], position_ids, **mask)
 
 
-def _unseen(cut: Cut) -> Bool[Tensor, "batch query key"]:
-    positions = torch.arange(cut.keys.shape[1], device=cut.keys.device)
-    return cut.unseen(positions.expand(cut.keys.shape), slice(None))
+def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
+    positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
+    return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
 
 
-def _cutting(layer: int, cut: Cut) -> tuple[str, Callable]:
+def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
     """A hook that cuts edges of a layer before the softmax."""
-    unseen = _unseen(cut)[:, None]
+    unseen = _unseen(edge_mask)[:, None]
 
     def hide(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)

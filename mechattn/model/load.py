@@ -20,7 +20,7 @@ from mechattn.model.patch.mend import mend
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
 from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
 from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
-from mechattn.model.verify.known import Known, boots, count_boot, known, remember
+from mechattn.model.verify.facts import ModelFacts, boots, count_boot, facts_of, remember
 from mechattn.model.verify.native import classes_left_alone, native_twin
 from mechattn.model.verify.verification import Report
 
@@ -121,7 +121,7 @@ def _check_one_device(device_map: Any, n_devices: Any) -> None:
 
 def as_hooked(model: Any) -> Any:
     """The model itself if ``load_model`` has seen it, else what ``load_model`` makes of it; for checks before a run."""
-    return load_model(model) if known(model) is None else model
+    return load_model(model) if facts_of(model) is None else model
 
 
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
@@ -143,15 +143,15 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     if length < AT_LOADING:
         raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
     hooked = load_model(model, verify=False, **options)
-    about = _known_or_met(hooked)
+    facts = _known_or_met(hooked)
     if native is not None:
-        about = replace(about, native=native.eval(), why_not_native="", probe_logits=None)
-    about.streaming = _tried(check_streaming, hooked)
-    report = _tried(check_model, hooked, about, length)
-    about.report = replace(report, checks=(*report.checks, about.streaming))
-    about.boots = boots()
-    remember(hooked, about)
-    return about.report
+        facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
+    facts.streaming = _tried(check_streaming, hooked)
+    report = _tried(check_model, hooked, facts, length)
+    facts.report = replace(report, checks=(*report.checks, facts.streaming))
+    facts.boots = boots()
+    remember(hooked, facts)
+    return facts.report
 
 
 def dtype_named(name: str) -> Dtype:
@@ -168,23 +168,23 @@ def dtype_named(name: str) -> Dtype:
     return found
 
 
-def _known_or_met(model: Any) -> Known:
+def _known_or_met(model: Any) -> ModelFacts:
     """What is known about a hooked model; for one that was hooked elsewhere, found out and mended now."""
-    about = known(model)
-    if about is not None:
-        return about
+    facts = facts_of(model)
+    if facts is not None:
+        return facts
     with _one_at_a_time:
         native, why = native_twin(model)
-    return remember(model, Known(native=native, why_not_native=why, mended=mend(model)))
+    return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
 
 
-def _verified(model: Any, about: Known, verify: bool) -> Any:
+def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
     if not verify:
-        about.to_verify = about.report is not None
-    elif about.to_verify and (about.report is None or about.boots < boots()):
-        about.report = _tried(check_model, model, about, AT_LOADING)
-        about.boots = boots()
-        about.report.require()
+        facts.to_verify = facts.report is not None
+    elif facts.to_verify and (facts.report is None or facts.boots < boots()):
+        facts.report = _tried(check_model, model, facts, AT_LOADING)
+        facts.boots = boots()
+        facts.report.require()
     return model
 
 
@@ -327,7 +327,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     bridge.cfg.model_name = shown
     bridge.eval()
     native, why = native_twin(bridge)
-    remember(bridge, Known(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
+    remember(bridge, ModelFacts(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
     return bridge
 
 

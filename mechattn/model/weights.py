@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.values import norm_before_output
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 
 
 def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model"]:
@@ -21,10 +21,10 @@ def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model
     Raises:
         ModelError: The model says of no W_O which turns z into the output of attention.
     """
-    about = known(model)
-    if about is not None and about.report is not None and "heads" in about.report.limited:
+    facts = facts_of(model)
+    if facts is not None and facts.report is not None and "heads" in facts.report.limited:
         raise ModelError(
-            f"{model.cfg.model_name}: {about.report.limited['heads']}; so heads have no updates of their own"
+            f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no updates of their own"
         )
     if norm := norm_before_output(model, layer):
         raise ModelError(
@@ -127,14 +127,14 @@ def check_direct(model: Any, reads: Unembedding) -> None:
     Raises:
         ModelError: A norm lies between, the residual stream is scaled, or the logits are.
     """
-    name, about = str(model.cfg.model_name), known(model)
+    name, facts = str(model.cfg.model_name), facts_of(model)
     if hasattr(model.blocks[0], "ln1_post"):
         raise ModelError(
             f"{name} has a norm between the heads and the residual stream, so what a single head adds to a logit is "
             "not defined without fixing that norm's scale"
         )
-    if about is not None and about.report is not None and "residual" in about.report.limited:
-        raise ModelError(f"{name}: {about.report.limited['residual']}; so updates don't reach its logits as they are")
+    if facts is not None and facts.report is not None and "residual" in facts.report.limited:
+        raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates don't reach its logits as they are")
     seen: dict[str, Tensor] = {}
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]

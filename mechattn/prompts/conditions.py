@@ -9,11 +9,12 @@ from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import OptionError
+from mechattn.functional.rows import EdgeMask
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
-from mechattn.prompts.places import Place, behind, check_place, check_run, inserted
+from mechattn.prompts.places import Place, behind, check_place, check_run, position
 from mechattn.prompts.prompt import HALVES, Prompt
-from mechattn.prompts.sequences import Knocked, Sequence, insert
+from mechattn.prompts.sequences import Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
 from mechattn.shown import plain
 
@@ -91,7 +92,7 @@ class Variant:
         """The same tokens, marked."""
         made = replace(self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions)
         if self.hides:
-            made = replace(made, knocked=Knocked(~made.inserted, made.inserted))
+            made = replace(made, edge_mask=EdgeMask(~made.inserted, made.inserted))
         return _intervened(made, self.interventions)
 
     def masked(self) -> Variant:
@@ -107,23 +108,57 @@ class Variant:
         return replace(self, interventions=(*self.interventions, *_several(intervention)))
 
 
-def _masked(self: Condition) -> Variant:
-    """The same tokens, invisible to the original ones, which they still move apart."""
-    return Variant(self, hides=True)
+class Insertion:
+    """A run of tokens put into the prompt: the base of the ready kinds, and of one of your own.
 
+    A kind is a frozen dataclass with the fields ``count`` and ``place``, and what else its ``filler`` needs::
 
-def _unshifted(self: Condition) -> Variant:
-    """The same tokens, and original ones that keep the position ids that they have in the baseline."""
-    return Variant(self, keeps_positions=True)
+        @dataclass(frozen=True)
+        class Dots(ma.Insertion):
+            count: int = 10
+            place: str = "before_question"
 
+            def filler(self, prompt, model, seed=0):
+                return model.tokenizer(" ." * self.count, add_special_tokens=False)["input_ids"]
+    """
 
-def _under(self: Condition, intervention: Any) -> Variant:
-    """The same tokens, read under an intervention, such as ``ARM()``; several as a tuple."""
-    return Variant(self, interventions=_several(intervention))
+    count: int
+    place: Place
+
+    _repr_html_ = fields_table
+
+    def __post_init__(self) -> None:
+        check_run(self.count, self.place)
+
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The token ids that are inserted into this prompt."""
+        raise NotImplementedError(f"{type(self).__name__} has no filler(self, prompt, model, seed=0)")
+
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+        """The prompt's tokens with the run inserted on token ids.
+
+        Raises:
+            ConditionError: The run cannot be made of ``count`` tokens, or the place doesn't exist in this prompt.
+        """
+        sequence = tokenize(prompt, model)
+        filler = self.filler(prompt, model, seed)
+        return insert(sequence, filler, position(self.place, sequence, prompt, seed))
+
+    def masked(self) -> Variant:
+        """The same tokens, invisible to the original ones, which they still move apart."""
+        return Variant(self, hides=True)
+
+    def unshifted(self) -> Variant:
+        """The same tokens, and original ones that keep the position ids that they have in the baseline."""
+        return Variant(self, keeps_positions=True)
+
+    def under(self, intervention: Any) -> Variant:
+        """The same tokens, read under an intervention, such as ``ARM()``; several as a tuple."""
+        return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
-class MeaninglessTokens:
+class MeaninglessTokens(Insertion):
     """A run of one repeated text, ``count`` tokens long, put into the prompt (arXiv:2510.01032: 55 × "/").
 
     Args:
@@ -140,8 +175,6 @@ class MeaninglessTokens:
     place: Place = "before_question"
     separator: str = " "
 
-    _repr_html_ = fields_table
-
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
@@ -149,18 +182,10 @@ class MeaninglessTokens:
             raise OptionError('text="": give the text that is to be repeated, "/" for example')
         if HALVES.search(self.text + str(self.separator)):
             raise OptionError(f"text={self.text!r} holds half of a surrogate pair, which is no text")
-        check_run(self.count, self.place)
+        super().__post_init__()
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the run inserted on token ids.
-
-        Raises:
-            ConditionError: ``count`` tokens are no whole number of repetitions, or the place doesn't exist here.
-        """
-        return inserted(self.filler(model), self.place, prompt, model, seed)
-
-    def filler(self, model: TokenizedModel) -> list[int]:
-        """The token ids of the run: the most repetitions that give exactly ``count`` tokens."""
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The most repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
     def fitted(self, model: TokenizedModel) -> MeaninglessTokens:
@@ -172,11 +197,9 @@ class MeaninglessTokens:
         tokenizer = require_tokenizer(model)
         return replace(self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count))
 
-    masked, unshifted, under = _masked, _unshifted, _under
-
 
 @dataclass(frozen=True)
-class Text:
+class Text(Insertion):
     """A text of your own, put into the prompt once, as it is: ``Text(" Take your time.", place="middle")``.
 
     Args:
@@ -186,10 +209,8 @@ class Text:
     """
 
     text: str
-    place: Place | None = None
+    place: Place | None = None  # type: ignore[assignment]
     after: str | None = None
-
-    _repr_html_ = fields_table
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
@@ -200,24 +221,26 @@ class Text:
             raise OptionError(f"place={self.place!r} and after={self.after!r}: give one of the two")
         check_place(self.place or "before_question")
 
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The tokens of the text."""
+        return require_tokenizer(model)(self.text, add_special_tokens=False)["input_ids"]
+
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with those of the text inserted.
 
         Raises:
             ConditionError: The place doesn't exist in this prompt, or the marker doesn't stand in it.
         """
-        tokenizer = require_tokenizer(model)
-        filler = tokenizer(self.text, add_special_tokens=False)["input_ids"]
-        if self.after is None:
-            return inserted(filler, self.place or "before_question", prompt, model, seed)
         sequence = tokenize(prompt, model)
-        return insert(sequence, filler, behind(self.after, sequence, prompt, tokenizer))
-
-    masked, unshifted, under = _masked, _unshifted, _under
+        if self.after is None:
+            at = position(self.place or "before_question", sequence, prompt, seed)
+        else:
+            at = behind(self.after, sequence, prompt, require_tokenizer(model))
+        return insert(sequence, self.filler(prompt, model, seed), at)
 
 
 @dataclass(frozen=True)
-class RepeatedWord:
+class RepeatedWord(Insertion):
     """A run of one repeated word, which has a meaning: the paper's control (55 × "he").
 
     Args:
@@ -230,23 +253,18 @@ class RepeatedWord:
     count: int = 55
     place: Place = "before_question"
 
-    _repr_html_ = fields_table
-
     def __post_init__(self) -> None:
         if not isinstance(self.word, str) or not self.word.strip() or HALVES.search(self.word):
             raise OptionError(f'word={self.word!r}: give a word, "he" for example')
-        check_run(self.count, self.place)
+        super().__post_init__()
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the run inserted."""
-        filler = fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
-        return inserted(filler, self.place, prompt, model, seed)
-
-    masked, unshifted, under = _masked, _unshifted, _under
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The repetitions that give exactly ``count`` tokens."""
+        return fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
 
 
 @dataclass(frozen=True)
-class RandomTokens:
+class RandomTokens(Insertion):
     """Ordinary tokens of the vocabulary, drawn uniformly and anew for each prompt: neither meaning nor repetition.
 
     Args:
@@ -259,22 +277,14 @@ class RandomTokens:
     place: Place = "before_question"
     draw: int = 0
 
-    _repr_html_ = fields_table
-
-    def __post_init__(self) -> None:
-        check_run(self.count, self.place)
-
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the drawn ones inserted."""
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The drawn tokens."""
         draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
-        filler = fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
-        return inserted(filler, self.place, prompt, model, seed)
-
-    masked, unshifted, under = _masked, _unshifted, _under
+        return fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
 
 
 @dataclass(frozen=True)
-class RandomSentence:
+class RandomSentence(Insertion):
     """Grammatical sentences about nothing, drawn anew for each prompt and cut to exactly ``count`` tokens.
 
     The control of arXiv:2510.01032, whose own sentences are not published.
@@ -289,25 +299,14 @@ class RandomSentence:
     place: Place = "before_question"
     draw: int = 0
 
-    _repr_html_ = fields_table
-
-    def __post_init__(self) -> None:
-        check_run(self.count, self.place)
-
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the sentences inserted."""
-        return inserted(self.filler(prompt, model, seed), self.place, prompt, model, seed)
-
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The token ids of the sentences."""
+        """The tokens of the sentences."""
         draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
         return fillers.random_sentence(require_tokenizer(model), self.count, draw)
 
-    masked, unshifted, under = _masked, _unshifted, _under
-
 
 @dataclass(frozen=True)
-class ShuffledSentence:
+class ShuffledSentence(RandomSentence):
     """The tokens of :class:`RandomSentence` (the same ones, at the same seed) in random order: words without grammar.
 
     Args:
@@ -316,22 +315,11 @@ class ShuffledSentence:
         draw: Another number, another draw: for several of them beside each other in one run.
     """
 
-    count: int = 55
-    place: Place = "before_question"
-    draw: int = 0
-
-    _repr_html_ = fields_table
-
-    def __post_init__(self) -> None:
-        check_run(self.count, self.place)
-
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the shuffled ones inserted."""
-        filler = RandomSentence(self.count, self.place, self.draw).filler(prompt, model, seed)
-        random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(filler)
-        return inserted(filler, self.place, prompt, model, seed)
-
-    masked, unshifted, under = _masked, _unshifted, _under
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The tokens of the sentences, shuffled."""
+        tokens = super().filler(prompt, model, seed)
+        random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(tokens)
+        return tokens
 
 
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 
 from mechattn.errors import ConditionError, OptionError
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence, insert
-from mechattn.prompts.templates import TokenizedModel, tokenize
+from mechattn.prompts.sequences import Sequence
 
 Place = Literal["before_question", "start", "middle", "before_answer", "random"]
 
@@ -24,11 +23,6 @@ def check_run(count: int, place: str) -> None:
 def check_place(place: str) -> None:
     if place not in get_args(Place):
         raise OptionError(f"place={place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
-
-
-def inserted(filler: list[int], place: Place, prompt: Prompt, model: TokenizedModel, seed: int) -> Sequence:
-    sequence = tokenize(prompt, model)
-    return insert(sequence, filler, position(place, sequence, prompt, seed))
 
 
 def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:

@@ -14,26 +14,9 @@ from torch import Tensor
 from mechattn import markup
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ConditionError
-from mechattn.functional.rows import Cut
+from mechattn.functional.rows import EdgeMask
 
 INSERTED = -1
-
-
-@dataclass(frozen=True)
-class Knocked:
-    """Edges of attention that are cut in one sequence.
-
-    Args:
-        queries: The queries that don't see the keys, other than their own.
-        keys: The keys.
-        layers: The layers in which that is so; None for all.
-        later: Whether tokens that are generated after the sequence are such queries too.
-    """
-
-    queries: Bool[Tensor, " pos"]
-    keys: Bool[Tensor, " pos"]
-    layers: tuple[int, ...] | None = None
-    later: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,7 +28,7 @@ class Sequence:
         origin: For each position its index in the baseline sequence, −1 where it was inserted.
         segment: For each position the index of its segment in ``SEGMENTS``.
         keeps_positions: The original tokens keep the position ids of the baseline.
-        knocked: Edges that are cut; None for none.
+        edge_mask: Edges that are cut; None for none.
         interventions: What is done to the model while it reads this sequence.
         decode: The text of token ids, to show the sequence in a notebook; ids are shown without it.
     """
@@ -54,7 +37,7 @@ class Sequence:
     origin: Int[Tensor, " pos"]
     segment: Int[Tensor, " pos"]
     keeps_positions: bool = False
-    knocked: Knocked | None = None
+    edge_mask: EdgeMask | None = None
     interventions: tuple[Any, ...] = ()
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
 
@@ -119,7 +102,8 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
         spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
         decode=sequence.decode,
     )
-    assert torch.equal(longer.tokens[~longer.inserted], sequence.tokens), "an insertion changed the original tokens"
+    kept = longer.tokens[~longer.inserted]
+    assert torch.equal(kept, sequence.tokens[~sequence.inserted]), "an insertion changed the original tokens"
     return longer
 
 
@@ -127,8 +111,8 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
 
-    ``rows[i]`` says which prompt and which condition row ``i`` is. ``cut`` are the edges that are cut, None where there
-    are none, ``cut_layers[i]`` the layers where they are (None: all), see :meth:`at`. ``position_ids`` is None where
+    ``rows[i]`` says which prompt and which condition row ``i`` is. ``edge_mask`` are the edges that are cut, None for
+    none, ``edge_mask_layers[i]`` the layers where they are (None: all), see :meth:`at`. ``position_ids`` is None where
     all are 0, 1, 2 …. ``interventions[i]`` act on row ``i``.
     """
 
@@ -137,8 +121,8 @@ class Batch:
     segment: Int[Tensor, "batch pos"]
     lengths: Int[Tensor, " batch"]
     rows: tuple[tuple[int, str], ...]
-    cut: Cut | None = None
-    cut_layers: tuple[tuple[int, ...] | None, ...] = ()
+    edge_mask: EdgeMask | None = None
+    edge_mask_layers: tuple[tuple[int, ...] | None, ...] = ()
     position_ids: Int[Tensor, "batch pos"] | None = None
     interventions: tuple[tuple[Any, ...], ...] = ()
 
@@ -160,23 +144,33 @@ class Batch:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
         return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
 
-    def cut_in(self, layer: int) -> tuple[bool, ...]:
+    def masked_in(self, layer: int) -> tuple[bool, ...]:
         """Whose edges are cut in a layer, row by row; nobody's where there is nothing to cut."""
-        return () if self.cut is None else tuple(layers is None or layer in layers for layers in self.cut_layers)
+        return (
+            ()
+            if self.edge_mask is None
+            else tuple(layers is None or layer in layers for layers in self.edge_mask_layers)
+        )
 
     def at(self, layer: int) -> Batch:
         """The batch as a layer reads it: without the edges that are cut in other layers only."""
-        if self.cut is None or all(layers is None for layers in self.cut_layers):
+        if self.edge_mask is None or all(layers is None for layers in self.edge_mask_layers):
             return self
-        here = torch.tensor(self.cut_in(layer)).to(self.tokens.device).unsqueeze(1) & self.cut.keys
-        return replace(self, cut=replace(self.cut, keys=here) if here.any() else None)
+        here = torch.tensor(self.masked_in(layer)).to(self.tokens.device).unsqueeze(1) & self.edge_mask.keys
+        return replace(self, edge_mask=replace(self.edge_mask, keys=here) if here.any() else None)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
         tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
         given = {name: getattr(self, name) for name in tensors}
-        cut = None if self.cut is None else Cut(self.cut.queries.to(device), self.cut.keys.to(device))
-        return replace(self, cut=cut, **{name: value.to(device) for name, value in given.items() if value is not None})
+        edge_mask = (
+            None
+            if self.edge_mask is None
+            else EdgeMask(self.edge_mask.queries.to(device), self.edge_mask.keys.to(device))
+        )
+        return replace(
+            self, edge_mask=edge_mask, **{name: value.to(device) for name, value in given.items() if value is not None}
+        )
 
 
 PADDING = -2
@@ -188,12 +182,12 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
     def padded(parts: list[Tensor], value: int) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
 
-    cut = None
-    if any(s.knocked for s in sequences):
+    edge_mask = None
+    if any(s.edge_mask for s in sequences):
         no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
-        cut = Cut(
-            padded([s.knocked.queries if s.knocked else n for s, n in zip(sequences, no, strict=True)], 0),
-            padded([s.knocked.keys if s.knocked else n for s, n in zip(sequences, no, strict=True)], 0),
+        edge_mask = EdgeMask(
+            padded([s.edge_mask.queries if s.edge_mask else n for s, n in zip(sequences, no, strict=True)], 0),
+            padded([s.edge_mask.keys if s.edge_mask else n for s, n in zip(sequences, no, strict=True)], 0),
         )
     kept = any(s.keeps_positions for s in sequences)
     return Batch(
@@ -202,8 +196,8 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
         segment=padded([s.segment for s in sequences], PADDING),
         lengths=torch.tensor([len(s) for s in sequences]),
         rows=tuple(rows),
-        cut=cut,
-        cut_layers=tuple(s.knocked.layers if s.knocked else None for s in sequences),
+        edge_mask=edge_mask,
+        edge_mask_layers=tuple(s.edge_mask.layers if s.edge_mask else None for s in sequences),
         position_ids=padded([s.position_ids for s in sequences], 0) if kept else None,
         interventions=tuple(s.interventions for s in sequences),
     )

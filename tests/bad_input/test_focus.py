@@ -25,7 +25,7 @@ def test_too_short_for_sinks_and_for_a_rank(no_forward):
     with pytest.raises(PromptError, match="has 3 tokens, and a sink must be seen by 16"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.AttentionSinks(), progress=False)
     with pytest.raises(PromptError, match="no query has a target of rank 2"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(sort_idx=2), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(rank=2), progress=False)
 
 
 def test_all_identical_tokens(toy):
@@ -55,7 +55,7 @@ def test_layers_heads_and_models(toy, call, message):
         call(toy)
 
 
-@pytest.mark.parametrize("option", [{"sort_idx": -1}, {"sort_idx": 1.5}, {"sort_idx": True}])
+@pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
 def test_ranks(option):
     with pytest.raises(OptionError, match="0 is the strongest target"):
         ma.ScoreDecomposition(**option)
@@ -145,3 +145,10 @@ class _Misspelt:
 def test_a_misspelt_hook_is_refused(no_forward):
     with pytest.raises(OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"):
         ma.run(no_forward, PROMPT, analyses=_Misspelt(), progress=False)
+
+
+def test_the_old_name_of_rank_works_and_says_the_new_one():
+    with pytest.warns(FutureWarning, match="rank=2"):
+        assert ma.ScoreDecomposition(sort_idx=2) == ma.ScoreDecomposition(rank=2)
+    with pytest.warns(FutureWarning), pytest.raises(ma.MechattnError, match="rank=-1"):
+        ma.ScoreDecomposition(sort_idx=-1)

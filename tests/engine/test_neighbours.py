@@ -12,7 +12,7 @@ from mechattn.engine import check, plan
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import DYNAMIC, LONGROPE, UNUSUAL, unusual_model
 
 LENGTHS = (6, 20, 60)
@@ -108,7 +108,7 @@ def test_a_row_is_measured_alike_alone_and_beside_others(family, tokenizer, one_
     prompts = prompts_of(tokenizer)
     analyses = analyses_of(model, prompts)
     ma.run(model, prompts[0], progress=False)
-    engines = ["hooks"] + ["streaming"] * (known(model).streaming.outcome == "passed")
+    engines = ["hooks"] + ["streaming"] * (facts_of(model).streaming.outcome == "passed")
     for engine in engines:
         where, difference = worst(model, prompts, analyses, engine, one_batch)
         assert difference < CLOSE, (engine, where, difference)
@@ -139,7 +139,7 @@ def test_a_row_is_answered_alike_alone_and_beside_others(family, tokenizer):
         return
     for batch in (8, 1):
         for answer, prompt in zip(answered(model, prompts, batch), prompts, strict=True):
-            tokens, logprob = read_anew(known(model).native, prompt)
+            tokens, logprob = read_anew(facts_of(model).native, prompt)
             assert answer.tokens == tokens
             assert math.isclose(answer.logprob, logprob, abs_tol=1e-4)
 

@@ -9,7 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.evaluation import evaluate as module
-from mechattn.evaluation.generate import Asked, answers
+from mechattn.evaluation.generate import Request, answers
 from mechattn.model.toys import toy_names
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -32,7 +32,7 @@ def test_answers_are_those_of_plain_generation(name, some):
     model = ma.load_model(name)
     native, end = model._mechattn.native, model.tokenizer.eos_token_id
     sequences = [SLASH.apply(some[0], model), *(ma.Baseline().apply(p, model) for p in some[1:4])]
-    got = answers(native, [Asked(str(i), s, 0) for i, s in enumerate(sequences)], 40, frozenset([end]))
+    got = answers(native, [Request(str(i), s, 0) for i, s in enumerate(sequences)], 40, frozenset([end]))
     for answer, sequence in zip(got, sequences, strict=True):
         with torch.no_grad():
             out = native.generate(
@@ -64,7 +64,7 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some
     }[variant]
     sequence = condition.apply(some[0], model)
     other = ma.Baseline().apply(some[1], model)
-    (got, _) = answers(model._mechattn.native, [Asked("0", sequence, 0), Asked("1", other, 0)], 12, frozenset([1]))
+    (got, _) = answers(model._mechattn.native, [Request("0", sequence, 0), Request("1", other, 0)], 12, frozenset([1]))
     logits = []
     handle = model.original_model.register_forward_hook(lambda m, given, out: logits.append(out.logits[0, -1]))
     from dataclasses import replace
@@ -75,17 +75,17 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some
         forward_through_hooks(model, batch, {last: ma_window(model, last)}, lambda layer, rows: None, last)
         assert int(logits[-1].argmax()) == token
         add = torch.tensor([token])
-        knocked = longer.knocked and replace(
-            longer.knocked,
-            queries=torch.cat([longer.knocked.queries, torch.tensor([longer.knocked.later])]),
-            keys=torch.cat([longer.knocked.keys, torch.tensor([False])]),
+        edge_mask = longer.edge_mask and replace(
+            longer.edge_mask,
+            queries=torch.cat([longer.edge_mask.queries, torch.tensor([longer.edge_mask.later])]),
+            keys=torch.cat([longer.edge_mask.keys, torch.tensor([False])]),
         )
         longer = replace(
             longer,
             tokens=torch.cat([longer.tokens, add]),
             origin=torch.cat([longer.origin, longer.origin.max()[None] + 1]),
             segment=torch.cat([longer.segment, torch.tensor([5])]),
-            knocked=knocked,
+            edge_mask=edge_mask,
         )
     handle.remove()
     assert len(got.tokens) == 12 or got.finished
@@ -136,7 +136,7 @@ def test_sampling_follows_the_distribution(toy, some):
     sequence = ma.Baseline().apply(some[0], toy)
     with torch.no_grad():
         expected = (toy._mechattn.native(sequence.tokens[None]).logits[0, -1].double() / 3).softmax(-1)
-    got = answers(toy._mechattn.native, [Asked("0", sequence, s) for s in range(400)], 1, frozenset([10**6]), 3.0)
+    got = answers(toy._mechattn.native, [Request("0", sequence, s) for s in range(400)], 1, frozenset([10**6]), 3.0)
     counts = torch.bincount(torch.tensor([a.tokens[0] for a in got]), minlength=len(expected)) / 400
     likely = expected > 0.05
     assert likely.any()
@@ -256,8 +256,8 @@ def test_interventions_act_in_the_order_of_their_condition(toy, some):
     one, other = ma.HeadAblation(((0, 1),)), ma.AffineAttention(shift=torch.ones(8, 16), layers=0)
     orders = [ma.Baseline(intervention=pair).apply(some[0], toy) for pair in ((one, other), (other, one))]
     native, end = toy._mechattn.native, frozenset([10**6])
-    together = answers(native, [Asked("0", sequence, 0) for sequence in orders], 8, end)
-    alone = [answers(native, [Asked("0", sequence, 0)], 8, end)[0] for sequence in orders]
+    together = answers(native, [Request("0", sequence, 0) for sequence in orders], 8, end)
+    alone = [answers(native, [Request("0", sequence, 0)], 8, end)[0] for sequence in orders]
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     assert alone[0].tokens != alone[1].tokens
 
@@ -284,7 +284,7 @@ def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
     """Mean log-softmax of each token of the answer, the end token too, in one pass over prompt and answer."""
     native, end = toy._mechattn.native, toy.tokenizer.eos_token_id
     sequences = [ma.Baseline().apply(p, toy) for p in some[:2]]
-    asked = [Asked(str(i), s, 0) for i, s in enumerate(sequences)]
+    asked = [Request(str(i), s, 0) for i, s in enumerate(sequences)]
     for limit in (60, 5):
         for sequence, answer in zip(sequences, answers(native, asked, limit, frozenset([end]), 1.5), strict=True):
             written = torch.tensor([*answer.tokens, *([end] if answer.finished else [])])
@@ -341,10 +341,10 @@ def test_figures_of_several_answers(toy, some):
 
 
 def answered(name, problems, right, samples=1, text=""):
-    from mechattn.evaluation.evaluation import Answered
+    from mechattn.evaluation.evaluation import GradedAnswer
 
     return [
-        Answered(p, name, n, text, (), None, "1", bool(r), True, 0.0)
+        GradedAnswer(p, name, n, text, (), None, "1", bool(r), True, 0.0)
         for p, r in zip(problems, right, strict=True)
         for n in range(samples)
     ]
@@ -383,10 +383,10 @@ def test_missing_answers_and_odd_characters(tmp_path):
 
 
 def test_mediation_of_known_shares():
-    from mechattn.evaluation.evaluation import Answered, Evaluation
+    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 
     def rows(name, right):
-        return [Answered(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
+        return [GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
 
     base, total, half = np.ones(200), np.arange(200) % 2 == 0, np.arange(200) % 4 != 1
     made = Evaluation((*rows("baseline", base), *rows("slash", total), *rows("scale", half)), {})

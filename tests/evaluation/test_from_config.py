@@ -46,10 +46,10 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
 
 
 def test_the_best_of_many_is_reported_on_the_other_half():
-    from mechattn.evaluation.evaluation import Answered, Evaluation
+    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 
     def rows(name, right):
-        return [Answered(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
+        return [GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
 
     in_order = sorted(range(20), key=lambda i: hashlib.sha256(str(i).encode()).hexdigest())
     chosen_on = [i in in_order[::2] for i in range(20)]
@@ -64,14 +64,14 @@ def test_the_best_of_many_is_reported_on_the_other_half():
 
 def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
     """A file has its answers in order of length, and conditions with ties come in another order."""
-    from mechattn.evaluation.evaluation import Answered, Evaluation
+    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 
     draw = random.Random(0)
     alternating, differs = [], 0
     for trial in range(40):
         right = {name: [draw.random() < 0.5 for _ in range(12)] for name in ("baseline", "b", "a", "c")}
         rows = [
-            Answered(str(i), name, 0, "", (), None, "1", made[i], True)
+            GradedAnswer(str(i), name, 0, "", (), None, "1", made[i], True)
             for name, made in right.items()
             for i in range(12)
         ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, Cut, attention_by_rows
+from mechattn.functional.rows import Attention, EdgeMask, attention_by_rows
 
 
 def loop_over_queries(pattern, counted, window=None, include_self=False):
@@ -96,7 +96,7 @@ def uniform_pattern(length, window=None):
     return rows
 
 
-def blind_sums(counted, window=None, include_self=True, cut=None):
+def blind_sums(counted, window=None, include_self=True, edge_mask=None):
     """Column sums of queries that are zero, block by block: what nulls are made of."""
     zero = torch.zeros(*counted.shape, 1)[:, None]
     sums = torch.zeros(len(counted), 1, counted.shape[1])
@@ -106,7 +106,7 @@ def blind_sums(counted, window=None, include_self=True, cut=None):
         sums[..., rows.keys] += fn.column_sums(rows.pattern, counted[:, rows.queries])
         sums[..., rows.queries] -= 0 if include_self else own
 
-    attention_by_rows(Attention(zero, zero, zero, 1.0, window=window, cut=cut), see, block=4)
+    attention_by_rows(Attention(zero, zero, zero, 1.0, window=window, edge_mask=edge_mask), see, block=4)
     return sums[:, 0]
 
 
@@ -147,8 +147,8 @@ def test_uniform_numbers_where_keys_are_hidden(window):
             for k in keys:
                 sums[row, k] += float(counted[row, q]) / len(keys)
                 seeing[row, k] += float(counted[row, q] and k < q)
-    torch.testing.assert_close(blind_sums(counted, window, cut=Cut(~hidden, hidden)), sums)
-    torch.testing.assert_close(fn.seeing_queries(counted, window, cut=Cut(~hidden, hidden)), seeing)
+    torch.testing.assert_close(blind_sums(counted, window, edge_mask=EdgeMask(~hidden, hidden)), sums)
+    torch.testing.assert_close(fn.seeing_queries(counted, window, edge_mask=EdgeMask(~hidden, hidden)), seeing)
     assert (blind_sums(counted, window) - sums).abs().max() > 0.1
 
 
@@ -170,8 +170,8 @@ def test_uniform_numbers_where_edges_are_cut(window, include_self):
                 if k < q or include_self:
                     sums[row, k] += float(counted[row, q]) / len(seen)
                     seeing[row, k] += float(counted[row, q])
-    cut = Cut(blind, keys)
-    torch.testing.assert_close(fn.visible_counts(torch.ones_like(keys), window, cut), visible)
-    torch.testing.assert_close(blind_sums(counted, window, include_self, cut), sums)
-    torch.testing.assert_close(fn.seeing_queries(counted, window, include_self, cut), seeing)
+    edge_mask = EdgeMask(blind, keys)
+    torch.testing.assert_close(fn.visible_counts(torch.ones_like(keys), window, edge_mask), visible)
+    torch.testing.assert_close(blind_sums(counted, window, include_self, edge_mask), sums)
+    torch.testing.assert_close(fn.seeing_queries(counted, window, include_self, edge_mask), seeing)
     assert (blind_sums(counted, window, include_self) - sums).abs().max() > 0.1

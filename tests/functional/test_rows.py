@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechattn.functional.rows import Attention, Cut, Shown, attention_by_rows
+from mechattn.functional.rows import Attention, EdgeMask, PatternRows, attention_by_rows
 
 
 def square(q, k, v, scale, bias=None, window=None, softcap=None):
@@ -111,16 +111,16 @@ def test_single_rows_are_rows_of_the_square(extra):
         extra = {"bias": torch.randn(3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
     if "hidden" in extra:
         keys = torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])
-        extra = {"cut": Cut(~keys, keys)}
+        extra = {"edge_mask": EdgeMask(~keys, keys)}
     attention = Attention(q, k, v, 0.4, **extra)
     whole, _ = in_blocks(q, k, v, 0.4, **extra)
     sequences, queries = torch.tensor([2, 0]), torch.tensor([[3, 19, 0], [7, 7, 18]])
     expected = torch.stack([whole[s][:, rows] for s, rows in zip(sequences, queries, strict=True)])
     torch.testing.assert_close(attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0)
-    assert torch.equal(Shown(whole, v).of(sequences).rows(queries, 20), expected)
+    assert torch.equal(PatternRows(whole, v).of(sequences).rows(queries, 20), expected)
     early = torch.tensor([[2], [4]])
-    cut = attention.of(sequences).rows(early, 5)
-    torch.testing.assert_close(cut, Shown(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0)
+    edge_mask = attention.of(sequences).rows(early, 5)
+    torch.testing.assert_close(edge_mask, PatternRows(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("block", [3, 64])
@@ -129,7 +129,7 @@ def test_hidden_keys_are_seen_by_hidden_queries_alone(block):
     q, k, v = random_qkv(1, 2, 2, 12, 8)
     hidden = torch.zeros(1, 12, dtype=torch.bool)
     hidden[0, 4:7] = True
-    got, out = in_blocks(q, k, v, 0.4, block=block, cut=Cut(~hidden, hidden))
+    got, out = in_blocks(q, k, v, 0.4, block=block, edge_mask=EdgeMask(~hidden, hidden))
     kept = (~hidden[0]).nonzero().flatten()
     without, expected = square(q[:, :, kept], k[:, :, kept], v[:, :, kept], 0.4)
     torch.testing.assert_close(got[:, :, kept][..., kept], without, atol=1e-12, rtol=0)
@@ -146,7 +146,7 @@ def test_cut_edges_against_the_square(block):
     unseen = blind[:, :, None] & keys[:, None] & ~torch.eye(15, dtype=torch.bool)
     before, _ = square(q, k, v, 0.4)
     expected = (before.log() - 1e9 * unseen[:, None]).softmax(-1)
-    got, out = in_blocks(q, k, v, 0.4, block=block, cut=Cut(blind, keys))
+    got, out = in_blocks(q, k, v, 0.4, block=block, edge_mask=EdgeMask(blind, keys))
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
     assert (blind & keys).any()

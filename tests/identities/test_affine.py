@@ -117,7 +117,7 @@ def test_the_rank_of_the_shift_is_the_number_of_token_types(prompts):
     """In layer 0 with RoPE: "/" without spaces is one type; "/" and then " /" are two; random tokens are many."""
     model = ma.load_model("toy:llama")
     one = ma.MeaninglessTokens("/", 20, separator="")
-    kinds = {len(set(c.filler(model))) for c in (one,)}, {len(set(SLASH.filler(model)))}
+    kinds = {len(set(c.filler(prompts[0], model))) for c in (one,)}, {len(set(SLASH.filler(prompts[0], model)))}
     assert kinds == ({1}, {2})
     ranks = {}
     for name, condition in (("one", one), ("two", SLASH), ("random", ma.RandomTokens(20))):

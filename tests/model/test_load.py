@@ -8,7 +8,7 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import unusual_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
@@ -162,11 +162,11 @@ def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
         model = ma.load_model(tmp_path)
     else:
         model = ma.load_model(made, tokenizer=tokenizer)
-    assert known(model).report.passed
-    assert "no rotary embedding is called" in known(model).report.mended[0]
+    assert facts_of(model).report.passed
+    assert "no rotary embedding is called" in facts_of(model).report.mended[0]
     assert model.cfg.positional_embedding_type == "none"
     said = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
-    assert not known(said).report.mended
+    assert not facts_of(said).report.mended
     first, second = (ma.run(each, TEXT, progress=False)["received_attention"].received for each in (model, said))
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
@@ -177,9 +177,9 @@ def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
 def test_olmo_in_half_precision(family, tokenizer):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16)
-    assert "rotated queries and keys" in known(model).report.mended[0]
+    assert "rotated queries and keys" in facts_of(model).report.mended[0]
     half = ma.run(model, TEXT, engine="hooks", progress=False)["received_attention"].received_by_segment
-    assert not known(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report.mended
+    assert not facts_of(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report.mended
     whole = ma.run(
         ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer), TEXT, engine="hooks", progress=False
     )["received_attention"].received_by_segment

@@ -6,13 +6,13 @@ import torch
 import mechattn as ma
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify import neighbours
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes(family, tokenizer):
-    check = known(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report["neighbours"]
+    check = facts_of(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report["neighbours"]
     assert check.outcome == "passed"
     assert check.difference < 1e-5
     far = family not in ("BLOOM", "MPT", "Mamba (no attention)")  # which take no position ids
@@ -22,7 +22,7 @@ def test_every_family_passes(family, tokenizer):
 @pytest.mark.parametrize("name", [*LONGROPE, *DYNAMIC])
 def test_a_boundary_that_is_known_is_not_crossed_and_said(name, tokenizer):
     model = ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
-    check = known(model).report["neighbours"]
+    check = facts_of(model).report["neighbours"]
     assert check.outcome == "passed"
     assert "32 positions" in check.detail
     assert "no batch holds both" in check.detail
@@ -41,14 +41,14 @@ def test_a_boundary_that_is_not_known_is_found_however_far_it_is(at, tokenizer, 
     assert check.outcome == "failed"
     assert f"to {8 * at - 1:,}" in check.detail
     with pytest.raises(ma.errors.ModelError, match=r"neighbours failed.*depend on the batch"):
-        known(model).report.require()
+        facts_of(model).report.require()
 
 
 def test_what_rows_share_is_found(tokenizer):
     """A layer that adds the mean over the batch to each row."""
     made = tiny_model("Llama", len(tokenizer))
     model = ma.load_model(made, tokenizer=tokenizer)
-    norm = known(model).native.model.layers[1].input_layernorm
+    norm = facts_of(model).native.model.layers[1].input_layernorm
     norm.register_forward_hook(lambda module, given, out: out + out.mean(0, keepdim=True))
     assert ma.verify_model(model)["neighbours"].outcome == "failed"
 

@@ -10,7 +10,7 @@ from mechattn.model import values
 from mechattn.model.hooks import attention_layers, forward_with_patterns
 from mechattn.model.values import as_mixed, clip_of, norm_before_output
 from mechattn.model.verify import mixed_values
-from mechattn.model.verify.known import known
+from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import CLIPPED, GATED, unusual_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")
@@ -41,7 +41,7 @@ def mixed(model):
 @pytest.mark.parametrize("name", [*CLIPPED, "Gemma 4"])
 def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypatch):
     model = loaded(name, tokenizer)
-    check = known(model).report["values"]
+    check = facts_of(model).report["values"]
     assert check.outcome == "passed"
     assert ("clipped at ±0.5 after hook_v" if name in CLIPPED else "v normed after hook_v") in check.detail
     for made, z in mixed(model).values():
@@ -73,7 +73,7 @@ def test_clipped_scores_are_no_sum(tokenizer):
 @pytest.mark.parametrize("name", GATED)
 def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
     model = loaded(name, tokenizer, dtype=dtype)
-    assert "times a gate of its query (sigmoid)" in known(model).report.limited["values"]
+    assert "times a gate of its query (sigmoid)" in facts_of(model).report.limited["values"]
     assert ma.run(model, PROMPT, {"slash": SLASH}, progress=False).provenance["model"]["verified"]
     with pytest.raises(ModelError, match=r"times a gate .*λ and Σσ are of pattern · v"):
         ma.record_affine(model, PROMPT, SLASH, layers=attention_layers(model)[0])
@@ -81,7 +81,7 @@ def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
 
 def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
     model = loaded("BitNet", tokenizer)
-    assert "after a norm over all heads (attn_sub_norm)" in known(model).report.limited["values"]
+    assert "after a norm over all heads (attn_sub_norm)" in facts_of(model).report.limited["values"]
     assert norm_before_output(model, 0) == "attn_sub_norm"
     assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.SegmentFlow()], progress=False)
     for analysis in (ma.HeadUpdates(), ma.TopTargetUpdates(), ma.DirectLogits(), ma.AttentionSinks()):

@@ -242,11 +242,11 @@ SPLIT = ["toy:falcon", "BLOOM", "MPT", "GPT-2", "OPT"]
 
 
 @pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("sort_idx", [0, 2])
-def test_the_parts_of_scores(name, sort_idx, prompts, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     """softmax(content + bias + ALiBi) = pattern, and each target's centred parts, from the weights by hand."""
     plain, hooked = models(name)
-    analysis = ma.ScoreDecomposition(sort_idx=sort_idx, per_query=True)
+    analysis = ma.ScoreDecomposition(rank=rank, per_query=True)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
     result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts", progress=False)
     sequence = SLASH.apply(some[0], hooked)
@@ -271,9 +271,9 @@ def test_the_parts_of_scores(name, sort_idx, prompts, monkeypatch):
         of = data.sel(layer=layer)
         wrong = 0
         for head, query in np.ndindex(heads, length):
-            if query <= sort_idx:
+            if query <= rank:
                 continue
-            target = np.argsort(-total[head, query], kind="stable")[sort_idx]
+            target = np.argsort(-total[head, query], kind="stable")[rank]
             if target != int(of.target_at_per_prompt[head, query]):
                 wrong += 1
                 continue
@@ -376,10 +376,10 @@ def test_masked_tokens_and_knockouts(prompts):
     """A query sees fewer keys: no hidden target, and vertical scores over the queries that do see the key."""
     falcon = ma.load_model("toy:falcon")
     slash = ma.MeaninglessTokens("/", 20, place="start")
-    cut = slash.under(ma.Knockout("question", "inserted"))
-    analyses = [ma.ScoreDecomposition(sort_idx=2, per_query=True), ma.AttentionSinks(), AttentionMap()]
+    edge_mask = slash.under(ma.Knockout("question", "inserted"))
+    analyses = [ma.ScoreDecomposition(rank=2, per_query=True), ma.AttentionSinks(), AttentionMap()]
     result = ma.run(
-        falcon, prompts[:1], {"masked": slash.masked(), "cut": cut}, analyses, positions="prompts", progress=False
+        falcon, prompts[:1], {"masked": slash.masked(), "cut": edge_mask}, analyses, positions="prompts", progress=False
     )
     for name in ("masked", "cut"):
         maps = result["attention_map"].attention.sel(condition=name)[0]
@@ -389,8 +389,8 @@ def test_masked_tokens_and_knockouts(prompts):
         for layer, head, q in zip(*np.nonzero(~np.isnan(targets)), strict=True):
             assert rows[layer, head, q, int(targets[layer, head, q])] > 0
             assert (rows[layer, head, q] > 0).sum() >= 4 or q < 60, "three keys at least, and underflow"
-        sequence = (slash.masked() if name == "masked" else cut).apply(prompts[0], falcon)
-        blind, hidden = sequence.knocked.queries.numpy(), sequence.knocked.keys.numpy()
+        sequence = (slash.masked() if name == "masked" else edge_mask).apply(prompts[0], falcon)
+        blind, hidden = sequence.edge_mask.queries.numpy(), sequence.edge_mask.keys.numpy()
         mine = result["attention_sinks"].vertical_per_prompt.sel(condition=name)[0].values[..., :n]
         for k in range(n):
             far = [q for q in range(k + 4, n) if not (blind[q] and hidden[k])]

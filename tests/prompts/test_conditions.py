@@ -6,9 +6,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
+from mechattn.prompts.sequences import insert
 from mechattn.prompts.templates import tokenize
 
 PROMPT = ma.Prompt("Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a")
@@ -117,13 +119,13 @@ def test_before_answer_without_an_answer_is_the_end(toy):
 
 @pytest.mark.parametrize(("text", "count"), [("?", 55), ("he", 10), ("/", 1), ("apples ?", 9)])
 def test_count_counts_tokens(toy, text, count):
-    filler = ma.MeaninglessTokens(text, count=count).filler(toy)
+    filler = ma.MeaninglessTokens(text, count=count).filler(PROMPT, toy)
     assert len(filler) == count
     assert toy.tokenizer.decode(filler).split(" ")[0] == text.split(" ")[0]
 
 
 def test_no_separator(toy):
-    filler = ma.MeaninglessTokens("/", count=5, separator="").filler(toy)
+    filler = ma.MeaninglessTokens("/", count=5, separator="").filler(PROMPT, toy)
     assert toy.tokenizer.decode(filler) == "/////"
 
 
@@ -180,7 +182,7 @@ def test_a_tokenizer_that_merges_still_gives_the_count(toy):
             return {"input_ids": [9] * whole + [8] * rest}
 
     model = SimpleNamespace(tokenizer=Merging(), cfg=toy.cfg)
-    assert len(ma.MeaninglessTokens("/", 55, separator="").filler(model)) == 55
+    assert len(ma.MeaninglessTokens("/", 55, separator="").filler(PROMPT, model)) == 55
 
 
 def test_random_tokens_are_ordinary(toy):
@@ -210,9 +212,9 @@ def test_position_ids_of_the_variants(toy):
     first = int(made.inserted.nonzero()[0])
     assert kept[made.inserted].tolist() == list(range(first - 20, first))
     assert slash.apply(PROMPT, toy).position_ids.tolist() == list(range(len(made)))
-    assert slash.masked().apply(PROMPT, toy).knocked
+    assert slash.masked().apply(PROMPT, toy).edge_mask
     both = slash.masked().unshifted().apply(PROMPT, toy)
-    assert both.knocked is not None
+    assert both.edge_mask is not None
     assert both.keeps_positions
     at_the_end = ma.MeaninglessTokens("/", 3, place="before_answer").unshifted()
     no_answer = ma.Prompt("Tom has 3 apples.", id="c")
@@ -267,9 +269,31 @@ def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
 
     model = SimpleNamespace(tokenizer=InTwos(), cfg=toy.cfg)
     assert ma.MeaninglessTokens("/", 55).fitted(model).count == 56
-    assert len(ma.MeaninglessTokens("/", 55).fitted(model).filler(model)) == 56
+    assert len(ma.MeaninglessTokens("/", 55).fitted(model).filler(PROMPT, model)) == 56
     assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54
     assert ma.MeaninglessTokens("/", 55).fitted(toy) == ma.MeaninglessTokens("/", 55)
     long = ma.MeaninglessTokens(" ".join("abcdefghijklmnopqrstuvwxyzabcdefg"), 7)
     with pytest.raises(ma.MechattnError, match=r"no whole number of .* about 7 tokens"):
         long.fitted(model)
+
+
+def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
+    """An Insertion takes what ours take; inserting twice keeps origin and segments of both."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Dots(ma.Insertion):
+        count: int = 3
+        place: str = "before_question"
+
+        def filler(self, prompt, model, seed=0):
+            return [7] * self.count
+
+    once = Dots().apply(PROMPT, toy)
+    assert once.tokens[once.inserted].tolist() == [7, 7, 7]
+    assert Dots(place="middle").masked().unshifted().apply(PROMPT, toy).edge_mask is not None
+    with pytest.raises(ma.MechattnError, match="at least one token"):
+        Dots(count=0)
+    twice = insert(once, [8, 8], len(once))
+    assert twice.tokens[twice.inserted].tolist() == [7, 7, 7, 8, 8]
+    assert torch.equal(twice.tokens[~twice.inserted], ma.Baseline().apply(PROMPT, toy).tokens)
+    assert twice.origin[~twice.inserted].tolist() == list(range(len(once) - 3))

@@ -15,7 +15,7 @@ import xarray as xr
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
-from mechattn.evaluation.evaluation import Answered, Evaluation
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.jobs.chunks import parts_folder
 from mechattn.render.html import GENERATOR, save_page
 from mechattn.results.digest import digest
@@ -256,7 +256,7 @@ def test_a_run_in_chunks(job, chunks, shards, tmp_path, older):
 
 
 def answers(count, condition="baseline"):
-    return [Answered(str(i), condition, 0, "4", (5,), "4", "4", True, True, -0.5) for i in range(count)]
+    return [GradedAnswer(str(i), condition, 0, "4", (5,), "4", "4", True, True, -0.5) for i in range(count)]
 
 
 def test_answers(tmp_path):

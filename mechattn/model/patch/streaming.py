@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.rows import BLOCK, Attention, Cut, Rows, attention_by_rows
+from mechattn.functional.rows import BLOCK, Attention, EdgeMask, Rows, attention_by_rows
 from mechattn.model import hooks
 from mechattn.model.attributes import attribute_set
 
@@ -29,19 +29,19 @@ class _Layer:
     window: int | None
     see: See | None
     block: int
-    cut: Cut | None
+    edge_mask: EdgeMask | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float | None
     ) -> Tensor:
         """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
-        if self.see is None and bias is None and softcap is None and self.window is None and self.cut is None:
+        if self.see is None and bias is None and softcap is None and self.window is None and self.edge_mask is None:
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         see, number = self.see, self.number
         told = None if see is None else lambda rows: see(number, rows)
-        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.cut)
+        attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask)
         return attention_by_rows(attention, told, self.block)
 
 
@@ -68,7 +68,7 @@ def streaming(
     layers: Mapping[int, int | None],
     see: See,
     block: int = BLOCK,
-    cuts: Mapping[int, Cut] | None = None,
+    edge_masks: Mapping[int, EdgeMask] | None = None,
 ) -> Iterator[None]:
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
 
@@ -80,7 +80,7 @@ def streaming(
         layers: For each layer to look at, its window.
         see: Takes a layer and a block of its rows.
         block: Rows in a block.
-        cuts: For some layers, edges that are cut.
+        edge_masks: For some layers, edges that are cut.
 
     Raises:
         ModelError: The model cannot be streamed.
@@ -92,7 +92,7 @@ def streaming(
     with ExitStack() as stack:
         for number in attending:
             window = layers[number] if number in layers else hooks.attention_window(model, number)
-            layer = _Layer(number, window, see if number in layers else None, block, (cuts or {}).get(number))
+            layer = _Layer(number, window, see if number in layers else None, block, (edge_masks or {}).get(number))
             attention = model.blocks[number].attn
             kind = type(attention).__name__
             if kind in _FUSED:

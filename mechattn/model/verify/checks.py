@@ -17,7 +17,7 @@ from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, limited
-from mechattn.model.verify.known import Known
+from mechattn.model.verify.facts import ModelFacts
 from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
 from mechattn.model.verify.native import attention_of, run_native
 from mechattn.model.verify.neighbours import check_neighbours
@@ -38,7 +38,7 @@ ANOTHER_VERSION = "try another version of transformers or transformer-lens, or r
 Seen = dict[str, Tensor]
 
 
-def check_model(model: Any, about: Known, length: int) -> Report:
+def check_model(model: Any, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself.
 
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
@@ -55,10 +55,10 @@ def check_model(model: Any, about: Known, length: int) -> Report:
     tokens = probe_tokens(model, length)
     dtype = _dtype(model)
     captured, logits, fired = _forward(model, tokens)
-    native = _native_logits(about, tokens)
+    native = _native_logits(facts, tokens)
     checks = [
-        _logits(about, logits[:1], native, dtype),
-        *_weights(about, native, dtype),
+        _logits(facts, logits[:1], native, dtype),
+        *_weights(facts, native, dtype),
         _rows(model, captured),
         _mask(model, captured, tokens.shape[1]),
         _scores(model, captured, dtype),
@@ -66,7 +66,7 @@ def check_model(model: Any, about: Known, length: int) -> Report:
         _heads(model, captured, dtype),
         _residual(model, captured, dtype),
         _padding(logits, dtype),
-        check_neighbours(model, about.native, tokens, logits[:1] if native is None else native, TOLERANCE[dtype][0]),
+        check_neighbours(model, facts.native, tokens, logits[:1] if native is None else native, TOLERANCE[dtype][0]),
         _bos(model),
         _hooks(model, fired),
     ]
@@ -76,7 +76,7 @@ def check_model(model: Any, about: Known, length: int) -> Report:
         dtype=str(dtype).removeprefix("torch."),
         versions=f"transformer-lens {version('transformer-lens')}, transformers {version('transformers')}",
         checks=tuple(checks),
-        mended=about.mended,
+        mended=facts.mended,
     )
 
 
@@ -191,29 +191,29 @@ def _is_captured(name: str) -> bool:
     }
 
 
-def _native_logits(about: Known, tokens: Tensor) -> Tensor | None:
-    if about.native is None:
+def _native_logits(facts: ModelFacts, tokens: Tensor) -> Tensor | None:
+    if facts.native is None:
         return None
-    device = next(about.native.parameters()).device
-    return run_native(about.native, tokens.to(device)).float().cpu()
+    device = next(facts.native.parameters()).device
+    return run_native(facts.native, tokens.to(device)).float().cpu()
 
 
-def _logits(about: Known, hooked: Tensor, native: Tensor | None, dtype: torch.dtype) -> Check:
+def _logits(facts: ModelFacts, hooked: Tensor, native: Tensor | None, dtype: torch.dtype) -> Check:
     if native is None:
-        why = f"{about.why_not_native}; hand the model of transformers over with native=…"
+        why = f"{facts.why_not_native}; hand the model of transformers over with native=…"
         return Check("logits", "not checked", detail=why)
-    detail = f"logits against the model's own attention ({attention_of(about.native)}), worst position"
+    detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
     remedy = f"the hooks compute another model than transformers does; {ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
 
 
-def _weights(about: Known, native: Tensor | None, dtype: torch.dtype) -> list[Check]:
+def _weights(facts: ModelFacts, native: Tensor | None, dtype: torch.dtype) -> list[Check]:
     """Whether the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
-    if about.probe_logits is None:
-        about.probe_logits = native[0, AT_LOADING - 1].clone()
-    pair = (native[0, AT_LOADING - 1, None], about.probe_logits[None])
+    if facts.probe_logits is None:
+        facts.probe_logits = native[0, AT_LOADING - 1].clone()
+    pair = (native[0, AT_LOADING - 1, None], facts.probe_logits[None])
     remedy = "weights were changed after loading; load the model again, or verify=False if the change is meant"
     detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]

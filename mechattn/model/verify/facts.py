@@ -15,7 +15,7 @@ _boots = 0
 
 
 @dataclass
-class Known:
+class ModelFacts:
     """Kept on the model object.
 
     Args:
@@ -46,12 +46,12 @@ class Known:
         return self.report is not None and self.report.passed
 
 
-def known(model: Any) -> Known | None:
+def facts_of(model: Any) -> ModelFacts | None:
     """What is known about ``model``; None for a model that has not gone through ``load_model``."""
     return getattr(model, "__dict__", {}).get(_NAME)
 
 
-def remember(model: Any, what: Known) -> Known:
+def remember(model: Any, what: ModelFacts) -> ModelFacts:
     """Keep ``what`` on the model."""
     setattr(model, _NAME, what)
     return what
