@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.hooked import HookedModel
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
@@ -256,6 +257,6 @@ class FinalAnalysis(Analysis, Protocol):
 class Calibrates(Protocol):
     """Has to look at a model before the run: to learn a threshold, to prepare weights, or to refuse it."""
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """The analysis with what it has found; it is told what will be measured."""
         ...

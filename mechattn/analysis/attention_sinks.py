@@ -18,6 +18,7 @@ from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
 from mechattn.functional.received import column_sums, received_attention, seeing_queries
 from mechattn.functional.updates import output_factor, update_norm
+from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
@@ -138,7 +139,7 @@ class AttentionSinks(AnalysisBase):
             return None
         return f"has {len(sequence)} tokens, and a sink must be seen by {self.least_queries}: give least_queries=…"
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With the factors of W_O of the layers."""
         return replace(self, factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,6 +14,7 @@ from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantit
 from mechattn.errors import ModelError
 from mechattn.functional.received import segment_mean
 from mechattn.functional.updates import orientation
+from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
 
@@ -69,7 +69,7 @@ class BlockUpdates(AnalysisBase):
         """The residual stream around both blocks, and what each gives."""
         return (*_NEEDED, _MIDDLE) if self.sequential else _NEEDED
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With whether the blocks run one after the other.
 
         Raises:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
 from mechattn.functional.received import segment_mean
 from mechattn.functional.updates import update_product
+from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import output_weights, unembedding, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
@@ -53,7 +54,7 @@ class DirectLogits(AnalysisBase):
         """Each head's output before W_O."""
         return ("attn.hook_z",)
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and the unembedding.
 
         Raises:

@@ -18,6 +18,7 @@ from mechattn.functional import updates as fn
 from mechattn.functional.focus import top_two
 from mechattn.functional.grouped import for_each_head
 from mechattn.functional.received import segment_mean
+from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
@@ -69,7 +70,7 @@ class HeadUpdates(AnalysisBase):
         """The residual stream before the block, and each head's output before W_O."""
         return _HOOKS
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and its factors."""
         return replace(self, weights=_weights(model, layers))
 
@@ -118,7 +119,7 @@ class TopTargetUpdates(AnalysisBase):
         """The residual stream before the block, and each head's output before W_O, which comes after its rows."""
         return _HOOKS
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, and its factors."""
         return replace(self, weights=_weights(model, layers))
 
@@ -146,7 +147,7 @@ class TopTargetUpdates(AnalysisBase):
         return _values(sums, batch, "top_target_", self.per_query)
 
 
-def _weights(model: Any, layers: Seq[int]) -> Weights:
+def _weights(model: HookedModel, layers: Seq[int]) -> Weights:
     made = {layer: output_weights(model, layer) for layer in layers}
     return {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
 

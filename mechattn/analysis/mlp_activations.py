@@ -19,6 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.functional import activation_statistics as fn
 from mechattn.functional.received import segment_mean
 from mechattn.functional.redistribution import KAPPA
+from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.prompts.conditions import Baseline
@@ -128,7 +129,7 @@ class MlpActivations(AnalysisBase):
         """A sequence without question tokens cannot be measured."""
         return None if sequence.of_segment("question").any() else "has no question tokens"
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With the thresholds of the layers, and the class of every token.
 
         Warns where the calibration prompts are among the measured ones.
@@ -156,7 +157,7 @@ class MlpActivations(AnalysisBase):
                 forward_to(model, tokens, max(layers), [])
         return replace(made, thresholds={layer: _median(values) for layer, values in found.items()})
 
-    def _calibration(self, model: Any) -> Seq[Prompt]:
+    def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:
             return self.calibration
         if model.tokenizer is None:

@@ -16,6 +16,7 @@ from mechattn.errors import OptionError
 from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
+from mechattn.model.hooked import HookedModel
 from mechattn.model.score_terms import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
@@ -88,7 +89,7 @@ class ScoreDecomposition(AnalysisBase):
             return None
         return f"has {len(sequence)} tokens, so no query has a target of rank {self.rank} and another one"
 
-    def calibrated(self, model: Any, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With how the layers compute their scores.
 
         Raises:

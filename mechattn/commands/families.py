@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.registry import ANALYSES
 from mechattn.engine.run import run
 from mechattn.errors import MechattnError
 from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import load_model, verify_model
 from mechattn.model.toys import load_tokenizer
@@ -63,7 +63,7 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
         yield Family(name, report.architecture, has, _verified(report), _limits(report), analyses)
 
 
-def _outcome(model: Any, make: Callable[[], Analysis]) -> str:
+def _outcome(model: HookedModel, make: Callable[[], Analysis]) -> str:
     try:
         run(model, list(_PROMPTS), {"slash": MeaninglessTokens("/", 12)}, [make()], progress=False)
     except MechattnError as error:

@@ -12,6 +12,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.commands import config as configs
 from mechattn.commands.run_config import check_enough, check_in_model
 from mechattn.engine.run import run
+from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import check_device, dtype_named, load_model, model_place
 from mechattn.pages.page import write_page
@@ -105,7 +106,7 @@ def make_figures(
     return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
 
 
-def _fitted(inserted: MeaninglessTokens, hooked: Any) -> MeaninglessTokens:
+def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
     """As many tokens as were asked for, or as near as the tokenizer comes: some make two tokens of each "/"."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:
@@ -140,7 +141,13 @@ def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[S
 
 
 def _of_one(
-    hooked: Any, result: Result, prompt: Prompt, inserted: MeaninglessTokens, layer: int, heads: Seq[int], seed: int
+    hooked: HookedModel,
+    result: Result,
+    prompt: Prompt,
+    inserted: MeaninglessTokens,
+    layer: int,
+    heads: Seq[int],
+    seed: int,
 ) -> list[Section]:
     """The attention of one prompt with few enough inserted tokens that the cells can be seen."""
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mechattn.axes import BASELINE
 from mechattn.commands import config as configs
@@ -17,6 +16,7 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.jobs.chunks import WHOLE, computed, parse_shard, shard_place
 from mechattn.jobs.executor import ExecutorName, executor_named
 from mechattn.jobs.job import Job
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, layers_and_heads, load_model, tokenizer_named
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
@@ -168,7 +168,7 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
         _check_shown(section, list(layers or range(size[0])), size[1])
 
 
-def _check_all_shown(shown: Seq[Figure], model: Any, layers: list[int]) -> None:
+def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
     """Everything that the page shows is measured with this model."""
     for section in shown:
         _check_shown(section, layers, model.cfg.n_heads)

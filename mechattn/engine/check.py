@@ -22,6 +22,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
 from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
@@ -85,7 +86,7 @@ def _check_analysis(given: Any) -> None:
             )
 
 
-def check_captures(model: Any, analyses: Seq[Analysis], layers: Seq[int]) -> None:
+def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
     """Every hook that an analysis captures is there in every layer.
 
     Raises:
@@ -106,7 +107,7 @@ def check_captures(model: Any, analyses: Seq[Analysis], layers: Seq[int]) -> Non
 
 
 def check_sequences(
-    prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: Any
+    prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: HookedModel
 ) -> None:
     """Every sequence fits the model, and every analysis can measure it."""
     check_side(prompt, made, model)
@@ -134,7 +135,7 @@ def check_sequences(
 
 
 def made_sequences(
-    named: Mapping[str, Condition], prompts: Seq[Prompt], model: Any, seed: int
+    named: Mapping[str, Condition], prompts: Seq[Prompt], model: HookedModel, seed: int
 ) -> list[dict[str, Sequence]]:
     """What each condition makes of each prompt: the same original tokens, and what it inserts.
 
@@ -154,7 +155,7 @@ def made_sequences(
     return made
 
 
-def _applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: int) -> Sequence:
+def _applied(name: str, condition: Condition, prompt: Prompt, model: HookedModel, seed: int) -> Sequence:
     made = condition.apply(prompt, model, seed)
     if not isinstance(made, Sequence):
         raise ConditionError(
@@ -164,7 +165,7 @@ def _applied(name: str, condition: Condition, prompt: Prompt, model: Any, seed: 
     return made
 
 
-def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
+def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> None:
     """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
     hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.edge_mask})
     layers = hooks.attention_layers(model)
@@ -194,7 +195,7 @@ def check_variants(model: Any, sequences: list[dict[str, Sequence]]) -> None:
         )
 
 
-def check_interventions(model: Any, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
+def check_interventions(model: HookedModel, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
     """Every intervention can act on this model, and on the prompts that it is for."""
     found: dict[int, tuple[Any, list[str]]] = {}
     for prompt, made in zip(ids, sequences, strict=True):
@@ -212,7 +213,7 @@ def positions_of(sequence: Sequence) -> int:
     return int(sequence.position_ids.max()) + 1
 
 
-def sides_of(model: Any, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
+def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
     """The side of each prompt, "short" or "long"; no sides for a model without a boundary."""
     boundary = boundary_of(model)
     if boundary is None:
@@ -228,7 +229,7 @@ def counted_sides(sides: Seq[str]) -> str:
     return ", ".join(f"{side} for {count} prompts" for side, count in counts.items())
 
 
-def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: Any, new_tokens: int = 0) -> None:
+def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0) -> None:
     """A prompt is read, and answered in ``new_tokens``, with the same frequencies under every condition.
 
     Raises:

@@ -16,6 +16,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.engine.check import sides_of
 from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
+from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import boundary_of
 from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.prompts.conditions import Baseline, Condition, Variant
@@ -32,7 +33,7 @@ _UNITS = {"tokens": "token id", "origin": "position in the baseline", "segment_i
 
 
 def sequences_dataset(
-    model: Any,
+    model: HookedModel,
     prompts: Seq[Prompt],
     conditions: list[str],
     sequences: Seq[Mapping[str, Sequence]],
@@ -96,7 +97,7 @@ def _stored(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
 
 
-def _token_texts(model: Any, tokens: Tensor) -> list[str]:
+def _token_texts(model: HookedModel, tokens: Tensor) -> list[str]:
     """Each token as text, its control characters written out, as NetCDF takes no NUL; its id without a tokenizer."""
     if model.tokenizer is None:
         return [str(t) for t in tokens.tolist()]
@@ -104,7 +105,7 @@ def _token_texts(model: Any, tokens: Tensor) -> list[str]:
 
 
 def described(
-    model: Any,
+    model: HookedModel,
     prompts: Seq[Prompt],
     named: Mapping[str, Condition],
     analyses: Seq[Analysis],

@@ -13,6 +13,7 @@ from mechattn.analysis.analysis import PairedRows
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import See, streaming
 from mechattn.model.verify.checks import check_streaming
 from mechattn.model.verify.facts import ModelFacts, facts_of
@@ -23,7 +24,7 @@ Engine = Literal["auto", "streaming", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
-def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
+def chosen_forward(model: HookedModel, engine: Engine) -> tuple[Forward, str]:
     """The way for this model, and why; streaming is compared with the hooks once a model before it is trusted.
 
     Raises:
@@ -45,13 +46,15 @@ def chosen_forward(model: Any, engine: Engine) -> tuple[Forward, str]:
     return forward_through_hooks, f"not streamed: {check.detail}"
 
 
-def forward_in_blocks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
+def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
     """Blocks of query rows, as attention is computed. No token sees the padding to its right, so it needs no mask."""
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last)):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
-def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
+def forward_through_hooks(
+    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
+) -> None:
     """Each layer's whole pattern as one block, checked to be one."""
     every = slice(0, batch.tokens.shape[1])
 
@@ -69,7 +72,7 @@ def forward_through_hooks(model: Any, batch: Batch, windows: Mapping[int, int | 
     hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
 
 
-def _edge_masks(model: Any, batch: Batch, last: int) -> dict[int, EdgeMask]:
+def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
     """The edges that are cut in each layer that is computed."""
     if batch.edge_mask is None:
         return {}
@@ -77,7 +80,7 @@ def _edge_masks(model: Any, batch: Batch, last: int) -> dict[int, EdgeMask]:
     return {layer: edge_mask for layer, edge_mask in edge_masks.items() if edge_mask is not None}
 
 
-def position_width(model: Any) -> int:
+def position_width(model: HookedModel) -> int:
     """About how many numbers live at the same time at each position of a sequence."""
     cfg = model.cfg
     return 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)

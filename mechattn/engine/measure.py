@@ -32,6 +32,7 @@ from mechattn.errors import ModelError, RowError
 from mechattn.functional.activation_statistics import minimum_of
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Intervention, Target
+from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.model.score_terms import BlindScores
 from mechattn.prompts.pairs import Pairs, pairs_of
@@ -41,7 +42,7 @@ LayerValues = dict[int, dict[str, Tensor]]  # of one analysis: each quantity, ba
 
 
 def measure_batch(
-    model: Any,
+    model: HookedModel,
     batch: Batch,
     forward: Forward,
     windows: Mapping[int, int | None],
@@ -114,7 +115,7 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Targ
 class _Pass:
     """A forward pass of a batch: as it was given, and on the device of the model; what is looked at."""
 
-    model: Any
+    model: HookedModel
     batch: Batch
     placed: Batch
     windows: Mapping[int, int | None]

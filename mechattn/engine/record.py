@@ -26,6 +26,7 @@ from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.patch.head_outputs import ChangeZ, changing_z
 from mechattn.model.verify.facts import facts_of
@@ -85,7 +86,7 @@ def record_affine(
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
 
-def _check_values(model: Any) -> None:
+def _check_values(model: HookedModel) -> None:
     """λ and Σσ are of pattern · v, and are applied to z: the two have to be the same."""
     about = facts_of(model)
     why = None if about is None or about.report is None else about.report.limited.get("values")

@@ -29,6 +29,7 @@ from mechattn.engine.measure import LayerValues, measure_batch
 from mechattn.engine.plan import Cost, batch_plan, memory_bytes
 from mechattn.errors import ModelError, OptionError
 from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.score_terms import BlindScores, blind_scores
 from mechattn.prompts.conditions import Condition
@@ -106,7 +107,7 @@ Sequences = list[dict[str, Sequence]]
 class Plan:
     """What is asked of a model: the arguments of ``run``, checked as far as they can be without a prompt."""
 
-    model: Any
+    model: HookedModel
     conditions: Mapping[str, Condition]
     analyses: Seq[Analysis]
     layers: list[int]
@@ -247,7 +248,7 @@ def is_out_of_memory(error: Any) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _CPU)
 
 
-def _batch(model: Any, sequences: Sequences, indices: Seq[int]) -> Batch:
+def _batch(model: HookedModel, sequences: Sequences, indices: Seq[int]) -> Batch:
     rows = [(index, name) for index in indices for name in sequences[index]]
     pad = getattr(model.tokenizer, "pad_token_id", None) or 0
     return pad_right([sequences[index][name] for index, name in rows], rows, pad)

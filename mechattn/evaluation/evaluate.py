@@ -25,6 +25,7 @@ from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import Answer, Request, answers, native_of, refuse_what_cannot_generate
 from mechattn.model.fingerprint import weights_hash
+from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -168,7 +169,7 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
 
 
 def _check_sequences(
-    model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
+    model: HookedModel, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
 ) -> None:
     for prompt, made in zip(prompts, sequences, strict=True):
         check_side(prompt, made, model, new_tokens)
@@ -185,7 +186,7 @@ def _check_sequences(
     check_interventions(model, [p.id for p in prompts], [dict(made) for made in sequences])
 
 
-def _end_tokens(model: Any, native: Any) -> frozenset[int]:
+def _end_tokens(model: HookedModel, native: Any) -> frozenset[int]:
     """Tokens that end an answer, by the tokenizer and by the model's generation settings."""
     found = getattr(getattr(native, "generation_config", None), "eos_token_id", None)
     found = found if isinstance(found, (list, tuple)) else [found]
@@ -193,7 +194,7 @@ def _end_tokens(model: Any, native: Any) -> frozenset[int]:
 
 
 def _about(
-    model: Any,
+    model: HookedModel,
     prompts: Seq[Prompt],
     named: Mapping[str, Condition],
     new_tokens: int,

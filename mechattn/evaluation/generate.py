@@ -16,6 +16,8 @@ from torch import Tensor
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target
+from mechattn.model.architectures import PARTICULARS, Particulars
+from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.facts import facts_of
 from mechattn.prompts.sequences import Sequence
 
@@ -50,7 +52,7 @@ class Answer:
     logprob: float
 
 
-def native_of(model: Any) -> Any:
+def native_of(model: HookedModel) -> Any:
     """The model without hooks.
 
     Raises:
@@ -226,12 +228,10 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
         raise OptionError(f"{name!r} cuts edges in some layers only, which works in run, and not in evaluate")
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")
-    if kind in ("falcon", "bloom", "mpt") or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        why = (
-            "has layers with windows, whose cache is cut short"
-            if kind not in ("falcon", "bloom", "mpt")
-            else "has ALiBi"
-        )
-        raise OptionError(
-            f"{name!r} cuts edges, and a {kind} model {why}: it takes no mask of edges here. Leave it out"
-        )
+    if not PARTICULARS.get(kind, Particulars()).masks_edges:
+        why = "has ALiBi"
+    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        why = "has layers with windows, whose cache is cut short"
+    else:
+        return
+    raise OptionError(f"{name!r} cuts edges, and a {kind} model {why}: it takes no mask of edges here. Leave it out")

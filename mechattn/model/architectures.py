@@ -1,16 +1,84 @@
-"""Tiny models with random weights from the real configuration classes of transformers, one for each family.
+"""What is particular to each architecture, and a tiny model of each with random weights, to try what works on it.
 
-They show what works on an architecture, at no cost; their numbers mean nothing.
+What no entry says is read from the common fields of a configuration and from TransformerLens's names. The tiny models
+are of the real configuration classes of transformers; their numbers mean nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from mechattn.errors import ModelError
+from mechattn.functional.scores import mpt_slopes
+from mechattn.model.hooked import config_of
+
+Fault = Literal["alibi counted twice", "rotated in float32", "an empty rotary embedding"]
+
+
+@dataclass(frozen=True)
+class Particulars:
+    """What an architecture does that others don't.
+
+    Args:
+        score_scale: The factor of q·k, from the configuration, the layer and 1 / √d_head; that by default.
+        slopes: Of ALiBi, from the configuration and the number of heads; those of Press et al. by default, where
+            TransformerLens says that there is ALiBi.
+        alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
+        layer_kinds: The fields of the configuration with the kind of each layer and the width of its window.
+        masks_edges: Whether it takes a mask of edges while it generates.
+        fault: What is wrong with it when it is hooked, and mended in ``patch/mend.py``.
+    """
+
+    score_scale: Callable[[Any, int, float], float] | None = None
+    slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
+    alibi_in_bfloat16: bool = False
+    layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
+    masks_edges: bool = True
+    fault: Fault | None = None
+
+
+def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
+    return usual / (layer + 1) if config.scale_attn_by_inverse_layer_idx else usual
+
+
+def _mpt_scale(config: Any, layer: int, usual: float) -> float:
+    return config.attn_config.softmax_scale or usual
+
+
+def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
+    return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
+
+
+_FLOAT_COSINES = Particulars(fault="rotated in float32")
+
+# By the model_type of the configuration.
+PARTICULARS: Mapping[str, Particulars] = {
+    "bloom": Particulars(masks_edges=False),
+    "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
+    "flex_olmo": _FLOAT_COSINES,
+    "gpt2": Particulars(score_scale=_gpt2_scale),
+    "gpt_neo": Particulars(
+        score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
+    ),
+    "granitemoehybrid": Particulars(fault="an empty rotary embedding"),
+    "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, masks_edges=False),
+    "olmo": _FLOAT_COSINES,
+    "olmo2": _FLOAT_COSINES,
+    "olmo3": _FLOAT_COSINES,
+}
+_NONE = Particulars()
+
+
+def particulars_of(model: Any) -> Particulars:
+    """Of a hooked model; nothing particular for an architecture without an entry, and for a ``HookedTransformer``."""
+    return PARTICULARS.get(getattr(config_of(model), "model_type", ""), _NONE)
+
 
 _WINDOW = 8
 _SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import EdgeMask
+from mechattn.model.architectures import particulars_of
+from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.norms import norms_once
 from mechattn.model.values import as_mixed
 
@@ -28,13 +30,13 @@ def pattern_hook(layer: int) -> str:
     return f"blocks.{layer}.attn.hook_pattern"
 
 
-def attention_layers(model: Any) -> list[int]:
+def attention_layers(model: HookedModel) -> list[int]:
     """The layers that have attention; not every layer of every model has."""
     named = model.hook_dict  # made anew at each access: a hundred microseconds a layer
     return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in named]
 
 
-def chosen_layers(model: Any, layers: Iterable[int] | int | None) -> list[int]:
+def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
     """The layers to look at, checked: all that have attention by default.
 
     Raises:
@@ -65,20 +67,17 @@ def _ranges(layers: list[int]) -> str:
     return f"attention in layers {', '.join(map(str, layers))}"
 
 
-def attention_window(model: Any, layer: int) -> int | None:
+def attention_window(model: HookedModel, layer: int) -> int | None:
     """How many keys a query of this layer can see at most, its own included; None for full attention.
 
     Raises:
         ModelError: The layer attends in a way that is not known here.
     """
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    config = getattr(config, "text_config", config)
-    if config is None:  # a HookedTransformer
-        kinds, window = getattr(model.cfg, "attn_types", None), getattr(model.cfg, "window_size", None)
-    elif hasattr(config, "attention_layers"):  # GPT-Neo
-        kinds, window = config.attention_layers, config.window_size
-    else:
-        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    config = config_of(model)
+    source, names = (
+        (model.cfg, ("attn_types", "window_size")) if config is None else (config, particulars_of(model).layer_kinds)
+    )
+    kinds, window = (getattr(source, name, None) for name in names)
     if kinds is None:
         return int(window) if window and getattr(config, "use_sliding_window", True) else None
     if kinds[layer] in ("full_attention", "global"):
@@ -89,7 +88,7 @@ def attention_window(model: Any, layer: int) -> int | None:
 
 
 def check_pattern(
-    model: Any,
+    model: HookedModel,
     layer: int,
     pattern: Float[Tensor, "batch head query key"],
     real: Bool[Tensor, "batch query"],
@@ -129,11 +128,16 @@ def check_pattern(
         )
 
 
-def has_sinks(model: Any) -> bool:
-    """Whether attention keeps part of each row to itself, in a learned sink (GPT-OSS)."""
-    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
-    modules = [getattr(attention, "original_component", attention) for attention in attentions]
-    return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
+def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
+    """The score of each head's learned sink (GPT-OSS), which keeps its share of every row to itself."""
+    attention = getattr(model.blocks[layer], "attn", None)
+    sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
+    return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
+
+
+def has_sinks(model: HookedModel) -> bool:
+    """Whether a layer has learned sinks."""
+    return any(sinks_of(model, layer) is not None for layer in range(len(model.blocks)))
 
 
 def prepends_bos(tokenizer: Any) -> bool:
@@ -148,12 +152,12 @@ def count_parameters(model: Any) -> int:
 
     Bridges of fused projections hold copies of their parts, so the model without hooks is the one to count.
     """
-    source = getattr(model, "original_model", model)
+    source = original_of(model) or model
     return sum(p.numel() for p in {id(p): p for p in source.parameters()}.values())
 
 
 def forward_with_patterns(
-    model: Any,
+    model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
     real: Tensor,
     layers: list[int],
@@ -220,7 +224,7 @@ def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
 
 
 def forward_to(
-    model: Any,
+    model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
     last: int,
     fwd_hooks: list[tuple[str, Callable]],
@@ -244,7 +248,7 @@ def forward_to(
             model(tokens, return_type=None, **options)
 
 
-def keeping_nothing(model: Any) -> dict[str, bool]:
+def keeping_nothing(model: HookedModel) -> dict[str, bool]:
     """What tells a forward pass to keep no keys and values, where it can be told."""
     return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
 
@@ -260,9 +264,9 @@ def blocks_of(model: Any) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def takes_position_ids(model: Any) -> bool:
+def takes_position_ids(model: HookedModel) -> bool:
     """Whether the model's attention depends on the position ids that it is told, tried on a few tokens."""
-    if getattr(model, "original_model", None) is None:
+    if original_of(model) is None:
         return False
     device = next(model.parameters()).device
     tokens = torch.arange(5, 11, device=device)[None]
@@ -278,7 +282,7 @@ def takes_position_ids(model: Any) -> bool:
     return not torch.equal(*seen)
 
 
-def _options_taken(model: Any) -> set[str]:
+def _options_taken(model: HookedModel) -> set[str]:
     """The names of what the forward pass of the model of transformers inside takes; none without such a model."""
-    original = getattr(model, "original_model", None)
+    original = original_of(model)
     return set() if original is None else set(inspect.signature(original.forward).parameters)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
+from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import prepends_bos
 from mechattn.model.patch.mend import mend
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
@@ -188,7 +189,7 @@ def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
     return model
 
 
-def _tried(check: Callable[..., Made], model: Any, *arguments: Any) -> Made:
+def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
     """What a check of a model gives.
 
     Raises:

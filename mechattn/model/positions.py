@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechattn.errors import ModelError
+from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns
 
 _aten = torch.ops.aten
@@ -47,7 +48,7 @@ def boundary_of(model: Any) -> Boundary | None:
     Raises:
         ModelError: Layers differ in it.
     """
-    config = getattr(getattr(model, "original_model", model), "config", None)
+    config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     found = {boundary for scaling in _scalings(config) if (boundary := _boundary(scaling, config)) is not None}
     if len(found) > 1:
@@ -80,7 +81,7 @@ def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
     return None
 
 
-def takes_negative_ids(model: Any) -> bool:
+def takes_negative_ids(model: HookedModel) -> bool:
     """Whether attention depends on how far apart position ids are, so that ids before 0 are like any others.
 
     Tried on a few tokens: their pattern stays what it is when all ids are moved up, and when they are moved down so

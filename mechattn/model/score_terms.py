@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
-from mechattn.functional.scores import alibi_slopes, mpt_slopes, score_parts
-from mechattn.model.hooks import attention_layers, attention_window, pattern_hook
+from mechattn.functional.scores import alibi_slopes, score_parts
+from mechattn.model.architectures import particulars_of
+from mechattn.model.hooked import HookedModel, config_of
+from mechattn.model.hooks import attention_layers, attention_window, pattern_hook, sinks_of
 from mechattn.model.values import clip_of
 from mechattn.model.weights import score_biases
 
@@ -89,16 +90,14 @@ class BlindScores:
         return None if self.alibi is None else self.alibi.alibi(keys)[:, :, 0], sinks
 
 
-def blind_scores(model: Any) -> BlindScores:
+def blind_scores(model: HookedModel) -> BlindScores:
     """What a model adds to its scores; ALiBi only where that gives the model's own pattern, tried on a few tokens."""
     found, layers = {}, attention_layers(model)
     for layer in layers:
-        attention = model.blocks[layer].attn
-        sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
-        if isinstance(sinks, nn.Parameter):
-            found[layer] = sinks.detach().float()
+        if (sinks := sinks_of(model, layer)) is not None:
+            found[layer] = sinks
     alibi = None
-    if layers and _has_alibi(model):
+    if layers and _slopes(model) is not None:
         try:
             alibi = scores_of(model, layers[:1])[layers[0]]
         except ModelError:  # a bias of another kind: the uniform null alone is known
@@ -106,13 +105,15 @@ def blind_scores(model: Any) -> BlindScores:
     return BlindScores(int(model.cfg.n_heads), alibi, found)
 
 
-def _has_alibi(model: Any) -> bool:
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    of_mpt = bool(getattr(getattr(config, "attn_config", None), "alibi", False))
-    return of_mpt or str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi"
+def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
+    """Of ALiBi; None for a model without it."""
+    heads, special = int(model.cfg.n_heads), particulars_of(model).slopes
+    if special is not None:
+        return special(config_of(model), heads)
+    return alibi_slopes(heads) if str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi" else None
 
 
-def scores_of(model: Any, layers: list[int]) -> dict[int, Scores]:
+def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     """How each layer computes its scores, tried on a few tokens against the model's own pattern.
 
     Raises:
@@ -139,25 +140,17 @@ def scores_of(model: Any, layers: list[int]) -> dict[int, Scores]:
     return made
 
 
-def _scores(model: Any, layer: int) -> Scores:
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    kind, heads = getattr(config, "model_type", ""), int(model.cfg.n_heads)
+def _scores(model: HookedModel, layer: int) -> Scores:
+    particulars, slopes = particulars_of(model), _slopes(model)
     b_q, b_k = score_biases(model, layer)
     scale = b_q.shape[-1] ** -0.5
-    if kind == "gpt_neo":
-        scale = 1.0
-    elif kind == "gpt2" and getattr(config, "scale_attn_by_inverse_layer_idx", False):
-        scale /= layer + 1
-    slopes = None
-    if mpt := getattr(config, "attn_config", None):
-        scale = getattr(mpt, "softmax_scale", None) or scale
-        slopes = mpt_slopes(heads, float(mpt.alibi_bias_max)) if mpt.alibi else None
-    elif str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi":
-        slopes = alibi_slopes(heads)
-    return Scores(b_q, b_k, scale, None if slopes is None else slopes.to(b_q.device), kind == "falcon")
+    if particulars.score_scale is not None:
+        scale = particulars.score_scale(config_of(model), layer, scale)
+    slopes = None if slopes is None else slopes.to(b_q.device)
+    return Scores(b_q, b_k, scale, slopes, particulars.alibi_in_bfloat16)
 
 
-def _tried(model: Any, made: dict[int, Scores]) -> dict[int, tuple[float, Scores]]:
+def _tried(model: HookedModel, made: dict[int, Scores]) -> dict[int, tuple[float, Scores]]:
     """The largest difference between the softmax of the parts and the pattern, for each layer."""
     seen: dict[str, Tensor] = {}
     tokens = torch.arange(5, 21, device=next(model.parameters()).device)[None]

@@ -8,11 +8,13 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechattn.model.hooked import HookedModel
+
 _EARLIER = ("q", "k", "v")  # norms whose names begin so are of queries, keys and values
 
 
 def as_mixed(
-    model: Any, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
+    model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
 ) -> Float[Tensor, "*batch kv_head d_head"]:
     """The values that the pattern mixes, from those of hook_v, after which the model may clip or norm them."""
     limit, norm = clip_of(model, layer), norm_of_values(model, layer)
@@ -21,19 +23,19 @@ def as_mixed(
     return v if norm is None else norm(v)
 
 
-def clip_of(model: Any, layer: int) -> float | None:
+def clip_of(model: HookedModel, layer: int) -> float | None:
     """Where a layer clips queries, keys and values after their hooks (some OLMo, MPT); None in most models."""
     module = attention_module(model, layer)
     limit = getattr(module, "clip_qkv", None) or getattr(getattr(module, "config", None), "clip_qkv", None)
     return float(limit) if limit else None
 
 
-def norm_before_output(model: Any, layer: int) -> str | None:
+def norm_before_output(model: HookedModel, layer: int) -> str | None:
     """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most models."""
     return next((name for name, _ in norms_of_output(model, layer)), None)
 
 
-def norms_of_output(model: Any, layer: int) -> Iterator[tuple[str, nn.Module]]:
+def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
     """The norms over all heads between the mixed values and W_O, by name."""
     module = attention_module(model, layer)
     width = int(model.cfg.n_heads) * int(model.cfg.d_head)
@@ -45,12 +47,12 @@ def norms_of_output(model: Any, layer: int) -> Iterator[tuple[str, nn.Module]]:
             yield name, norm
 
 
-def norm_of_values(model: Any, layer: int) -> nn.Module | None:
+def norm_of_values(model: HookedModel, layer: int) -> nn.Module | None:
     """The norm of values after their hook, where a layer has one."""
     norm = getattr(attention_module(model, layer), "v_norm", None)
     return getattr(norm, "original_component", norm)
 
 
-def attention_module(model: Any, layer: int) -> Any:
+def attention_module(model: HookedModel, layer: int) -> Any:
     """The attention module of transformers in a layer; None where there is none behind the hooks."""
     return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)

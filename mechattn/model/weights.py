@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -11,11 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
+from mechattn.model.hooked import HookedModel, config_of
 from mechattn.model.values import norm_before_output
 from mechattn.model.verify.facts import facts_of
 
 
-def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model"]:
+def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype, so that no second copy of all layers is held; see :func:`wide`.
 
     Raises:
@@ -40,8 +40,9 @@ def output_weights(model: Any, layer: int) -> Float[Tensor, "head d_head d_model
             f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} isn't [head, d_head, d_model], so heads "
             "have no updates of their own"
         )
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    scaled = float(getattr(config, "residual_multiplier", None) or 1.0)  # Granite: what reaches the residual stream
+    scaled = float(
+        getattr(config_of(model), "residual_multiplier", None) or 1.0
+    )  # Granite: what reaches the residual stream
     return w_o if scaled == 1 else w_o * scaled
 
 
@@ -50,7 +51,9 @@ def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def score_biases(model: Any, layer: int) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
+def score_biases(
+    model: HookedModel, layer: int
+) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
     """b_Q and b_K of each head; zeros where the model has none."""
     attention = model.blocks[layer].attn
     heads, width = int(model.cfg.n_heads), int(model.cfg.d_head)
@@ -97,7 +100,7 @@ class Unembedding:
         return (stream.square().mean(-1) + self.eps).sqrt()
 
 
-def unembedding(model: Any) -> Unembedding:
+def unembedding(model: HookedModel) -> Unembedding:
     """W_U and the norm before it. γ is found by calling the norm: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0.
 
     Raises:
@@ -121,7 +124,7 @@ def unembedding(model: Any) -> Unembedding:
     return made
 
 
-def check_direct(model: Any, reads: Unembedding) -> None:
+def check_direct(model: HookedModel, reads: Unembedding) -> None:
     """Refuse a model in which a head's update does not reach the logits as it is, tried on a few tokens.
 
     Raises:

@@ -114,14 +114,16 @@ def test_local_attention_by_other_names():
     """GPT-Neo spells its windows in another way; a HookedTransformer has them in its own config."""
     from types import SimpleNamespace
 
-    neo = SimpleNamespace(attention_layers=["global", "local"], window_size=16)
-    model = SimpleNamespace(original_model=SimpleNamespace(config=neo), cfg=None)
-    assert [attention_window(model, layer) for layer in (0, 1)] == [None, 16]
-    hooked = SimpleNamespace(cfg=SimpleNamespace(attn_types=["local", "global"], window_size=8))
+    def model(cfg=None, **config):
+        inner = {"original_model": SimpleNamespace(config=SimpleNamespace(**config))} if config else {}
+        return SimpleNamespace(cfg=cfg, tokenizer=None, run_with_hooks=None, **inner)
+
+    neo = model(model_type="gpt_neo", attention_layers=["global", "local"], window_size=16)
+    assert [attention_window(neo, layer) for layer in (0, 1)] == [None, 16]
+    hooked = model(SimpleNamespace(attn_types=["local", "global"], window_size=8))
     assert [attention_window(hooked, layer) for layer in (0, 1)] == [8, None]
-    chunked = SimpleNamespace(layer_types=["chunked_attention"], sliding_window=None)
     with pytest.raises(ModelError, match="chunked_attention"):
-        attention_window(SimpleNamespace(original_model=SimpleNamespace(config=chunked)), 0)
+        attention_window(model(layer_types=["chunked_attention"], sliding_window=None), 0)
 
 
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechattn.model.architectures import particulars_of
+from mechattn.model.hooked import config_of, original_of
+
 _MENDED = "_mechattn_alibi_once"
 FALCON = (
     "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in transformers 4.46 to 5.23, "
@@ -21,7 +24,6 @@ ROTATED = (
     "rotated queries and keys have the dtype of the weights, as in the model itself: TransformerLens leaves them in "
     "the float32 of OLMo's cosines, which its values are not in"
 )
-_FLOAT_COSINES = ("olmo", "olmo2", "olmo3", "flex_olmo")
 
 
 def mend(model: Any) -> tuple[str, ...]:
@@ -30,19 +32,17 @@ def mend(model: Any) -> tuple[str, ...]:
     Returns:
         What was mended, a sentence each; empty for most models.
     """
-    original = getattr(model, "original_model", None)
-    config = getattr(original, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind in _FLOAT_COSINES and next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
+    fault = particulars_of(model).fault
+    if fault == "rotated in float32" and next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
         for block in model.blocks:
             _rotated_in(block.attn, next(model.parameters()).dtype)
         return (ROTATED,)
-    if kind == "falcon" and getattr(config, "alibi", False):
+    if fault == "alibi counted twice" and config_of(model).alibi:
         for block in model.blocks:
             _count_alibi_once(block.attn)
         return (FALCON,)
-    if kind == "granitemoehybrid" and getattr(model, "rotary_emb", None) is not None:
-        return _without_empty_rotary(model, original)
+    if fault == "an empty rotary embedding" and getattr(model, "rotary_emb", None) is not None:
+        return _without_empty_rotary(model, original_of(model))
     return ()
 
 

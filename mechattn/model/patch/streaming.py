@@ -15,7 +15,9 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.functional.rows import BLOCK, Attention, EdgeMask, Rows, attention_by_rows
 from mechattn.model import hooks
+from mechattn.model.architectures import particulars_of
 from mechattn.model.attributes import attribute_set
+from mechattn.model.hooked import HookedModel, config_of, original_of
 
 _NAME = "mechattn_rows"
 See = Callable[[int, Rows], None]
@@ -48,15 +50,15 @@ class _Layer:
 _active: dict[int, _Layer] = {}  # by the id of the attention module of transformers that asks
 
 
-def why_not(model: Any, attending: list[int] | None = None) -> str:
+def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
     """Why this model cannot be streamed, from the classes of the layers that attend; "" if it perhaps can."""
-    if getattr(model, "original_model", None) is None:
+    if original_of(model) is None:
         return f"a {type(model).__name__} has no attention function to replace"
     if hooks.has_sinks(model):
         return "its attention has learned sinks"
     attending = hooks.attention_layers(model) if attending is None else attending
     kinds = {type(model.blocks[layer].attn).__name__ for layer in attending}
-    other = kinds - _DELEGATED - set(_FUSED)
+    other = kinds - _DELEGATED - _FUSED
     if other:
         return f"its attention is a {sorted(other)[0]}, which computes scores of its own"
     return ""
@@ -64,7 +66,7 @@ def why_not(model: Any, attending: list[int] | None = None) -> str:
 
 @contextmanager
 def streaming(
-    model: Any,
+    model: HookedModel,
     layers: Mapping[int, int | None],
     see: See,
     block: int = BLOCK,
@@ -94,9 +96,9 @@ def streaming(
             window = layers[number] if number in layers else hooks.attention_window(model, number)
             layer = _Layer(number, window, see if number in layers else None, block, (edge_masks or {}).get(number))
             attention = model.blocks[number].attn
-            kind = type(attention).__name__
-            if kind in _FUSED:
-                stack.enter_context(attribute_set(attention, "_reconstruct_attention", _FUSED[kind](attention, layer)))
+            if type(attention).__name__ in _FUSED:
+                made = _fused(model, attention, layer)
+                stack.enter_context(attribute_set(attention, "_reconstruct_attention", made))
             else:
                 stack.enter_context(attribute_set(attention, "forward", MethodType(_delegating_forward(), attention)))
                 stack.enter_context(_activate(attention.original_component, layer))
@@ -117,9 +119,9 @@ def _activate(module: Any, layer: _Layer) -> Iterator[None]:
             _active[id(module)] = before
 
 
-def _configs(model: Any, attending: list[int]) -> list[Any]:
+def _configs(model: HookedModel, attending: list[int]) -> list[Any]:
     """The configuration objects that say which attention function runs: shared by the layers, mostly one."""
-    found = [model.original_model.config]
+    found = [original_of(model).config]
     for layer in attending:
         config = getattr(model.blocks[layer].attn.original_component, "config", None)
         if config is not None and all(config is not other for other in found):
@@ -161,47 +163,28 @@ def _attention_function(module: Any, query: Tensor, key: Tensor, value: Tensor, 
     return rearrange(out, "batch head pos d_head -> batch pos head d_head").contiguous(), None
 
 
+# Classes of TransformerLens: those that call the attention function of transformers, and those that split a fused
+# projection and compute attention themselves.
 _DELEGATED = {"PositionEmbeddingsAttentionBridge", "AttentionBridge"}
+_FUSED = {"JointQKVAttentionBridge", "BloomAttentionBridge", "ALiBiJointQKVAttentionBridge"}
 
 
-def _fused(scale_and_bias: Callable[[Any, int, Mapping[str, Any]], tuple[float, Tensor | None]]) -> Callable:
-    """The attention of bridges that split a fused projection: from projected q, k, v to the block's output."""
+def _fused(model: HookedModel, attention: Any, layer: _Layer) -> Callable[..., Any]:
+    """The attention of a bridge that splits a fused projection: from projected q, k, v to the block's output."""
+    particulars = particulars_of(model)
 
-    def for_layer(attention: Any, layer: _Layer) -> Callable[..., Any]:
-        def reconstruct(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-            heads = attention.config.n_heads
-            kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
-            q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
-            scale, bias = scale_and_bias(attention, width, kwargs)
-            if bias is not None:
-                bias = bias.view(-1, heads, bias.shape[-1])[..., :length]
-            out = layer.attend(q, k, v, scale, bias, None)
-            out = attention._reshape_attn_output(out, batch, length, heads, width)
-            return attention._apply_output_projection(out), None
+    def reconstruct(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        heads = attention.config.n_heads
+        kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
+        q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
+        scale, bias = width**-0.5, kwargs.get("alibi")  # once: no mask that holds it is made here
+        if particulars.score_scale is not None:
+            scale = particulars.score_scale(config_of(model), layer.number, scale)
+        if bias is not None:
+            bias = rearrange(bias, "(batch head) 1 key -> batch head key", head=heads)[..., :length]
+            bias = bias * scale if particulars.alibi_in_bfloat16 else bias
+        out = layer.attend(q, k, v, scale, bias, None)
+        out = attention._reshape_attn_output(out, batch, length, heads, width)
+        return attention._apply_output_projection(out), None
 
-        return reconstruct
-
-    return for_layer
-
-
-def _gpt2(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
-    scale = width**-0.5
-    if getattr(attention.config, "scale_attn_by_inverse_layer_idx", False) and attention._layer_idx is not None:
-        scale /= attention._layer_idx + 1
-    return scale, None
-
-
-def _bloom(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
-    return width**-0.5, kwargs.get("alibi")
-
-
-def _falcon(attention: Any, width: int, kwargs: Mapping[str, Any]) -> tuple[float, Tensor | None]:
-    alibi = kwargs.get("alibi")  # once: no mask that holds it is made here
-    return width**-0.5, None if alibi is None else alibi * width**-0.5
-
-
-_FUSED: dict[str, Callable] = {
-    "JointQKVAttentionBridge": _fused(_gpt2),
-    "BloomAttentionBridge": _fused(_bloom),
-    "ALiBiJointQKVAttentionBridge": _fused(_falcon),
-}
+    return reconstruct

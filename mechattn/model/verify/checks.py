@@ -15,6 +15,7 @@ from torch import Tensor
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, limited
 from mechattn.model.verify.facts import ModelFacts
@@ -38,7 +39,7 @@ ANOTHER_VERSION = "try another version of transformers or transformer-lens, or r
 Seen = dict[str, Tensor]
 
 
-def check_model(model: Any, facts: ModelFacts, length: int) -> Report:
+def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself.
 
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
@@ -80,7 +81,7 @@ def check_model(model: Any, facts: ModelFacts, length: int) -> Report:
     )
 
 
-def check_streaming(model: Any) -> Check:
+def check_streaming(model: HookedModel) -> Check:
     """Whether attention in row blocks gives the logits and patterns that the hooks give, on the probe.
 
     Tried before a model is streamed for the first time. GPT-J and GPT-Neo, say, never call the function that computes
@@ -131,12 +132,12 @@ def _assembled(blocks: list[Rows]) -> Tensor:
     return whole.cpu()
 
 
-def architecture(model: Any) -> str:
+def architecture(model: HookedModel) -> str:
     """The class of the model, as TransformerLens names it."""
     return str(getattr(model.cfg, "architecture", None) or getattr(model.cfg, "original_architecture", None))
 
 
-def probe_tokens(model: Any, length: int) -> Int[Tensor, "1 pos"]:
+def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     """Random ordinary tokens, the same each time, after a BOS token where the model is used with one."""
     windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
     short = [w + 8 for w in windows if w is not None and w + 8 <= LONGEST_PROBE]
@@ -152,12 +153,12 @@ def probe_tokens(model: Any, length: int) -> Int[Tensor, "1 pos"]:
     return torch.tensor([ordinary])
 
 
-def _dtype(model: Any) -> torch.dtype:
+def _dtype(model: HookedModel) -> torch.dtype:
     kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
     return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
 
 
-def _forward(model: Any, tokens: Int[Tensor, "1 pos"]) -> tuple[Seen, Tensor, set[str]]:
+def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[Seen, Tensor, set[str]]:
     """Activations and logits of the probe and of its beginning, padded; and the names of the hooks that fired."""
     captured: Seen = {}
     fired: set[str] = set()
@@ -219,7 +220,7 @@ def _weights(facts: ModelFacts, native: Tensor | None, dtype: torch.dtype) -> li
     return [compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
 
 
-def _rows(model: Any, seen: Seen) -> Check:
+def _rows(model: HookedModel, seen: Seen) -> Check:
     sinks = hooks.has_sinks(model)
     pairs = {}
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
@@ -230,7 +231,7 @@ def _rows(model: Any, seen: Seen) -> Check:
     return compare("rows", pairs, tolerance, detail, "hook_pattern shows no probabilities", scale=1.0)
 
 
-def _mask(model: Any, seen: Seen, length: int) -> Check:
+def _mask(model: HookedModel, seen: Seen, length: int) -> Check:
     """No mass on keys that a query cannot see; no key masked that it can (where the scores show it)."""
     pairs, beyond = {}, []
     masked = torch.finfo(_dtype(model)).min / 2
@@ -250,7 +251,7 @@ def _mask(model: Any, seen: Seen, length: int) -> Check:
     return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
 
-def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+def _scores(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     pairs = {}
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
         scores = seen.get(f"blocks.{layer}.attn.hook_attn_scores")
@@ -263,7 +264,7 @@ def _scores(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     return limited(made, "hook_attn_scores does not hold the scores; analyses read queries and keys instead")
 
 
-def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+def _values(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     layers = {}
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
         shown = {name: seen.get(f"blocks.{layer}.attn.{name}") for name in ("hook_v", "hook_z", *GATES)}
@@ -276,7 +277,7 @@ def _values(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     return replace(check, remedy=f"{why}; {ANOTHER_VERSION}")
 
 
-def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+def _heads(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     pairs, other = {}, ""
     for layer, z in _each_layer(model, seen, "attn.hook_z"):
         parts = _sum_of_heads(model, layer, z)
@@ -295,7 +296,7 @@ def _heads(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
     return compare("heads", pairs, TOLERANCE[dtype][1], "Σ_h z W_O + b_O against the attention output", remedy)
 
 
-def _sum_of_heads(model: Any, layer: int, z: Tensor) -> Tensor | None:
+def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     attention = model.blocks[layer].attn
     try:
         w_o = attention.W_O.detach().float().cpu()
@@ -309,7 +310,7 @@ def _sum_of_heads(model: Any, layer: int, z: Tensor) -> Tensor | None:
     return together @ rearrange(w_o, "head d_head d_model -> (head d_head) d_model") + bias
 
 
-def _residual(model: Any, seen: Seen, dtype: torch.dtype) -> Check:
+def _residual(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     pairs = {}
     for layer in hooks.attention_layers(model):
         parts = [seen.get(f"blocks.{layer}.hook_{n}") for n in ("resid_pre", "attn_out", "mlp_out", "resid_post")]
@@ -328,7 +329,7 @@ def _padding(logits: Float[Tensor, "two pos vocabulary"], dtype: torch.dtype) ->
     return compare_positions("padding", *pair, TOLERANCE[dtype][0], detail, remedy)
 
 
-def _bos(model: Any) -> Check:
+def _bos(model: HookedModel) -> Check:
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return Check("bos", "not checked", detail="the model has no tokenizer")
@@ -344,7 +345,7 @@ def _bos(model: Any) -> Check:
     return Check("bos", "passed", None, *figures, detail + ", as the tokenizer does")
 
 
-def _hooks(model: Any, fired: set[str]) -> Check:
+def _hooks(model: HookedModel, fired: set[str]) -> Check:
     silent = sorted(n for n in model.hook_dict if n not in fired and not n.endswith(_BY_FLAG))
     count = len(model.hook_dict)
     figures = (float(count - len(silent)), float(count), float(len(silent)), 0.0)
@@ -355,7 +356,7 @@ def _hooks(model: Any, fired: set[str]) -> Check:
     return Check("hooks", "limited", None, *figures, detail)
 
 
-def _each_layer(model: Any, seen: Seen, name: str) -> list[tuple[int, Tensor]]:
+def _each_layer(model: HookedModel, seen: Seen, name: str) -> list[tuple[int, Tensor]]:
     named = ((layer, seen.get(f"blocks.{layer}.{name}")) for layer in hooks.attention_layers(model))
     return [(layer, value) for layer, value in named if value is not None]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechattn.model.hooked import HookedModel
 from mechattn.model.values import as_mixed, attention_module, clip_of, norm_of_values, norms_of_output
 from mechattn.model.verify.differences import compare
 from mechattn.model.verify.verification import Check
@@ -40,7 +40,7 @@ class LayerProbe:
 
 
 @torch.no_grad()
-def check_values(model: Any, layers: Mapping[int, LayerProbe], tolerance: float) -> Check:
+def check_values(model: HookedModel, layers: Mapping[int, LayerProbe], tolerance: float) -> Check:
     """Whether pattern · v is z; where it isn't, whether a gate or a norm after it makes it z."""
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, shown in layers.items():
@@ -57,7 +57,7 @@ def check_values(model: Any, layers: Mapping[int, LayerProbe], tolerance: float)
 
 
 def _explained(
-    model: Any,
+    model: HookedModel,
     check: Check,
     layers: Mapping[int, LayerProbe],
     pairs: Mapping[int, tuple[Tensor, Tensor]],
@@ -78,7 +78,7 @@ def _explained(
     return replace(check, outcome="limited", detail=found[0])
 
 
-def _mixed_values(model: Any, layer: int, v: Tensor) -> Tensor:
+def _mixed_values(model: HookedModel, layer: int, v: Tensor) -> Tensor:
     parameter = next(model.parameters())
     return as_mixed(model, layer, v.to(parameter.device, parameter.dtype)).float().cpu() if v.ndim == 3 else v
 
@@ -91,7 +91,7 @@ def _mixed(pattern: Float[Tensor, "head query key"], v: Tensor) -> Mixed | None:
     return einsum(pattern, every, "head query key, key head d_head -> query head d_head")
 
 
-def _before(model: Any, layers: list[int]) -> str:
+def _before(model: HookedModel, layers: list[int]) -> str:
     """What happens to values after hook_v, in words."""
     limit = next((limit for layer in layers if (limit := clip_of(model, layer)) is not None), None)
     said = [] if limit is None else [f"clipped at ±{limit:g}"]
@@ -99,7 +99,7 @@ def _before(model: Any, layers: list[int]) -> str:
     return f", v {' and '.join(said)} after hook_v" if said else ""
 
 
-def _afterwards(model: Any, layer: int, mixed: Mixed, gate: Tensor | None) -> Iterator[tuple[str, Mixed]]:
+def _afterwards(model: HookedModel, layer: int, mixed: Mixed, gate: Tensor | None) -> Iterator[tuple[str, Mixed]]:
     """What may happen to the mix before W_O, in words, and what it makes of it."""
     if gate is not None and gate.numel() in (mixed.numel(), mixed[..., 0].numel()):
         for name, function in _GATES.items():
@@ -114,7 +114,7 @@ def _afterwards(model: Any, layer: int, mixed: Mixed, gate: Tensor | None) -> It
         )
 
 
-def _why(model: Any, layer: int) -> str:
+def _why(model: HookedModel, layer: int) -> str:
     """What in the attention module may come between the pattern and z, where no known step explains it."""
     module = attention_module(model, layer)
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.positions import Boundary, boundary_of
 from mechattn.model.verify.differences import compare_positions
 from mechattn.model.verify.verification import Check
@@ -20,7 +21,11 @@ _REMEDY = (
 
 
 def check_neighbours(
-    model: Any, native: Any, tokens: Int[Tensor, "1 pos"], alone: Float[Tensor, "1 pos d_vocab"], tolerance: float
+    model: HookedModel,
+    native: Any,
+    tokens: Int[Tensor, "1 pos"],
+    alone: Float[Tensor, "1 pos d_vocab"],
+    tolerance: float,
 ) -> Check:
     """The probe alone, and padded beside a row that is half as long again and, where that can be said, far out.
 
@@ -33,7 +38,7 @@ def check_neighbours(
         alone: What the same model says of it alone.
         tolerance: Of logits.
     """
-    asked = native or model
+    asked: Any = native or model
     device = next(asked.parameters()).device
     boundary, length, most = boundary_of(model), tokens.shape[1], _most(model)
     limit = min(most, boundary.at) if boundary is not None and length <= boundary.at else most
@@ -44,7 +49,7 @@ def check_neighbours(
     both = torch.cat([twice, twice.flip(1)]).to(device)
     options: dict[str, Any] = {"attention_mask": real}
     far = 0
-    if "position_ids" in inspect.signature(getattr(model, "original_model", asked).forward).parameters:
+    if "position_ids" in inspect.signature((original_of(model) or asked).forward).parameters:
         far = limit - longer
         options["position_ids"] = torch.arange(longer, device=device) + torch.tensor([[0], [far]], device=device)
     try:
@@ -55,10 +60,9 @@ def check_neighbours(
     return compare_positions("neighbours", beside[0], alone[0], tolerance, detail + _kept_apart(boundary), _REMEDY)
 
 
-def _most(model: Any) -> int:
+def _most(model: HookedModel) -> int:
     """How many positions the model has at least."""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    own = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
+    own = getattr(config_of(model), "max_position_embeddings", None)
     said = [int(number) for number in (own, model.cfg.n_ctx) if number]
     return min(said, default=1)
 
