@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine
+CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 
 .PHONY: figures test test-compat fuzz lint docs cards bench lock clean
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
@@ -248,11 +248,11 @@ def _after(batch: Batch) -> Bool[Tensor, "batch pos"]:
     return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)
 
 
-def _mean(value: Tensor, counted: Tensor) -> Tensor:
+def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:
     """Over the counted positions [batch head]; NaN if there is none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)
 
 
-def _above(value: Tensor, bound: float) -> Tensor:
+def _above(value: Float[Tensor, "*any"], bound: float) -> Float[Tensor, "*any"]:
     return torch.where(value.isnan(), torch.nan, (value > bound).float())

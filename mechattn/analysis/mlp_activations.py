@@ -147,7 +147,7 @@ class MlpActivations(AnalysisBase):
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}
 
-        def see(layer: int, pre: Tensor, post: Tensor) -> None:
+        def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
             found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
         device = next(model.parameters()).device

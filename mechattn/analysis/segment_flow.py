@@ -65,7 +65,7 @@ class SegmentFlow(AnalysisBase):
 
         def mean(
             flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
-        ) -> Tensor:
+        ) -> Float[Tensor, "batch *head segment to"]:
             counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
             return (flow / counted).masked_fill(~there, torch.nan)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis
@@ -97,7 +98,7 @@ def _stored(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
 
 
-def _token_texts(model: HookedModel, tokens: Tensor) -> list[str]:
+def _token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token as text, its control characters written out, as NetCDF takes no NUL; its id without a tokenizer."""
     if model.tokenizer is None:
         return [str(t) for t in tokens.tolist()]

@@ -58,7 +58,9 @@ def forward_through_hooks(
     """Each layer's whole pattern as one block, checked to be one."""
     every = slice(0, batch.tokens.shape[1])
 
-    def whole(layer: int, pattern: Tensor, v: Tensor | None) -> None:
+    def whole(
+        layer: int, pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head pos d_head"] | None
+    ) -> None:
         window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
         hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
         if layer in windows:

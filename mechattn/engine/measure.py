@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -132,6 +133,9 @@ class _Pass:
 class _Sums:
     """The sums of each analysis for each layer; they become values when all that the analysis looks at has come."""
 
+    # Parts of a layer come in an order that the model decides: rows before its output mostly, after it in some
+    # bridges, activations of the MLP last. So what waits for rows is kept as a call, sums stay open until no part is
+    # missing, and with the last value the pass is left (_Enough): later layers and logits are never computed.
     def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         protocols = {
@@ -257,7 +261,9 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
         yield
 
 
-def _take_final(one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Tensor) -> None:
+def _take_final(
+    one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]
+) -> None:
     for number in numbers:
         for layer in one.windows:
             cast(FinalAnalysis, sums.analyses[number]).add_final(sums.of(number, layer), out.detach())
@@ -297,7 +303,7 @@ class _Mlps:
         """Sees every MLP for the length of a ``with``."""
         return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
 
-    def see(self, layer: int, pre: Tensor, post: Tensor) -> None:
+    def see(self, layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
         """All activations of a layer."""
         shape = (*self.one.placed.tokens.shape, pre.shape[-1])
         if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():

@@ -148,6 +148,6 @@ class _Pass:
         )
 
 
-def _of_one(value: Float[Tensor, "batch ..."], quantity: Quantity, kind: str) -> Tensor:
+def _of_one(value: Float[Tensor, "batch ..."], quantity: Quantity, kind: str) -> Float[Tensor, "batch ..."]:
     """Uniform attention is the same in every head."""
     return value if kind == BLIND or "head" not in quantity.dims else value.select(1 + quantity.dims.index("head"), 0)

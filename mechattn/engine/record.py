@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import PairedRows, Quantity, Sums
@@ -142,7 +143,7 @@ def head_means(
     tokens = 0
 
     def add(layer: int) -> ChangeZ:
-        def look(z: Tensor) -> Tensor:
+        def look(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
             total = z.detach().double().sum((0, 1))
             sums[layer] = sums[layer] + total if layer in sums else total
             return z

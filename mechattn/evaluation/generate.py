@@ -149,7 +149,7 @@ class _Padded:
         self.longest = max(map(len, sequences))
         self.lengths = torch.tensor([len(s) for s in sequences], device=device)
 
-        def padded(parts: list[Tensor], value: int) -> Tensor:
+        def padded(parts: list[Int[Tensor, " _"]], value: int) -> Int[Tensor, "batch pos"]:
             rows = [torch.cat([part.new_full((self.longest - len(part),), value), part]) for part in parts]
             return torch.stack(rows).to(device)
 

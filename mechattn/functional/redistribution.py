@@ -71,6 +71,8 @@ def redistribute(
     else:
         selected = _smallest(rows.abs(), sizes, _count(sizes, c, _SHARES[form]))
         above = _percentile(rows, p1).clamp(min=0)
+    # An entry moves to its own side of 0: up to the percentile, or down to the row's smallest entry. Where that side
+    # is empty, or the entry is exactly 0 and has no side, it stays, bit for bit: not rounded through float32.
     bound = torch.where(rows > 0, above, rows.amin(-1, keepdim=True).clamp(max=0))
     moved = rows + drawn * bound if form == "paper" else drawn * bound
     moves = selected & (rows != 0) & (bound != 0)

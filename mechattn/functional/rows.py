@@ -198,18 +198,20 @@ def attention_by_rows(
         rows = end - start
         first = max(0, start - window + 1) if window else 0
         count = end - first
+        # The heads of a group are more rows of one product, so that their shared keys are read once and never repeated.
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
         asked = queries[:, :, start:end].to(wide) * attention.scale
         torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
         _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
         by_head = s.view(n, groups, rows, count)
-        by_head[..., start - first :] += future[:rows, :rows]
+        by_head[..., start - first :] += future[:rows, :rows]  # all other keys lie before the block: no mask is made
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
         if attention.edge_mask is not None:
             positions = torch.arange(start, end, device=q.device).expand(batch, -1)
             unseen = attention.edge_mask.unseen(positions, slice(first, end))
             s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
+        # Before the softmax, which is written over the scores; a sink takes its share of a row and mixes no value.
         left = None if attention.sinks is None else _left_by_sinks(s.view(batch, heads, rows, count), attention.sinks)
         torch.softmax(s, -1, out=s)
         if left is not None:
@@ -241,7 +243,7 @@ def _left_by_sinks(
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 
 
-def _mask_before_window(scores: Tensor, start: int, first: int, window: int) -> None:
+def _mask_before_window(scores: Float[Tensor, "*batch query key"], start: int, first: int, window: int) -> None:
     """Hide from each row the keys that lie ``window`` or more before it."""
     rows = scores.shape[-2]
     hidden = first + torch.arange(rows, device=scores.device) <= start - window + torch.arange(

@@ -6,7 +6,7 @@ import math
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.functional.grouped import for_each_head
@@ -71,7 +71,7 @@ def centred(
 
 def ranked_target(
     scores: Float[Tensor, "batch head query key"], visible: Bool[Tensor, "#batch 1 query key"], rank: int
-) -> Tensor:
+) -> Int[Tensor, "batch head query"]:
     """The key with the largest score (rank 0), the second largest (1) … of each query [batch head query]."""
     hidden = scores.masked_fill(~visible, -torch.inf)
     if rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -49,7 +49,7 @@ def orientation(
 
 
 def counts_in_bins(
-    value: Float[Tensor, "batch part pos"], edges: Float[Tensor, " edge"], counted: Tensor
+    value: Float[Tensor, "batch part pos"], edges: Float[Tensor, " edge"], counted: Bool[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch part bin"]:
     """How many counted tokens lie below the first edge, between any two, and at or above the last.
 
@@ -64,7 +64,7 @@ def counts_in_pairs_of_bins(
     one: Float[Tensor, "batch part pos"],
     other: Float[Tensor, "batch part pos"],
     edges: tuple[Float[Tensor, " edge"], Float[Tensor, " edge2"]],
-    counted: Tensor,
+    counted: Bool[Tensor, "batch pos"],
 ) -> Float[Tensor, "batch bin bin2"]:
     """The same for two values at once, all parts together."""
     at = (

@@ -68,7 +68,7 @@ class HeadAblation:
         def change(layer: int) -> Callable[[Tensor], Tensor]:
             heads = [head for n, head in self.heads if n == layer]
 
-            def ablate(z: Tensor) -> Tensor:
+            def ablate(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
                 z, rows = z.clone(), target().rows.to(z.device)
                 for head in heads:
                     z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)

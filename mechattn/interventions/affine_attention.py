@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
@@ -92,7 +92,7 @@ class AffineAttention:
         """Scale and shift the output of these tokens."""
 
         def change(layer: int) -> Callable[[Tensor], Tensor]:
-            def affine(z: Tensor) -> Tensor:
+            def affine(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
                 z, now = z.clone(), target()
                 for row, prompt, positions in zip(
                     now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
@@ -105,7 +105,7 @@ class AffineAttention:
         return changing_z(model, {layer: change(layer) for layer in self.which})
 
     def _applied(
-        self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Tensor
+        self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Int[Tensor, " pos"]
     ) -> Float[Tensor, "pos head d_head"]:
         """The output of one sequence; tokens that were not recorded, such as generated ones, stay as they are."""
         there = positions >= 0

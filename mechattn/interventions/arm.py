@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
@@ -85,7 +85,9 @@ class ARM:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""
 
-        def see(layer: int, pre: Tensor, post: Tensor) -> Tensor | None:
+        def see(
+            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
+        ) -> Float[Tensor, "*token d_mlp"] | None:
             if self.strength == 0:
                 return None
             now = target()
@@ -104,9 +106,9 @@ class ARM:
         return at_nonlinearity(model, dict.fromkeys(self.which, see))
 
     def _moved(
-        self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Tensor
+        self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"]
     ) -> Float[Tensor, "row pos d_mlp"]:
-        def drawn(purpose: str) -> Tensor:
+        def drawn(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
             return keyed_uniform(token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
 
         made = fn.redistribute(x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength)

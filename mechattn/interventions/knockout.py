@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
@@ -48,7 +50,7 @@ class Knockout:
         if sequence.edge_mask is not None:
             raise OptionError("edges of this sequence are cut already (masked, or another Knockout): give one Knockout")
 
-        def members(segments: str | tuple[str, ...]) -> torch.Tensor:
+        def members(segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
             return torch.stack([sequence.of_segment(name) for name in _several(segments)]).any(0)
 
         queries, keys = members(self.queries), members(self.keys)

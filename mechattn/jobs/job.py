@@ -15,7 +15,7 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
-from mechattn.engine.run import Run, make_plan
+from mechattn.engine.run import Run, Sequences, make_plan
 from mechattn.errors import OptionError
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
@@ -26,6 +26,7 @@ from mechattn.results.identity import identity
 from mechattn.results.packed import packed
 
 CHUNK = 64  # prompts
+_AHEAD = 16  # chunks whose sequences are kept from the check until they are measured; of later ones they are made again
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Worker:
         )
         if job.require is not None:
             job.require(self.model, self.plan.layers)
+        self._checked: dict[int, Sequences] = {}
 
     @cached_property
     def run(self) -> Run:
@@ -130,12 +132,14 @@ class Worker:
 
     def check(self, chunk: int) -> None:
         """Refuse a chunk whose prompts cannot be used, without running the model on them."""
-        self.plan.sequences(self._prompts(chunk))
+        sequences = self.plan.sequences(self._prompts(chunk))
+        if len(self._checked) < _AHEAD:
+            self._checked[chunk] = sequences
 
     def part(self, chunk: int) -> bytes:
         """The result of a chunk, as ``results.packed`` packs it."""
         prompts = self._prompts(chunk)
-        sequences = self.plan.sequences(prompts)
+        sequences = self._checked.pop(chunk, None) or self.plan.sequences(prompts)
         alone = len(self.job.chunks) == 1
         made = self.run.result(prompts, sequences, self.job.chunks[chunk], progress=alone)
         about = {"chunk": self.job.chunk, "command": self.job.command}

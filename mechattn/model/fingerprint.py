@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.model.verify.facts import ModelFacts, facts_of
@@ -64,7 +65,7 @@ def _of_files(place: Path) -> str:
     return made.hexdigest()[:16]
 
 
-def _sample(values: Tensor) -> bytes:
+def _sample(values: Float[Tensor, ...]) -> bytes:
     if values.is_meta:  # offloaded to a disk: known by its name and shape alone
         return b"meta"
     flat = values.detach().reshape(-1)

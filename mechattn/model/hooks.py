@@ -159,7 +159,7 @@ def count_parameters(model: Any) -> int:
 def forward_with_patterns(
     model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
-    real: Tensor,
+    real: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"],
     layers: list[int],
     see: SeePattern,
     edge_masks: Mapping[int, EdgeMask] | None = None,
@@ -183,10 +183,10 @@ def forward_with_patterns(
     named = model.hook_dict
 
     def hook(layer: int) -> list[tuple[str, Callable]]:
-        def keep(v: Tensor, hook: Any) -> None:
+        def keep(v: Float[Tensor, ...], hook: Any) -> None:
             values[layer] = v.detach()
 
-        def reduce(pattern: Tensor, hook: Any) -> None:
+        def reduce(pattern: Float[Tensor, "batch head query key"], hook: Any) -> None:
             v = _by_head(values.pop(layer, None), pattern)
             if v is not None:
                 v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
@@ -210,13 +210,15 @@ def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
     """A hook that cuts edges of a layer before the softmax."""
     unseen = _unseen(edge_mask)[:, None]
 
-    def hide(scores: Tensor, hook: Any) -> Tensor:
+    def hide(scores: Float[Tensor, "batch head query key"], hook: Any) -> Float[Tensor, "batch head query key"]:
         return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
     return f"blocks.{layer}.attn.hook_attn_scores", hide
 
 
-def _by_head(v: Tensor | None, pattern: Tensor) -> Tensor | None:
+def _by_head(
+    v: Float[Tensor, ...] | None, pattern: Float[Tensor, "batch head query key"]
+) -> Float[Tensor, "batch pos kv_head d_head"] | None:
     """Values [batch pos kv_head d_head]; None if they have another layout."""
     if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
         return None

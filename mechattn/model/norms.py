@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.model.attributes import attribute_set
@@ -34,7 +35,7 @@ def _norms(model: Any) -> list[Any]:
 def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     points = (norm.hook_scale, norm.hook_normalized)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
         return twice(x) if watched else norm.original_component(x).to(x.dtype)
 

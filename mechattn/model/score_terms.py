@@ -52,7 +52,12 @@ class Scores:
 
     def parts(
         self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[
+        Float[Tensor, "batch head query key"],
+        Float[Tensor, "batch head 1 key"],
+        Float[Tensor, "1 head 1 key"],
+        Float[Tensor, "batch head query 1"],
+    ]:
         """Content [batch head query key], bias [batch head 1 key], alibi [1 head 1 key], rest [batch head query 1]."""
         by_head = "batch pos head d_head -> batch head pos d_head"
         q, k = rearrange(q.float(), by_head), rearrange(k.float(), by_head)
@@ -82,7 +87,9 @@ class BlindScores:
         """What tells layers apart; None where all are alike."""
         return layer if layer in self.sinks else None
 
-    def scores(self, layer: int, keys: int, blind: bool) -> tuple[Tensor | None, Tensor | None]:
+    def scores(
+        self, layer: int, keys: int, blind: bool
+    ) -> tuple[Float[Tensor, "1 head key"] | None, Float[Tensor, " sink"] | None]:
         """What is added to the score of each key [1 head key], and the sinks [head]: as they are, or uniform (0)."""
         sinks = self.sinks.get(layer)
         if not blind:

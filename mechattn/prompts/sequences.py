@@ -92,7 +92,7 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
     if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
         raise ConditionError(f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes them")
 
-    def spliced(old: Tensor, new: Tensor) -> Tensor:
+    def spliced(old: Int[Tensor, " old"], new: Int[Tensor, " new"]) -> Int[Tensor, " longer"]:
         return torch.cat([old[:at], new, old[at:]])
 
     count = len(filler)
@@ -179,7 +179,9 @@ PADDING = -2
 def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: int) -> Batch:
     """Put sequences into one batch, padded on the right."""
 
-    def padded(parts: list[Tensor], value: int) -> Tensor:
+    def padded(
+        parts: list[Int[Tensor, " _"]] | list[Bool[Tensor, " _"]], value: int
+    ) -> Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"]:
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
 
     edge_mask = None

@@ -102,6 +102,8 @@ def paired(
     expected = np.broadcast_to(np.asarray(0.0 if null is None else null, dtype=np.float64), difference.shape)
     tested = without_rounding(d - expected.reshape(d.shape), rounding)
     generator = np.random.default_rng(seed)
+    # All cells share the draws, which keeps what their errors have in common: simultaneous intervals need that. There
+    # are two kinds, as the largest t of many cells is far off in plain resamples of few prompts (stats/bootstrap.py).
     plain = resample(len(d), resamples, generator) if len(d) >= FEWEST_FOR_BOOTSTRAP else []
     sequential = resample_sequentially(len(d), resamples, generator) if len(d) >= FEWEST_FOR_ALL else []
     ends = _intervals(d, plain, sequential, level)

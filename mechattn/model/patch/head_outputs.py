@@ -85,7 +85,7 @@ class _Changed:
         self.change, self.layer, self.heads = change, layer, heads
         self.called = False
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def __call__(self, z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
         self.called = True
         by_head = (
             z if z.ndim == 4 else rearrange(z, "batch pos (head d_head) -> batch pos head d_head", head=self.heads)

@@ -91,7 +91,7 @@ class _Watched:
         self.original, self.layer, self.see = original, layer, see
         self.called = False
 
-    def __call__(self, pre: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, pre: Float[Tensor, "*token d_mlp"], *args: Any, **kwargs: Any) -> Float[Tensor, "*token d_mlp"]:
         self.called = True
         post = self.original(pre, *args, **kwargs)
         made = self.see(self.layer, pre, post)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
@@ -34,8 +35,14 @@ class _Layer:
     edge_mask: EdgeMask | None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float | None
-    ) -> Tensor:
+        self,
+        q: Float[Tensor, "batch head pos d_head"],
+        k: Float[Tensor, "batch kv_head pos d_head"],
+        v: Float[Tensor, "batch kv_head pos d_value"],
+        scale: float,
+        bias: Float[Tensor, "#batch head pos"] | None,
+        softcap: float | None,
+    ) -> Float[Tensor, "batch head pos d_value"]:
         """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
         if self.see is None and bias is None and softcap is None and self.window is None and self.edge_mask is None:
             return torch.nn.functional.scaled_dot_product_attention(
@@ -149,7 +156,14 @@ def _delegating_forward() -> Callable[..., Any]:
     return AttentionBridge.forward
 
 
-def _attention_function(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+def _attention_function(
+    module: Any,
+    query: Float[Tensor, "batch head pos d_head"],
+    key: Float[Tensor, "batch kv_head pos d_head"],
+    value: Float[Tensor, "batch kv_head pos d_value"],
+    mask: Any,
+    **options: Any,
+) -> Any:
     """What transformers calls in place of SDPA: [batch head pos d_head] in, [batch pos head d_head] out."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -173,7 +187,12 @@ def _fused(model: HookedModel, attention: Any, layer: _Layer) -> Callable[..., A
     """The attention of a bridge that splits a fused projection: from projected q, k, v to the block's output."""
     particulars = particulars_of(model)
 
-    def reconstruct(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+    def reconstruct(
+        q: Float[Tensor, "batch pos ..."],
+        k: Float[Tensor, "batch pos ..."],
+        v: Float[Tensor, "batch pos ..."],
+        **kwargs: Any,
+    ) -> Any:
         heads = attention.config.n_heads
         kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
         q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)

@@ -123,7 +123,7 @@ def check_streaming(model: HookedModel) -> Check:
     return next((limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
 
 
-def _assembled(blocks: list[Rows]) -> Tensor:
+def _assembled(blocks: list[Rows]) -> Float[Tensor, "batch head query key"]:
     """The whole pattern [batch head query key] from its blocks."""
     length = max(rows.keys.stop for rows in blocks)
     whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
@@ -158,7 +158,9 @@ def _dtype(model: HookedModel) -> torch.dtype:
     return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
 
 
-def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[Seen, Tensor, set[str]]:
+def _forward(
+    model: HookedModel, tokens: Int[Tensor, "1 pos"]
+) -> tuple[Seen, Float[Tensor, "batch pos d_vocab"], set[str]]:
     """Activations and logits of the probe and of its beginning, padded; and the names of the hooks that fired."""
     captured: Seen = {}
     fired: set[str] = set()
@@ -192,14 +194,19 @@ def _is_captured(name: str) -> bool:
     }
 
 
-def _native_logits(facts: ModelFacts, tokens: Tensor) -> Tensor | None:
+def _native_logits(facts: ModelFacts, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos d_vocab"] | None:
     if facts.native is None:
         return None
     device = next(facts.native.parameters()).device
     return run_native(facts.native, tokens.to(device)).float().cpu()
 
 
-def _logits(facts: ModelFacts, hooked: Tensor, native: Tensor | None, dtype: torch.dtype) -> Check:
+def _logits(
+    facts: ModelFacts,
+    hooked: Float[Tensor, "1 pos d_vocab"],
+    native: Float[Tensor, "1 pos d_vocab"] | None,
+    dtype: torch.dtype,
+) -> Check:
     if native is None:
         why = f"{facts.why_not_native}; hand the model of transformers over with native=…"
         return Check("logits", "not checked", detail=why)
@@ -208,7 +215,7 @@ def _logits(facts: ModelFacts, hooked: Tensor, native: Tensor | None, dtype: tor
     return compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
 
 
-def _weights(facts: ModelFacts, native: Tensor | None, dtype: torch.dtype) -> list[Check]:
+def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, dtype: torch.dtype) -> list[Check]:
     """Whether the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
@@ -361,5 +368,5 @@ def _each_layer(model: HookedModel, seen: Seen, name: str) -> list[tuple[int, Te
     return [(layer, value) for layer, value in named if value is not None]
 
 
-def _shape(tensor: Tensor) -> str:
+def _shape(tensor: Float[Tensor, ...]) -> str:
     return str(list(tensor.shape))

@@ -73,17 +73,19 @@ def compare_positions(
     return _judged(name, None, shown, difference, tolerance, detail, remedy)
 
 
-def _distances(hooked: Tensor, expected: Tensor, scale: float | None) -> Float[Tensor, " entry"]:
+def _distances(
+    hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float | None
+) -> Float[Tensor, " entry"]:
     unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
     return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
 
 
-def _largest(hooked: Tensor, expected: Tensor) -> tuple[float, float]:
+def _largest(hooked: Float[Tensor, ...], expected: Float[Tensor, ...]) -> tuple[float, float]:
     """Where the expected figure is the largest: of several nearly equal ones, each shows the same digits."""
     return _at(hooked, expected, int(expected.argmax()))
 
 
-def _at(hooked: Tensor, expected: Tensor, entry: int) -> tuple[float, float]:
+def _at(hooked: Float[Tensor, ...], expected: Float[Tensor, ...], entry: int) -> tuple[float, float]:
     return float(hooked.flatten()[entry]), float(expected.flatten()[entry])
 
 

@@ -34,9 +34,9 @@ class LayerProbe:
     """
 
     pattern: Float[Tensor, "head query key"]
-    v: Tensor | None
-    z: Tensor | None
-    gate: Tensor | None = None
+    v: Float[Tensor, ...] | None
+    z: Float[Tensor, ...] | None
+    gate: Float[Tensor, ...] | None = None
 
 
 @torch.no_grad()
@@ -78,12 +78,12 @@ def _explained(
     return replace(check, outcome="limited", detail=found[0])
 
 
-def _mixed_values(model: HookedModel, layer: int, v: Tensor) -> Tensor:
+def _mixed_values(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
     parameter = next(model.parameters())
     return as_mixed(model, layer, v.to(parameter.device, parameter.dtype)).float().cpu() if v.ndim == 3 else v
 
 
-def _mixed(pattern: Float[Tensor, "head query key"], v: Tensor) -> Mixed | None:
+def _mixed(pattern: Float[Tensor, "head query key"], v: Float[Tensor, ...]) -> Mixed | None:
     """Values mixed by the pattern; None where v has another layout than [key, kv_head, d_head]."""
     if v.ndim != 3 or v.shape[0] != pattern.shape[-1] or pattern.shape[0] % v.shape[1]:
         return None
@@ -99,7 +99,9 @@ def _before(model: HookedModel, layers: list[int]) -> str:
     return f", v {' and '.join(said)} after hook_v" if said else ""
 
 
-def _afterwards(model: HookedModel, layer: int, mixed: Mixed, gate: Tensor | None) -> Iterator[tuple[str, Mixed]]:
+def _afterwards(
+    model: HookedModel, layer: int, mixed: Mixed, gate: Float[Tensor, ...] | None
+) -> Iterator[tuple[str, Mixed]]:
     """What may happen to the mix before W_O, in words, and what it makes of it."""
     if gate is not None and gate.numel() in (mixed.numel(), mixed[..., 0].numel()):
         for name, function in _GATES.items():

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 
 _PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma3.modeling_gemma3")
 
@@ -85,7 +86,7 @@ def classes_left_alone() -> Iterator[None]:
             module.eager_attention_forward = function
 
 
-def run_native(twin: Any, tokens: torch.Tensor) -> torch.Tensor:
+def run_native(twin: Any, tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "batch pos d_vocab"]:
     """Logits [batch, pos, vocabulary] of the model itself."""
     with torch.no_grad():
         return twin(tokens, use_cache=False).logits

@@ -67,7 +67,7 @@ def _most(model: HookedModel) -> int:
     return min(said, default=1)
 
 
-def _logits(model: Any, tokens: Tensor, **options: Any) -> Tensor:
+def _logits(model: Any, tokens: Int[Tensor, "batch pos"], **options: Any) -> Float[Tensor, "batch pos d_vocab"]:
     with torch.no_grad():
         if hasattr(model, "hook_dict"):
             return model(tokens, return_type="logits", **options).float().cpu()
