@@ -35,7 +35,7 @@ def _norms(model: Any) -> list[Any]:
 def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     points = (norm.hook_scale, norm.hook_normalized)
 
-    def forward(x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def forward(x: Float[Tensor, "*batch channel"]) -> Float[Tensor, "*batch channel"]:
         watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
         return twice(x) if watched else norm.original_component(x).to(x.dtype)
 
