@@ -1,5 +1,6 @@
 """What the tests share: a loaded toy, tiny checkpoints with random weights, random patterns far from uniform."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -16,6 +17,13 @@ if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) in IMITATED:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", IMITATED[capability])
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+
+
+def pytest_collection_finish():
+    """What the imports have made stays to the end: it is not looked through again and again for what could be freed."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,30 @@ from functools import partial
 import pytest
 
 import mechattn as ma
+from mechattn.commands.main import main
 from mechattn.model.toys import toy_names
 from tests.conftest import GSM8K
 
 
 def mechattn(*arguments, cwd=None):
+    """In a process of its own."""
     command = [sys.executable, "-c", "from mechattn.commands.main import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """The same in this process, which has imported everything, and in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mechattn", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+
+    return run
 
 
 def test_help_imports_nothing_heavy():
@@ -60,32 +77,32 @@ def test_figures_writes_a_page_and_a_result_for_every_toy(tmp_path):
         assert result.provenance["model"]["verified"]
 
 
-def test_verify_prints_the_report_and_fails_where_a_model_does(tmp_path):
-    done = mechattn("verify", "toy:llama")
+def test_verify_prints_the_report_and_fails_where_a_model_does(here):
+    done = here("verify", "toy:llama")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
     assert ": passed" in done.stdout
-    assert "mechattn verify toy:llama" in mechattn("verify").stderr
+    assert "mechattn verify toy:llama" in here("verify").stderr
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the data set ../shared/data/gsm8k_test.jsonl is not here")
-def test_run_on_a_file_of_real_questions(tmp_path):
+def test_run_on_a_file_of_real_questions(tmp_path, here):
     config = tmp_path / "config.toml"
     config.write_text(
         f'model = "toy:llama"\n[prompts]\nsource = {json.dumps(str(GSM8K))}\nlimit = 8\n'
         '[conditions.slash]\ntext = "/"\ncount = 55\n[output]\nresult = "result.zarr"\npage = "page.html"\nheads = [0, 1]\n'
     )
-    done = mechattn("run", config, cwd=tmp_path)
+    done = here("run", config)
     assert done.returncode == 0, done.stderr
     assert "page.html" in done.stdout
     assert ma.load_result(tmp_path / "result.zarr").conditions == ["baseline", "slash"]
 
 
-def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
+def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here):
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 160\n'
+        'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 96\n'
         '[output]\nresult = "r.zarr"\n'
     )
     command = [
@@ -106,15 +123,15 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert re.search(r"mechattn: stopped; \d+ of 40 chunks are done and kept in .*: the same command goes on", said)
+    assert re.search(r"mechattn: stopped; \d+ of 24 chunks are done and kept in .*: the same command goes on", said)
     assert "Traceback" not in said
     for shard in ("1/2", "2/2"):
-        done = mechattn("run", config, "--shard", shard, cwd=tmp_path)
+        done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr
-    done = mechattn("merge", "all.nc", "r-2-of-2.zarr", "r-1-of-2.zarr", cwd=tmp_path)
+    done = here("merge", "all.nc", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "all.nc")["sequences"].prompt.values.tolist() == [str(i) for i in range(160)]
-    again = mechattn("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr", cwd=tmp_path)
+    assert ma.load_result(tmp_path / "all.nc")["sequences"].prompt.values.tolist() == [str(i) for i in range(96)]
+    again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
 
@@ -135,36 +152,36 @@ def test_the_first_look_names_every_command():
     assert mechattn("--version").stdout.strip() == f"mechattn {ma.__version__}"
 
 
-def test_figures_says_how_long_it_takes_and_where_to_look(tmp_path):
-    done = mechattn("figures", "--model", "toy:llama", "--limit", 6, "--out", tmp_path)
+def test_figures_says_how_long_it_takes_and_where_to_look(tmp_path, here):
+    done = here("figures", "--model", "toy:llama", "--limit", 6, "--out", tmp_path)
     assert "toy:llama: 6 prompts with and without 55 inserted tokens; about" in done.stderr
     assert f"Open {tmp_path / 'index.html'} in a browser" in done.stdout
 
 
-def test_show_and_report(slash_result, tmp_path):
+def test_show_and_report(slash_result, tmp_path, here):
     slash_result.save(tmp_path / "r.zarr")
-    shown = mechattn("show", tmp_path / "r.zarr").stdout
+    shown = here("show", tmp_path / "r.zarr").stdout
     assert ma.render.verdict_words(slash_result) in shown
     assert "received_by_segment (probability) [prompt, condition, layer, head, segment]: " in shown
-    done = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
+    done = here("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "a" / "page.html").read_text()
     assert page.count('<script type="application/json">') == 3
     assert "layer 0 heads 1, 2 with “slash”" in page
 
 
-def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path):
+def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
     result.save(tmp_path / "r.zarr")
-    done = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
+    done = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
     assert "Not shown: change_map: " in done.stderr
     assert "no verdict, since" in (tmp_path / "page.html").read_text()
     before = (tmp_path / "page.html").read_bytes()
-    refused = mechattn("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html", "--layer", 9)
+    refused = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html", "--layer", 9)
     assert refused.returncode == 2
     assert "layer 9 was not measured" in refused.stderr
     assert (tmp_path / "page.html").read_bytes() == before, "a wrong option leaves the page as it was"
-    missing = mechattn("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
+    missing = here("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
     assert missing.returncode == 2
     assert "there is no stored result at" in missing.stderr

@@ -1,6 +1,8 @@
 """What the README shows is what the code does: its config, its ten lines, the verdict that they print."""
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import plotly.io
@@ -35,30 +37,37 @@ def assert_same_words_and_numbers(quoted, printed):
         assert apart <= most, f"the README says {here}, the code {there}: {quoted}"
 
 
-def test_the_ten_lines_print_the_verdict(tmp_path, monkeypatch, capsys):
-    shown = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plotly.io, "show", lambda figure, *args, **kwargs: shown.append(figure))
-    scope = {}
-    exec(block("python"), scope)
-    assert len(shown) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"pattern.html", "llama.zarr"}
-    verdict = re.search(r"The verdict that it prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1].replace("\n> ", " ")
-    table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
-    assert_same_words_and_numbers([verdict, *table.splitlines()], capsys.readouterr().out.splitlines())
-    assert f"9 of its {len(scope['result'].compare('slash', resamples=99).columns)} columns" in block("python")
-
-
-def test_all_blocks_run_in_order_in_one_process(tmp_path, monkeypatch):
-    """As a reader pastes them, one after another; each last line gives something."""
-    shown, scope = [], {}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plotly.io, "show", lambda figure, *args, **kwargs: shown.append(figure))
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory):
+    """All blocks in one process, as a reader pastes them, one after another: what each printed, showed and wrote."""
+    scope, done = {}, []
     blocks = re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL)
     assert len(blocks) >= 5
-    for code in blocks:
-        exec(compile(code, "README.md", "exec"), scope)
-    assert {"pattern.html", "llama.zarr", "explore.html"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("pasted"))
+        for code in blocks:
+            shown, printed = [], io.StringIO()
+            patch.setattr(plotly.io, "show", lambda figure, *args, shown=shown, **kwargs: shown.append(figure))
+            with redirect_stdout(printed):
+                exec(compile(code, "README.md", "exec"), scope)
+            done.append((printed.getvalue(), shown, {path.name for path in Path().iterdir()}, scope.get("result")))
+    return done
+
+
+def test_the_ten_lines_print_the_verdict(pasted):
+    printed, shown, written, result = pasted[0]
+    assert README.index("```py") == README.index("```python\n"), "they are the first block"
+    assert len(shown) == 1
+    assert written == {"pattern.html", "llama.zarr"}
+    verdict = re.search(r"The verdict that it prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1].replace("\n> ", " ")
+    table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
+    assert_same_words_and_numbers([verdict, *table.splitlines()], printed.splitlines())
+    assert f"9 of its {len(result.compare('slash', resamples=99).columns)} columns" in block("python")
+
+
+def test_all_blocks_run_in_order_in_one_process(pasted):
+    """Each last line gives something."""
+    assert {"pattern.html", "llama.zarr", "explore.html"} <= pasted[-1][2]
 
 
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])
@@ -107,6 +116,7 @@ def test_another_report_would_be_noticed(change):
         assert_quoted([line for line in quoted if line != "…"], printed)
 
 
+@pytest.mark.slow
 def test_the_table_of_accuracies_is_what_the_config_prints(tmp_path):
     """Greedy answers: whole numbers of right ones, which no rounding turns on a toy that is sure of its words."""
     text = (ROOT / "experiments" / "accuracy" / "config.toml").read_text()

@@ -34,7 +34,11 @@ def unsupported(source: str, printed: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in TUTORIALS.glob("*.py")))
+SHORT = "focus"  # one of them in each run of the tests, all of them in make test-all
+NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_a_conclusion_has_the_numbers_that_are_printed(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(TUTORIALS / f"{name}.py"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
@@ -149,7 +149,7 @@ class _Padded:
         self.longest = max(map(len, sequences))
         self.lengths = torch.tensor([len(s) for s in sequences], device=device)
 
-        def padded(parts: list[Int[Tensor, " _"]], value: int) -> Int[Tensor, "batch pos"]:
+        def padded(parts: list[Shaped[Tensor, " _"]], value: int) -> Shaped[Tensor, "batch pos"]:
             rows = [torch.cat([part.new_full((self.longest - len(part),), value), part]) for part in parts]
             return torch.stack(rows).to(device)
 

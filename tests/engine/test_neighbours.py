@@ -1,6 +1,7 @@
 """A row's numbers do not depend on the rows beside it: every family, prompts far apart in length, alone and together."""
 
 import math
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -19,6 +20,12 @@ LENGTHS = (6, 20, 60)
 NEW = 4
 ALL = [*FAMILIES, *(name for name in UNUSUAL if name not in {**LONGROPE, **DYNAMIC, **FAMILIES})]
 CLOSE = 5e-5  # of the largest value: float32, two layers, sums over 60 keys
+
+
+@pytest.fixture(scope="session")
+def each(tokenizer):
+    """Every family, loaded once; nothing below changes a model."""
+    return cache(lambda name: loaded(name, tokenizer))
 
 
 def loaded(name, tokenizer):
@@ -59,6 +66,7 @@ def analyses_of(model, prompts):
         except MechattnError:
             continue
         return [ma.ReceivedAttention(), stream]
+    ma.run(model, prompts[0], progress=False)  # tries whether it can be streamed
     return [ma.ReceivedAttention()]
 
 
@@ -101,13 +109,12 @@ def worst(model, prompts, analyses, engine, one_batch):
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_row_is_measured_alike_alone_and_beside_others(family, tokenizer, one_batch):
-    model = loaded(family, tokenizer)
+def test_a_row_is_measured_alike_alone_and_beside_others(family, each, tokenizer, one_batch):
+    model = each(family)
     if not attention_layers(model):
         return
     prompts = prompts_of(tokenizer)
     analyses = analyses_of(model, prompts)
-    ma.run(model, prompts[0], progress=False)
     engines = ["hooks"] + ["streaming"] * (facts_of(model).streaming.outcome == "passed")
     for engine in engines:
         where, difference = worst(model, prompts, analyses, engine, one_batch)
@@ -130,8 +137,8 @@ def answered(model, prompts, batch):
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_row_is_answered_alike_alone_and_beside_others(family, tokenizer):
-    model = loaded(family, tokenizer)
+def test_a_row_is_answered_alike_alone_and_beside_others(family, each, tokenizer):
+    model = each(family)
     prompts = prompts_of(tokenizer)
     if not attention_layers(model):
         with pytest.raises(ModelError, match="takes no past_key_values"):

@@ -33,17 +33,26 @@ def full(rows, error, layer, monkeypatch):
     return sizes
 
 
+@pytest.fixture(scope="module")
+def whole(toy, prompts):
+    return ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "layer"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."),
-        MemoryError(),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 2),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."
+            ),
+            2,
+        ),
+        (MemoryError(), 2),
+        (MemoryError(), 0),
     ],
 )
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, error, layer, monkeypatch):
-    whole = ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, whole, error, layer, monkeypatch):
     sizes = full(6, error, layer, monkeypatch)
     halved = ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
     assert max(sizes) > 6

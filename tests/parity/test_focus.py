@@ -269,17 +269,18 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
         rounding = ULP * (abs(total[..., visible]).max() + 8)  # BLOOM and MPT round scores to float32 even here
         np.testing.assert_allclose(own / own.sum(-1, keepdims=True), pattern, atol=rounding)
         of = data.sel(layer=layer)
+        of = {part: of[f"{part}_at_per_prompt"].values for part in ("target", "content", "bias", "alibi")}
         wrong = 0
         for head, query in np.ndindex(heads, length):
             if query <= rank:
                 continue
             target = np.argsort(-total[head, query], kind="stable")[rank]
-            if target != int(of.target_at_per_prompt[head, query]):
+            if target != int(of["target"][head, query]):
                 wrong += 1
                 continue
             for part, value in (("content", content), ("bias", bias), ("alibi", alibi)):
                 row = value[head, query, : query + 1]
-                mine = float(of[f"{part}_at_per_prompt"][head, query])
+                mine = float(of[part][head, query])
                 assert abs(mine - (row[target] - row.mean())) < 2e-4 * max(1, abs(raw).max()), part
         assert wrong <= 0.002 * heads * length
 

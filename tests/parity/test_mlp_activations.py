@@ -1,5 +1,7 @@
 """`MlpActivations` on every toy against plain transformers in float64, token by token, with numpy."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -49,15 +51,15 @@ def of_tokens(post, pre, threshold):
 
 
 @pytest.mark.parametrize("name", toy_names())
-@pytest.mark.parametrize("engine", ["streaming", "hooks"])
-def test_mlp_activations_equal_the_oracle(name, engine, prompts, monkeypatch):
+def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
+    """Of both engines."""
     plain, hooked = plain_and_hooked(name, load_tokenizer(name))
     slash, sentence = ma.MeaninglessTokens("/", 20), ma.RandomSentence(20)
     analysis = ma.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
-    result = ma.run(
-        hooked, prompts[:3], {"slash": slash, "sentence": sentence}, analysis, engine=engine, progress=False
-    )
-    data = result["mlp_activations"]
+    some = {"slash": slash, "sentence": sentence}
+    results = [
+        ma.run(hooked, prompts[:3], some, analysis, engine=engine, progress=False) for engine in ("streaming", "hooks")
+    ]
     conditions = {"baseline": ma.Baseline(), "slash": slash, "sentence": sentence}
     sequence = {c: condition.apply(prompts[1], hooked) for c, condition in conditions.items()}
     with alibi_in_the_mask_only(plain, monkeypatch):
@@ -66,43 +68,49 @@ def test_mlp_activations_equal_the_oracle(name, engine, prompts, monkeypatch):
             for ids in (ma.Baseline().apply(p, hooked).tokens.tolist() for p in CALIBRATION)
         ]
         seen = {c: activations(plain, made.tokens.tolist()) for c, made in sequence.items()}
-    thresholds = result.provenance["analyses"]["mlp_activations"]["thresholds"]
-    for layer, values in enumerate(np.array(quantiles).T):
-        assert thresholds[layer] == pytest.approx(np.median(values), rel=1e-3)
+    for result in results:
+        thresholds = result.provenance["analyses"]["mlp_activations"]["thresholds"]
+        for layer, values in enumerate(np.array(quantiles).T):
+            assert thresholds[layer] == pytest.approx(np.median(values), rel=1e-3)
     texts = [hooked.tokenizer.decode([t]) for t in sequence["baseline"].tokens.tolist()]
     for layer in range(hooked.cfg.n_layers):
         changes = {}
         for condition, made in sequence.items():
             pre, post = seen[condition][layer]
-            at = data.sel(condition=condition, layer=layer).isel(prompt=1)
             question = made.of_segment("question").numpy()
-            for metric, number in of_tokens(post[question], pre[question], thresholds[layer]).items():
-                got = float(at[f"{metric}_by_segment"].sel(segment="question"))
-                # A share changes by a step where an activation lies at the threshold.
-                near = 3 / post[question].size if metric in ("near_zero", "saturated") else 0
-                assert got == pytest.approx(number, rel=2e-4, abs=near + 1e-9), (name, layer, condition, metric)
+            numbers = of_tokens(post[question], pre[question], thresholds[layer])
             place = [int((made.origin == k).nonzero()) for k in range(len(sequence["baseline"]))]
             asks = sequence["baseline"].of_segment("question").numpy()
             before = seen["baseline"][layer][1][asks]
             changes[condition] = post[np.array(place)[asks]] - before
             relative = np.linalg.norm(changes[condition], axis=1) / np.linalg.norm(before, axis=1)
-            got = float(at.change_by_segment.sel(segment="question"))
-            assert got == pytest.approx(relative.mean(), abs=2e-5), (name, layer, condition)
             share = np.abs(post[np.array(place)]) <= thresholds[layer]
-            for kind in TOKEN_CLASSES:
-                of_kind = [i for i, text in enumerate(texts) if token_class(text) == kind and asks[i]]
-                got = float(at.near_zero_by_token_class.sel(token_class=kind))
-                expected = share[of_kind].mean() if of_kind else np.nan
-                assert got == pytest.approx(expected, abs=3e-3, nan_ok=True), (name, layer, condition, kind)
             edges = [-np.inf, *np.round(np.arange(-0.51, 1.52, 0.02), 2), np.inf]
             counts = np.histogram(post[question].clip(-1e9, 1e9), np.clip(edges, -2e9, 2e9))[0]
-            assert np.abs(at.histogram.values - counts / counts.sum()).max() < 3 / counts.sum()
-        for one, other in (("slash", "slash"), ("slash", "sentence")):
-            got = float(data.change_product.sel(condition=one, other_condition=other, layer=layer).isel(prompt=1))
+            for result in results:
+                at = result["mlp_activations"].sel(condition=condition, layer=layer).isel(prompt=1)
+                where = result.provenance["engine"], layer, condition
+                for metric, number in numbers.items():
+                    got = float(at[f"{metric}_by_segment"].sel(segment="question"))
+                    # A share changes by a step where an activation lies at the threshold.
+                    near = 3 / post[question].size if metric in ("near_zero", "saturated") else 0
+                    assert got == pytest.approx(number, rel=2e-4, abs=near + 1e-9), (where, metric)
+                got = float(at.change_by_segment.sel(segment="question"))
+                assert got == pytest.approx(relative.mean(), abs=2e-5), where
+                for kind in TOKEN_CLASSES:
+                    of_kind = [i for i, text in enumerate(texts) if token_class(text) == kind and asks[i]]
+                    got = float(at.near_zero_by_token_class.sel(token_class=kind))
+                    expected = share[of_kind].mean() if of_kind else np.nan
+                    assert got == pytest.approx(expected, abs=3e-3, nan_ok=True), (where, kind)
+                assert np.abs(at.histogram.values - counts / counts.sum()).max() < 3 / counts.sum()
+        for result, (one, other) in product(results, (("slash", "slash"), ("slash", "sentence"))):
+            products = result["mlp_activations"].change_product.sel(condition=one, other_condition=other, layer=layer)
             scale = np.linalg.norm(changes[one]) * np.linalg.norm(changes[other])
-            assert got == pytest.approx((changes[one] * changes[other]).sum(), abs=1e-4 * scale), (name, layer, other)
-    change = data.change_by_segment.sel(segment="question", condition="slash")
-    assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"
+            expected = (changes[one] * changes[other]).sum()
+            assert float(products.isel(prompt=1)) == pytest.approx(expected, abs=1e-4 * scale), (layer, other)
+    for result in results:
+        change = result["mlp_activations"].change_by_segment.sel(segment="question", condition="slash")
+        assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"
 
 
 def test_what_is_outside_of_the_question_does_not_count(toy, prompts):

@@ -12,14 +12,15 @@ from mechattn.results.digest import digest, is_digest
 from mechattn.results.packed import packed, unpacked
 
 SLASH = ma.MeaninglessTokens(count=3)
-CONDITIONS = {
-    "the baseline alone": {},
-    "slash": {"slash": SLASH},
-    "arm": {"arm": ma.Baseline(intervention=ma.ARM(c=0.3))},
-    "ablation": {"ablation": ma.Baseline(intervention=ma.HeadAblation(((0, 1),)))},
-    "masked": {"masked": SLASH.masked()},
-    "a sweep": ma.sweep(SLASH, count=[0, 1, 4]),
+KINDS = {
+    "slash": SLASH,
+    "arm": ma.Baseline(intervention=ma.ARM(c=0.3)),
+    "ablation": ma.Baseline(intervention=ma.HeadAblation(((0, 1),))),
+    "masked": SLASH.masked(),
+    **ma.sweep(SLASH, count=[0, 1, 4]),
 }
+# Without an inserted token, as in the first, whole arrays are NaN; the last has every kind at once.
+CONDITIONS = {"the baseline alone": {}, "slash": {"slash": SLASH}, "every kind": KINDS}
 
 
 ALIBI = [kind for kind in ANALYSES if kind is ma.ScoreDecomposition]  # of scores with a position in them

@@ -234,7 +234,7 @@ def test_a_page(tmp_path):
     assert seen == {old, new}
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_in_chunks(job, chunks, shards, tmp_path, older):
     """Beside an empty place, and over the result of another run; no chunk that was kept is computed again."""
     path, expected = tmp_path / "r.zarr", numbers(ma.merge_results(shards))
