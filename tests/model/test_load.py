@@ -116,7 +116,7 @@ def test_local_attention_by_other_names():
 
     def model(cfg=None, **config):
         inner = {"original_model": SimpleNamespace(config=SimpleNamespace(**config))} if config else {}
-        return SimpleNamespace(cfg=cfg, tokenizer=None, run_with_hooks=None, **inner)
+        return SimpleNamespace(cfg=cfg, tokenizer=None, run_with_hooks=print, **inner)
 
     neo = model(model_type="gpt_neo", attention_layers=["global", "local"], window_size=16)
     assert [attention_window(neo, layer) for layer in (0, 1)] == [None, 16]
