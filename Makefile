@@ -70,7 +70,7 @@ bench: .venv/dev
 	@touch $@
 
 .venv/dev: .venv/core
-	@echo "Adding what tests and lint need (about a minute; 0.8 GB)."
+	@echo "Adding what tests and lint need (about a minute; 0.6 GB)."
 	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray]'
 	@touch $@
 
