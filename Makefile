@@ -75,7 +75,7 @@ bench: .venv/dev
 	@touch $@
 
 .venv/docs: .venv/core
-	@echo "Adding what the site needs (half a minute; 0.3 GB)."
+	@echo "Adding what the site needs (half a minute; 0.1 GB)."
 	$(INSTALL) --constraint requirements.lock --editable '.[docs]'
 	@touch $@
 
