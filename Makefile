@@ -3,61 +3,83 @@
 # make fuzz      10,000 inputs each for configs, files of prompts, stored results (some minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
-# Each of them creates the environment in .venv first, from requirements.lock, with nothing but python3.
+# make test-all   those, and every test: also the slow ones, of the last kill in a row or of one more tutorial
+# Each of them first puts what it needs into .venv, in the versions of requirements.lock, with nothing but python3:
+# the figures need mechattn alone (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
 
 PYTHON ?= python3
 BIN := .venv/bin
+# uv installs where it is on the path (make UV= for pip all the same); it reads its own settings, not pip's.
+UV ?= $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
+# Bytecode is written at the first import, of what is imported: less work than all of it at installation.
+unexport PYTHONDONTWRITEBYTECODE
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
+# The rooms whose tests are of tensors: their shapes and types are checked at run time, which takes half as long again.
+TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
+# Two processes of one thread each: faster than one of two, as toys are small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: figures test test-compat fuzz lint docs cards bench lock clean
+.PHONY: figures test test-compat test-all fuzz lint docs cards bench lock clean
+.NOTPARALLEL:  # as all share .venv
 
-figures: .venv/installed
+figures: .venv/core
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
-# Two processes of one thread each: faster than one of two, as toys are small.
-test: .venv/installed
-	@echo "Shapes and types of the tensor code are checked at run time in all tests but those of bad input."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/bad_input --ignore tests/compat \
-	  --jaxtyping-packages=$(CHECKED),beartype.beartype
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/bad_input
+test: .venv/dev
+	$(PYTEST) -m "not slow" $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(PYTEST) -m "not slow" tests --ignore tests/compat $(addprefix --ignore ,$(TYPED))
+
+test-all: .venv/dev test-compat
+	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(PYTEST) tests --ignore tests/compat $(addprefix --ignore ,$(TYPED))
 
 # It runs on the same torch and transformers, so it needs no second environment, only a place on the path.
-test-compat: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target out/compat \
+test-compat: .venv/dev
+	$(INSTALL) --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
 	PYTHONPATH=out/compat $(BIN)/python -m pytest tests/compat
 
-fuzz: .venv/installed
+fuzz: .venv/dev
 	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
 
-lint: .venv/installed
+lint: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 	$(BIN)/mypy
 
-docs: .venv/installed
+docs: .venv/docs
 	$(BIN)/mkdocs build --strict
 
-cards: .venv/installed
+cards: .venv/dev
 	$(BIN)/python experiments/toys/measure.py mechattn/toys/*/
 
 # nnsight goes to a place of its own, as the tests do not need it.
-bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target out/bench \
+bench: .venv/dev
+	$(INSTALL) --no-deps --upgrade --target out/bench \
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384 --out out/bench.md
 	$(BIN)/python experiments/benchmarks/generate.py
 	$(BIN)/python experiments/benchmarks/workers.py
 
-.venv/installed: requirements.lock pyproject.toml
+.venv/core: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; say which one: make PYTHON=python3.12 …")'
-	@echo "Creating the environment in .venv (some minutes; about 2.6 GB with the CPU build of torch)."
+	@echo "Creating the environment in .venv (about a minute; 1.5 GB with the CPU build of torch)."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(INSTALL) --constraint requirements.lock --editable .
+	@touch $@
+
+.venv/dev: .venv/core
+	@echo "Adding what tests and lint need (about a minute; 0.6 GB)."
+	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray]'
+	@touch $@
+
+.venv/docs: .venv/core
+	@echo "Adding what the site needs (half a minute; 0.1 GB)."
+	$(INSTALL) --constraint requirements.lock --editable '.[docs]'
 	@touch $@
 
 # uv resolves for every system at once. The CUDA libraries that some builds of torch bring are left out: pip adds them
