@@ -22,7 +22,7 @@ def block(language):
 
 
 def test_the_config_is_the_file():
-    assert block("toml") == (ROOT / "experiments" / "gsm8k" / "config.toml").read_text()
+    assert block("toml") == (ROOT / "experiments" / "first" / "config.toml").read_text()
 
 
 def assert_same_words_and_numbers(quoted, printed):
