@@ -1,6 +1,7 @@
 """The commands, run as a user runs them."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -35,6 +36,17 @@ def here(tmp_path, monkeypatch, capsys):
         return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_threads_that_wait_sleep(given, monkeypatch, here):
+    """OpenMP's spin, which costs several times as much where the cores are shared; what the user has set stays."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    here("--version")
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "passive")
 
 
 def test_help_imports_nothing_heavy():

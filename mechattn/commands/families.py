@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.registry import ANALYSES
-from mechattn.engine.run import run
+from mechattn.engine.run import make_plan, run
 from mechattn.errors import MechattnError
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooked import HookedModel
@@ -23,6 +23,7 @@ _PROMPTS = (
     Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"),
     Prompt("Add 2 and 5, please, then take 3 away and say it.", id="b"),
 )
+_CONDITIONS = {"slash": MeaninglessTokens("/", 12)}
 _MANY = 5  # families: a reason that so many share is said once
 _MINOR = ("hooks", "bos")
 
@@ -59,16 +60,34 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
             continue
         report = verify_model(model)
         has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
-        analyses = {make().name: _outcome(model, make) for make in ANALYSES}
-        yield Family(name, report.architecture, has, _verified(report), _limits(report), analyses)
+        yield Family(name, report.architecture, has, _verified(report), _limits(report), _outcomes(model))
 
 
-def _outcome(model: HookedModel, make: Callable[[], Analysis]) -> str:
+def _outcomes(model: HookedModel) -> dict[str, str]:
+    """Of each analysis: one run of all that are not refused before it; where it fails, a run of each."""
+    outcomes = {make().name: _tried(model, make(), _planned) for make in ANALYSES}
+    possible = [make() for make in ANALYSES if outcomes[make().name] == "yes"]
+    if possible and _tried(model, possible, _measured) != "yes":
+        outcomes |= {analysis.name: _tried(model, analysis, _measured) for analysis in possible}
+    return outcomes
+
+
+def _tried(model: HookedModel, analyses: Any, how: Callable[[HookedModel, Any], Any]) -> str:
     try:
-        run(model, list(_PROMPTS), {"slash": MeaninglessTokens("/", 12)}, [make()], progress=False)
+        how(model, analyses)
     except MechattnError as error:
         return f"no: {error}"
     return "yes"
+
+
+def _planned(model: HookedModel, analyses: Any) -> None:
+    plan = make_plan(model, _CONDITIONS, analyses)
+    plan.sequences(_PROMPTS)
+    plan.calibrated(_PROMPTS)
+
+
+def _measured(model: HookedModel, analyses: Any) -> None:
+    run(model, _PROMPTS, _CONDITIONS, analyses, progress=False)
 
 
 def _verified(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures                                    four toy models, about half a minute; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          is the hooked model the model?
-  mechattn run experiments/gsm8k/config.toml          a whole experiment from a file
+  mechattn run experiments/first/config.toml          a whole experiment from a file
   mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
   mechattn evaluate CONFIG.toml                       does it change the answers?
   mechattn show RESULT.zarr                           what a stored result holds, in the terminal
@@ -238,8 +239,14 @@ def _command() -> str:
 
 
 def main() -> None:
-    """Run the command; a MechattnError is one sentence, not a traceback."""
+    """Run the command; a MechattnError is one sentence, not a traceback.
+
+    Threads of torch that wait sleep, unless the environment says otherwise: by default they spin, and where another
+    program wants the same core, a toy's run takes five times as long.
+    """
     from mechattn.errors import Interrupted, MechattnError
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, which reads it once
 
     try:
         app()
