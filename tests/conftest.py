@@ -4,6 +4,10 @@ import gc
 import os
 from pathlib import Path
 
+# The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
+# huggingface_hub reads this once, when it is imported, so it stands before all that import it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
 

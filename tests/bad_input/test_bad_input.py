@@ -25,8 +25,7 @@ def test_unknown_toy_lists_the_toys(name):
         ma.load_model(name)
 
 
-def test_unknown_model_says_what_was_tried(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_unknown_model_says_what_was_tried():
     with pytest.raises(ModelError, match=r"no model 'no/such-model'.*toy:llama.*hub did not give it"):
         ma.load_model("no/such-model")
 
@@ -342,8 +341,7 @@ def test_files_of_prompts(tmp_path, lines, message):
         ma.load_prompts(str(path))
 
 
-def test_files_that_are_not_there_or_not_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_files_that_are_not_there_or_not_text(tmp_path):
     with pytest.raises(PromptError, match="no file of prompts"):
         ma.load_prompts(str(tmp_path / "missing.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))

@@ -86,6 +86,7 @@ def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
     assert digest(made.datasets) == local
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.jobs.ray.TRIES", 2)
     dies = replace(job, require=lambda model, layers: os._exit(1))

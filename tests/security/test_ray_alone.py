@@ -64,7 +64,7 @@ def started(how, home, **variables):
     return json.loads(out.stdout.partition("FOUND ")[2])
 
 
-@pytest.mark.parametrize("before", ["", "import ray\n"])
+@pytest.mark.parametrize("before", ["", pytest.param("import ray\n", marks=pytest.mark.slow)])
 def test_a_cluster_of_this_machine_alone(tmp_path, before):
     found = started(before + OURS, tmp_path)
     assert len(found["at"]) >= 5
