@@ -197,7 +197,7 @@ def test_an_address_that_fails_or_is_of_no_kind(slash_result, monkeypatch):
 
 def test_schema_1_is_read_and_cannot_be_merged(slash_result, tmp_path):
     """Written as version 0.1 wrote it: no digests, no places, no units of the sequences, a hash of the order."""
-    sequences = slash_result["sequences"].drop_vars("place")
+    sequences = slash_result["sequences"].drop_vars("place").copy(deep=True)  # the others have units
     for name in sequences:
         sequences[name].attrs = {}
     datasets = {"received_attention": slash_result["received_attention"], "sequences": sequences}
