@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
-from mechattn.errors import OptionError
+from mechattn.errors import ConditionError, OptionError
 from mechattn.functional.rows import EdgeMask
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
@@ -132,7 +132,7 @@ class Insertion:
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """The token ids that are inserted into this prompt."""
-        raise NotImplementedError(f"{type(self).__name__} has no filler(self, prompt, model, seed=0)")
+        raise ConditionError(f"{type(self).__name__} has no filler: write def filler(self, prompt, model, seed=0)")
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The prompt's tokens with the run inserted on token ids.

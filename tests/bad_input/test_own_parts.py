@@ -1,5 +1,7 @@
 """Conditions and analyses of a user's own that are not quite right: what is wrong is said in his words, before the work."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -180,3 +182,13 @@ def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
     assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
     assert int((found & (table.beyond > 0)).sum()) == int(verdict.above.sum())
     assert count > 5 or not found.any(), "no pattern of so few signs is rare enough"
+
+
+def test_a_kind_of_inserted_tokens_without_a_filler(toy):
+    @dataclasses.dataclass(frozen=True)
+    class Empty(ma.Insertion):
+        count: int = 3
+        place: str = "start"
+
+    with pytest.raises(ma.MechattnError, match=r"Empty has no filler: write def filler\(self, prompt, model, seed=0\)"):
+        ma.run(toy, "Tom has 3 apples.", {"empty": Empty()}, progress=False)
