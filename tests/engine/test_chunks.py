@@ -13,6 +13,7 @@ from mechattn.jobs.chunks import parse_shard, parts_folder, shard_place
 from mechattn.jobs.job import Worker
 from mechattn.jobs.local import Local
 from mechattn.results.digest import digest
+from mechattn.results.packed import unpacked
 
 
 @pytest.fixture(scope="module")
@@ -457,3 +458,19 @@ def test_places():
     assert shard_place("llama.nc", (1, 1)) == "llama.nc"
     assert parts_folder("s3://b/llama.zarr").name == "llama.zarr.parts"
     assert str(parts_folder("/a/b.nc")) == "/a/b.nc.parts"
+
+
+def test_sequences_are_made_once_and_again_beyond_the_first_chunks(job, monkeypatch):
+    """What the check has made is measured; of chunks beyond the first they are made again, to the same numbers."""
+    from mechattn.engine.run import Plan
+
+    made, sequences = [], Plan.sequences
+    monkeypatch.setattr(Plan, "sequences", lambda plan, prompts: made.append(prompts[0].id) or sequences(plan, prompts))
+    chunks = range(len(job.chunks))
+    parts = dict(Local().parts(job, chunks))
+    assert len(made) == len(chunks)
+    monkeypatch.setattr("mechattn.jobs.job._AHEAD", 1)
+    again = dict(Local().parts(job, chunks))
+    assert len(made) == len(chunks) + 2 * len(chunks) - 1
+    numbers = [[digest(unpacked(some[chunk]).datasets) for chunk in chunks] for some in (parts, again)]
+    assert numbers[0] == numbers[1]
