@@ -75,11 +75,14 @@ def numbers(result):
 
 
 def emptied(folder):
-    """Threads of Zarr that a killed save has left may still be deleting their last file meanwhile."""
-    while found := list(folder.iterdir()):
-        for path in found:
-            with suppress(FileNotFoundError):
+    """Threads of Zarr that a killed save has left may still be deleting, or writing, their last file meanwhile."""
+    for _ in range(100):
+        for path in list(folder.iterdir()):
+            with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not names(folder):
+            return
+    raise AssertionError(f"{folder} cannot be emptied: {names(folder)}")
 
 
 def copied(folder, to):
