@@ -136,8 +136,10 @@ def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
 
 
 def has_sinks(model: HookedModel) -> bool:
-    """Whether a layer has learned sinks."""
-    return any(sinks_of(model, layer) is not None for layer in range(len(model.blocks)))
+    """Whether a layer has learned sinks, under whatever name that says so."""
+    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
+    modules = [getattr(attention, "original_component", attention) for attention in attentions]
+    return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
 
 
 def prepends_bos(tokenizer: Any) -> bool:
