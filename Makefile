@@ -14,8 +14,9 @@ UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
 # Bytecode is written at the first import, of what is imported: less work than all of it at installation.
 unexport PYTHONDONTWRITEBYTECODE
+# Shapes and types are checked at run time: by "make test" in mechattn.functional, by "make test-all" in every room that has
+# tensors, which takes half as long again.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
-# The rooms whose tests are of tensors: their shapes and types are checked at run time, which takes half as long again.
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
 # Two processes of one thread each: faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -28,8 +29,7 @@ figures: .venv/core
 	$(BIN)/mechattn figures --out out/figures
 
 test: .venv/dev
-	$(PYTEST) -m "not slow" $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
-	$(PYTEST) -m "not slow" tests --ignore tests/compat $(addprefix --ignore ,$(TYPED))
+	$(PYTEST) -m "not slow" tests --ignore tests/compat --jaxtyping-packages=mechattn.functional,beartype.beartype
 
 test-all: .venv/dev test-compat
 	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype

@@ -10,6 +10,8 @@ from mechattn.model.architectures import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows():

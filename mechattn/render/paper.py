@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from mechattn.errors import OptionError, OutputError
@@ -16,6 +18,7 @@ _INCHES = {"single": 3.35, "double": 6.9}  # 85 and 175 mm, the columns of most 
 _PIXELS = 96  # to the inch, as SVG and PDF count them
 _POINTS = 8
 _FORMATS = (".pdf", ".svg", ".png")
+_PATIENCE = 100  # seconds; kaleido itself gives a figure that it is drawing 90
 # Okabe and Ito (2008), "Color universal design".
 _SAFE = dict(
     zip(
@@ -77,7 +80,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
 
     Raises:
         OptionError: Another kind of file.
-        OutputError: What draws it is not installed, or the file cannot be written.
+        OutputError: What draws it is not installed or does not answer, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in _FORMATS:
@@ -91,7 +94,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.write_image(path, scale=300 / _PIXELS if path.suffix == ".png" else 1)
+        _drawn(made, path)
     except (ChromeNotFoundError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "Chrome" not in str(error):
             raise
@@ -102,6 +105,30 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
     return path
+
+
+def _drawn(figure: go.Figure, path: Path) -> None:
+    """Kaleido now and then waits without end for a Chromium that is gone, so each of two attempts has a time limit."""
+    scale = 300 / _PIXELS if path.suffix == ".png" else 1
+    for _ in range(2):
+        ended: Queue[Exception | None] = Queue()
+
+        def attempt(ended: Queue[Exception | None] = ended) -> None:
+            try:
+                figure.write_image(path, scale=scale)
+                ended.put(None)
+            except Exception as failed:
+                ended.put(failed)  # raised again, in the caller's thread
+
+        Thread(target=attempt, daemon=True).start()  # its own threads are daemons too: none keeps Python from ending
+        try:
+            error = ended.get(timeout=_PATIENCE)
+        except Empty:
+            continue
+        if error is not None:
+            raise error
+        return
+    raise OutputError(f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again")
 
 
 def _recoloured(value: Any) -> Any:

@@ -78,6 +78,7 @@ def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes under /proc")
 def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
     killed = []
@@ -94,6 +95,7 @@ def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp
         ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
 
 
+@pytest.mark.slow
 def test_a_refusal_of_a_worker_is_the_refusal_of_the_run(cluster, job, tmp_path):
     long = replace(job, prompts=[*job.prompts, ma.Prompt("word " * 1200, id="long")])
     with pytest.raises(PromptTooLong, match=r"prompt long .*toy:llama takes 1,024"):

@@ -51,14 +51,17 @@ def run(tmp_path_factory):
     return {cell.id: cell for cell in notebook.cells}
 
 
+@pytest.mark.slow
 def test_every_cell_ran(run):
     assert all(cell.execution_count for cell in run.values() if cell.cell_type == "code")
 
 
+@pytest.mark.slow
 def test_nothing_is_installed_where_mechattn_is(run):
     assert run["install"].outputs == []
 
 
+@pytest.mark.slow
 def test_the_cells_show_what_they_promise(run):
     kinds = {
         name: set().union(*(output.get("data", {}) for output in cell.get("outputs", []))) for name, cell in run.items()

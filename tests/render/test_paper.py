@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from threading import Event
 
 import pytest
 
@@ -52,6 +53,28 @@ def test_files(slash_result, tmp_path, suffix, starts):
         assert b"layer" in data
     if suffix == "png":
         assert int.from_bytes(data[16:20]) == pytest.approx(3.35 * 300, abs=2), "85 mm at 300 dots to the inch"
+
+
+class Hangs:
+    """A figure of which the first ``times`` attempts to draw it never end."""
+
+    def __init__(self, times):
+        self.left = times
+
+    def write_image(self, path, scale):
+        self.left -= 1
+        if self.left >= 0:
+            Event().wait()
+        path.write_text(f"at scale {scale}")
+
+
+def test_chromium_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.render.paper._PATIENCE", 1)
+    monkeypatch.setattr("mechattn.render.paper.for_paper", lambda figure, *_, **__: figure)
+    once = ma.render.write_image(Hangs(times=1), tmp_path / "once.svg")
+    assert once.read_text() == "at scale 1", "the second attempt drew it"
+    with pytest.raises(OutputError, match=r"has not drawn .*never\.svg within 2 s, in two attempts: try again"):
+        ma.render.write_image(Hangs(times=2), tmp_path / "never.svg")
 
 
 def test_another_kind_of_file(figure, tmp_path):

@@ -52,7 +52,7 @@ def assert_same(loaded, result):
             np.testing.assert_array_equal(got.values.astype(expected.dtype), expected.values)  # NaN equals NaN
 
 
-@pytest.mark.parametrize("name", ["r.zarr", "r.nc"])
+@pytest.mark.parametrize("name", ["r.zarr", pytest.param("r.nc", marks=pytest.mark.slow)])
 def test_saved_loaded_equal(result, tmp_path, name):
     result.save(tmp_path / name)
     assert_same(ma.load_result(tmp_path / name), result)

@@ -95,7 +95,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["r.zarr", "r.nc"])
+@pytest.mark.parametrize("name", ["r.zarr", pytest.param("r.nc", marks=pytest.mark.slow)])
 def test_save_over_an_older_result(shards, tmp_path, name):
     path, (old, new, _) = tmp_path / name, shards
     seen = []
@@ -114,7 +114,7 @@ def test_save_over_an_older_result(shards, tmp_path, name):
     assert set(seen) == {numbers(old), numbers(new)}
 
 
-@pytest.mark.parametrize("name", ["r.zarr", "r.nc"])
+@pytest.mark.parametrize("name", ["r.zarr", pytest.param("r.nc", marks=pytest.mark.slow)])
 def test_the_first_save(shards, tmp_path, name):
     path = tmp_path / name
     for _ in each_kill(tmp_path, lambda: emptied(tmp_path), lambda: shards[0].save(path)):
@@ -200,6 +200,7 @@ def test_what_a_living_process_is_writing_is_left_alone(shards, tmp_path):
     assert names(path) == ["late"]
 
 
+@pytest.mark.slow
 def test_merge(shards, tmp_path):
     """One shard had been merged before; now it is two."""
     shards, out = shards[:2], tmp_path / "all.zarr"

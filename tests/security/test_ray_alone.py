@@ -75,6 +75,7 @@ def test_a_cluster_of_this_machine_alone(tmp_path, before):
     assert list(tmp_path.iterdir()) == [], "no token is left in the home"
 
 
+@pytest.mark.slow
 def test_a_cluster_as_ray_starts_it_listens_everywhere(tmp_path):  # negative control
     found = started(PLAIN, tmp_path, RAY_AUTH_MODE="disabled")
     assert found["joined"]
