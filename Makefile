@@ -1,5 +1,6 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
+# make selftest   is what is known beforehand found? about a minute
 # make fuzz      10,000 inputs each for configs, files of prompts, stored results (some minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
@@ -21,12 +22,17 @@ TYPED := $(addprefix tests/,analysis engine evaluation functional identities int
 # Two processes of one thread each: faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: figures test test-compat test-all fuzz lint docs cards bench lock clean
+.PHONY: figures selftest test test-compat test-all fuzz lint docs cards bench lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
+
+# Models that others have trained are looked for in MODELS; what is not there is not tried.
+MODELS ?= $(wildcard ../shared/models)
+selftest: .venv/core
+	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
 
 test: .venv/dev
 	$(PYTEST) -m "not slow" tests --ignore tests/compat --jaxtyping-packages=mechattn.functional,beartype.beartype

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mechattn.interventions.knockout import Knockout as Knockout
     from mechattn.jobs.chunks import run_job as run_job
     from mechattn.jobs.job import Job as Job
+    from mechattn.known_answers.selftest import selftest as selftest
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
     from mechattn.pages.one_prompt import explore as explore
@@ -103,6 +104,7 @@ _HOME = {
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
+    "selftest": "known_answers.selftest",
     "run_job": "jobs.chunks",
     "save_result": "results.storage",
     "sweep": "prompts.conditions",

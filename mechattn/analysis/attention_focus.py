@@ -1,4 +1,4 @@
-"""What attention focuses on: itself, the first token, the one before; on how few keys; how far back."""
+"""What attention focuses on: itself, the first token, the one before, repeats; on how few keys; how far back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.functional import focus as fn
 from mechattn.functional.received import segment_mean, self_attention, visible_counts
+from mechattn.functional.repeats import has_repeat, repeated_mass
 from mechattn.prompts.sequences import Batch
 
 _UNITS = {
@@ -21,6 +22,14 @@ _UNITS = {
     "self_mass": ("probability", "attention of a query to itself"),
     "first_mass": ("probability", "attention of a query to the first token"),
     "previous_mass": ("probability", "attention of a query to the token before"),
+    "duplicate_mass": (
+        "probability",
+        "attention of a query to the earlier places of its own token, of queries that have one",
+    ),
+    "induction_mass": (
+        "probability",
+        "attention of a query to what stood after the earlier places of its own token, of queries that have one",
+    ),
     "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
     "concentration": ("probability", "p(1) - p(2): the largest probability less the second largest"),
     "entropy": ("nats", "- sum over keys of A log A"),
@@ -28,7 +37,7 @@ _UNITS = {
     "distance": ("positions", "sum over keys of A (query - key)"),
     "half_mass_keys": ("keys", "size of the smallest set of keys that holds half of the attention"),
 }
-_MAY_BE_ZERO = ("inserted_mass", "self_share", "first_share", "previous_share")
+_MAY_BE_ZERO = ("duplicate_mass", "induction_mass", "inserted_mass", "self_share", "first_share", "previous_share")
 _NO_NULL = {
     **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest"),
     "concentration": "it is 0 under uniform attention, however many keys there are",
@@ -42,6 +51,11 @@ class AttentionFocus(AnalysisBase):
     Two readings of "attends to itself" (or to the first token, or to the token before): the *argmax share* of the
     queries for which that target is the strongest, and the *mass* that they give to it. All are means over the queries
     of each segment; the very first query sees one key only and does not count. A tie is won by the earlier key.
+
+    Two masses are the scores of induction and duplicate-token heads: with ``p`` the places before ``q`` that hold the
+    token of ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 < q``); means
+    over the queries that have such a place, NaN where a segment has none. Inserted tokens are tokens: those of a filler
+    are each other's duplicates.
 
     Args:
         half_mass: Measure the smallest set of keys that holds half of a query's attention too; every row is sorted
@@ -95,6 +109,8 @@ class AttentionFocus(AnalysisBase):
             "self_mass": self_attention(pattern, start, first),
             "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
             "previous_mass": fn.previous_token(pattern, start, first),
+            "duplicate_mass": repeated_mass(pattern, rows.batch.tokens, 0, start, first),
+            "induction_mass": repeated_mass(pattern, rows.batch.tokens, 1, start, first),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
@@ -115,6 +131,8 @@ class AttentionFocus(AnalysisBase):
         each = {name: value for name, value in sums.items() if name != "target"}
         each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
         each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
+        for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
+            each[name] = each[name].masked_fill(~has_repeat(batch.tokens, after)[:, None], torch.nan)
         means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
         if not self.per_query:
             return means

@@ -17,6 +17,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures                                    four toy models, about half a minute; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          is the hooked model the model?
+  mechattn selftest                                   does mechattn find what is known beforehand? about a minute
   mechattn run experiments/first/config.toml          a whole experiment from a file
   mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
   mechattn evaluate CONFIG.toml                       does it change the answers?
@@ -164,6 +165,23 @@ def verify(
     report = verify_model(model, dtype=dtype_named(dtype), length=length)
     _say(str(report))
     if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def selftest(
+    models: Annotated[
+        Path | None, typer.Option(help="A folder that holds stories260K and llm-viz-sort; without, they are not tried.")
+    ] = None,
+    stories: Annotated[str | None, typer.Option(help="Where stories260K is: a directory or a hub name.")] = None,
+    sort: Annotated[str | None, typer.Option(help="Where llm-viz-sort is.")] = None,
+) -> None:
+    """Does mechattn find what is known beforehand? Published activations, and heads that are known; about a minute."""
+    from mechattn.known_answers.selftest import selftest as all_answers
+
+    made = all_answers(models, stories=stories, sort=sort)
+    _say(str(made))
+    if not made.passed:
         raise typer.Exit(1)
 
 

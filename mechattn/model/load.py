@@ -17,6 +17,7 @@ import torch
 from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import prepends_bos
+from mechattn.model.lettered import lettered_tokenizer
 from mechattn.model.patch.mend import mend
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
 from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
@@ -29,6 +30,7 @@ Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
 _LONGEST_REASON = 300  # characters: some errors list every architecture that there is
 _one_at_a_time = RLock()  # transformers and accelerate change torch itself while they make a model
+_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
 _LAYERS, _WIDTH = 10_000, 2**31 - 1  # no model is near them; a config may say anything
 
 
@@ -51,7 +53,8 @@ def load_model(
         model: "toy:llama"; a checkpoint directory; a hub name; a model object of transformers (changed in place); or
             a ``TransformerBridge`` or ``HookedTransformer``, which is verified, mended in place where it is a Falcon
             with ALiBi, and returned.
-        tokenizer: A tokenizer object of transformers, taken as it is, in place of the model's own.
+        tokenizer: A tokenizer object of transformers, taken as it is, in place of the model's own. A checkpoint
+            directory without one gives a model without one: its prompts are token ids.
         dtype: The type of the weights; "auto" takes the checkpoint's (float32 for the toys).
         device: Where the model goes; by default where TransformerLens puts it.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it where they differ. A
@@ -242,12 +245,18 @@ def tokenizer_named(name: str) -> Any:
     if name.startswith(PREFIX):
         return load_tokenizer(name)
     with as_trusted(trust_remote_code=None, pickled_weights=False):
-        return _tokenizer_of(model_place(name), {"trust_remote_code": False})
+        made = _tokenizer_of(model_place(name), {"trust_remote_code": False})
+    if made is None:
+        raise ModelError(f"{name} holds no tokenizer; save_pretrained of one writes it there")
+    return made
 
 
 def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
+    """The tokenizer of a checkpoint; None of a directory without one, for which transformers makes an empty one."""
     from transformers import AutoTokenizer
 
+    if os.path.isdir(place) and not any(next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES):
+        return None
     try:
         return AutoTokenizer.from_pretrained(place, **remote)
     except Exception as error:
@@ -318,7 +327,8 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     count_boot()
     try:
         with _quiet(), classes_left_alone():
-            bridge = TransformerBridge.boot_transformers(name, tokenizer=copy.deepcopy(tokenizer), **options)
+            stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)  # it looks for one else
+            bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {_reason(error)}") from error

@@ -12,8 +12,10 @@ from pathlib import Path
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.problems import SYSTEM, word_problems
 from mechattn.prompts.prompt import HALVES, Prompt, Template, check_template
+from mechattn.prompts.repeated import repeated_random
+from mechattn.prompts.templates import TokenizedModel
 
-GENERATED = "word-problems"
+GENERATED, REPEATED = "word-problems", "repeated-random"
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
 _LONGEST = 4 * 2**20  # bytes of a line; beyond a million tokens
@@ -31,12 +33,14 @@ def load_prompts(
     split: str = "test",
     subset: str | None = None,
     seed: int = 0,
+    model: TokenizedModel | None = None,
 ) -> list[Prompt]:
     """Load prompts.
 
     Args:
-        source: "word-problems"; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
-        limit: How many, from the beginning; all by default (64 word problems).
+        source: "word-problems"; "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`; the path of
+            a .jsonl file; or a hub data set such as "openai/gsm8k".
+        limit: How many, from the beginning; all by default (64 of those that are generated).
         field: The field that holds the question.
         answer_field: The field that holds the answer, where there is one.
         system: The text before each question; by default the one that the word problems (or the paper) use.
@@ -44,7 +48,8 @@ def load_prompts(
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub data set, or "train" / "test" of the word problems.
         subset: The subset (configuration) of a hub data set.
-        seed: Which word problems.
+        seed: Which word problems, or random tokens.
+        model: The model from whose vocabulary random tokens are drawn; nothing else needs it.
 
     Raises:
         PromptError: There is no such source, field or prompt.
@@ -57,6 +62,12 @@ def load_prompts(
     source = os.fspath(source)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise OptionError(f"limit={limit!r}: ask for a whole number of prompts, one at least")
+    if source == REPEATED:
+        if model is None:
+            raise OptionError(
+                'random tokens are drawn from the vocabulary of a model: load_prompts("repeated-random", model=model)'
+            )
+        return repeated_random(model, limit or 64, seed=seed)
     if source == GENERATED:
         if split not in ("train", "test"):
             raise OptionError(f'split={split!r}: the word problems have "train" and "test"')

@@ -23,7 +23,7 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
     if len(prompts) < _FEWEST:
         return
     texts = Counter(_text(prompt) for prompt in prompts)
-    shapes = Counter(_NAME.sub("@", _NUMBER.sub("#", text)) for text in texts.elements())
+    shapes = Counter(_shape(prompt) for prompt in prompts)
     if len(texts) <= len(prompts) / 2:
         few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
         said = f"{len(prompts)} prompts are {few} ({_most(texts)})"
@@ -41,6 +41,11 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
 
 def _text(prompt: Prompt) -> str:
     return prompt.question.strip() or " ".join(map(str, prompt.tokens))
+
+
+def _shape(prompt: Prompt) -> str:
+    """A text without its numbers and names; token ids are no numbers."""
+    return _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() or _text(prompt)
 
 
 def _most(counted: Counter[str]) -> str:

@@ -31,7 +31,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
         PromptError: The chat template changes the text of the prompt.
     """
     if prompt.tokens:
-        bos = _bos(model)
+        bos = own_bos(model)
         _refuse_padding(prompt, model.tokenizer)
         _refuse_other_bos(prompt, model, bos)
         segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
@@ -39,7 +39,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     tokenizer = require_tokenizer(model)
     text, spans = _chat(prompt, tokenizer) if prompt.template == "chat" else _plain(prompt)
     tokens, segments = _tokens_in_spans(tokenizer, text, spans)
-    bos = _bos(model)
+    bos = own_bos(model)
     if bos is not None and tokens[:1] == [bos]:
         segments[0] = "bos"
     elif bos is not None:
@@ -56,7 +56,8 @@ def require_tokenizer(model: TokenizedModel) -> Any:
     return model.tokenizer
 
 
-def _bos(model: TokenizedModel) -> int | None:
+def own_bos(model: TokenizedModel) -> int | None:
+    """The BOS token that this model reads text after; None for none."""
     if not getattr(model.cfg, "default_prepend_bos", False):
         return None
     bos = getattr(model.tokenizer, "bos_token_id", None)

@@ -25,6 +25,8 @@ _WORDS = {
     "self_mass": "attention to the query itself",
     "first_mass": "attention to the first token",
     "previous_mass": "attention to the token before",
+    "duplicate_mass": "attention to earlier places of the same token",
+    "induction_mass": "attention to what stood after them",
     "inserted_mass": "attention to the inserted tokens",
     "concentration": "p(1) − p(2)",
 }

@@ -84,6 +84,7 @@ def test_focus(measured):
     wide = windows(config) if name in toy_names() else [10**9] * len(plain.pattern)
     quantities = (
         "self_share", "first_share", "previous_share", "self_mass", "first_mass", "previous_mass", "inserted_mass",
+        "duplicate_mass", "induction_mass",
         "concentration", "entropy", "entropy_share", "distance", "half_mass_keys",
     )  # fmt: skip
     pattern = patterns(result, length)
@@ -102,6 +103,10 @@ def test_focus(measured):
             "entropy": -sum(p * math.log(p) for p in row if p > 0), "distance": sum(row[k] * (q - k) for k in range(q)),
             "half_mass_keys": next(n for n in range(1, length + 1) if ordered[:n].sum() >= 0.5 - 1e-6),
         }  # fmt: skip
+        places = [p for p in range(q) if sequence.tokens[p] == sequence.tokens[q]]
+        here["duplicate_mass"] = sum(row[p] for p in places) if places else math.nan
+        behind = [p + 1 for p in places if p + 1 < q]
+        here["induction_mass"] = sum(row[p] for p in behind) if behind else math.nan
         here["entropy_share"] = here["entropy"] / math.log(seen)
         for quantity, value in here.items():
             expected[quantity][layer, head, q] = value

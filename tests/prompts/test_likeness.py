@@ -28,6 +28,13 @@ def test_what_repeats_is_named(prompts, message):
     assert len(said) == 1
 
 
+def test_token_ids_are_no_numbers(recwarn):
+    warn_of_likeness([ma.Prompt(tokens=(1, n, 2, n), id=str(n)) for n in range(4)])
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r'4 prompts are the same \("1 2 3" 4 times\)'):
+        warn_of_likeness([ma.Prompt(tokens=(1, 2, 3), id=str(n)) for n in range(4)])
+
+
 @pytest.mark.parametrize("source", ["word-problems", "the three of a trial"])
 def test_varied_prompts_are_left_alone(source):
     few = as_prompts(TEMPLATE[:3])

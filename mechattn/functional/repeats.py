@@ -1,0 +1,49 @@
+"""Attention to earlier places of the same token, and to what stood after them: duplicate tokens and induction."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def repeated_mass(
+    pattern: Float[Tensor, "batch head query key"],
+    tokens: Int[Tensor, "batch pos"],
+    after: int = 0,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> Float[Tensor, "batch head query"]:
+    """What each query gives to the places ``after`` tokens behind the earlier places of its own token.
+
+    ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
+    ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither. Only the pairs
+    that there are, few in a text, are looked up.
+
+    Args:
+        pattern: Probabilities.
+        tokens: Token ids of the whole sequence.
+        after: 0, or how many tokens later.
+        first_query: The position of the first row.
+        first_key: The position of the first key.
+
+    Source:
+        "Duplicate token" and "induction" of TransformerLens's head detector, which counts a query's own place too.
+    """
+    queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
+    keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
+    same = tokens[:, queries, None] == tokens[:, None, (keys - after).clamp(min=0)]
+    row, query, key = (same & (keys < queries[:, None]) & (keys >= after)).nonzero(as_tuple=True)
+    mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
+    mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)
+    return mass.transpose(1, 2)
+
+
+def has_repeat(tokens: Int[Tensor, "batch pos"], after: int = 0) -> Bool[Tensor, "batch pos"]:
+    """Which queries have an earlier place p of their own token with ``p + after < q``."""
+    places = torch.arange(tokens.shape[-1], device=tokens.device)
+    ordered, order = tokens.sort(dim=-1, stable=True)
+    is_new = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1)
+    start = torch.where(is_new, places, 0).cummax(-1).values
+    first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
+    return first + after < places

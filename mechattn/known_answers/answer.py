@@ -1,0 +1,75 @@
+"""One known answer, and the table of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from mechattn.markup import table
+
+Outcome = Literal["passed", "failed", "not tried"]
+_COLUMNS = ("model", "what is known", "found", "outcome", "from")
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """Something that is known of a model beforehand, and what was found.
+
+    Args:
+        model: The model.
+        known: What is known, with the tolerance.
+        found: What was found; the reason where it was not tried.
+        outcome: "passed", "failed" or "not tried".
+        source: Who published it, or why it must hold.
+    """
+
+    model: str
+    known: str
+    found: str
+    outcome: Outcome
+    source: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As a row of the table."""
+        return (self.model, self.known, self.found, self.outcome, self.source)
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """All known answers.
+
+    Args:
+        answers: One a row.
+    """
+
+    answers: tuple[KnownAnswer, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed, and something was tried; what was not tried counts for nothing."""
+        outcomes = {answer.outcome for answer in self.answers}
+        return "failed" not in outcomes and "passed" in outcomes
+
+    @property
+    def summary(self) -> str:
+        """How many passed, failed, and were not tried."""
+        counts = Counter(answer.outcome for answer in self.answers)
+        return ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "not tried"))
+
+    def __str__(self) -> str:
+        lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+        lines += [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in answer.cells) + " |" for answer in self.answers
+        ]
+        return "\n".join([*lines, "", self.summary])
+
+    def _repr_html_(self) -> str:
+        return table([answer.cells for answer in self.answers], self.summary, _COLUMNS)
+
+
+def compared(model: str, known: str, difference: float, tolerance: float, source: str) -> KnownAnswer:
+    """A known answer that is met where a difference is within a tolerance."""
+    outcome: Outcome = "passed" if difference <= tolerance else "failed"
+    return KnownAnswer(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", outcome, source)

@@ -1,0 +1,124 @@
+"""Heads that are known: written by hand, or learned here by models that can learn nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xarray as xr
+
+from mechattn.analysis.attention_focus import AttentionFocus
+from mechattn.engine.run import run
+from mechattn.known_answers import handmade, trained
+from mechattn.known_answers.answer import KnownAnswer, compared
+from mechattn.model.hooked import HookedModel
+from mechattn.model.lettered import lettered_tokenizer
+from mechattn.model.load import load_model
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.repeated import repeated_random
+from mechattn.stats.paired import paired
+
+_MEASURES = {  # what each hand-made head gives exactly 1 of
+    "previous token": "previous_mass",
+    "duplicate token": "duplicate_mass",
+    "first token": "first_mass",
+    "uniform": "entropy_share",
+    "induction": "induction_mass",
+}
+_PROMPTS = 24
+_CLOSE = 1e-5
+_OF_HAND, _TRAINED = "hand-made GPT-2", "GPT-2 of two layers, trained here"
+_HALF = 0.5  # of a head's attention, to be called an induction head
+
+
+def handmade_heads() -> Iterator[KnownAnswer]:
+    """Each head that was written by hand does what it was written to do, by both engines."""
+    hooked = _hooked(handmade.handmade_model(), handmade.VOCABULARY)
+    alone = handmade.VOCABULARY - 1  # the first token, and nowhere else
+    spans = repeated_random(_Letters(alone), _PROMPTS, span=(10, 30))
+    prompts = [Prompt(tokens=(alone, *prompt.tokens), id=prompt.id) for prompt in spans]
+    by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
+    for (layer, head), name in handmade.HEADS.items():
+        measure = _MEASURES[name]
+        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine.values())
+        source = "written by hand"
+        yield compared(_OF_HAND, f"{layer}.{head} is the {name} head: {measure} 1", away, _CLOSE, source)
+
+
+def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
+    """Of models that learned to copy, the induction heads are found, in the second layer; without training, none."""
+    source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
+    for seed in range(2):
+        name = f"{_TRAINED}, seed {seed}"
+        model = trained.copying_model(seed, steps)
+        tokens, foreseen = trained.repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
+        hooked = _hooked(model, trained.VOCABULARY)
+        right = _copied(hooked, tokens, foreseen)
+        found, words = induction_heads(hooked, tokens)
+        layers = {layer for layer, _ in found}
+        yield KnownAnswer(
+            name, "it copies: 99 % of the tokens that can be foreseen", f"{right:.1%}",
+            "passed" if right >= 0.99 else "failed", "trained to do so",
+        )  # fmt: skip
+        known = "its induction heads (mass above a half, q < 0.05) are in layer 1"
+        yield KnownAnswer(name, known, words, "passed" if layers == {1} else "failed", source)
+        without = _copied(hooked, tokens, foreseen, found)
+        known = "without these heads it does not copy: below 20 %"
+        yield KnownAnswer(name, known, f"{without:.1%}", "passed" if found and without < 0.2 else "failed", source)
+    untrained = _hooked(trained.copying_model(0, steps=0), trained.VOCABULARY)
+    tokens, _ = trained.repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
+    found, words = induction_heads(untrained, tokens)
+    known = "no induction head is found"
+    yield KnownAnswer("the same, not trained", known, words, "failed" if found else "passed", "nothing was learned")
+
+
+def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
+    """The heads with more than half of their attention on what stood after earlier places, and how sure that is.
+
+    The test is that of ``Result.compare``: each prompt's mass less what uniform attention would give, signs flipped,
+    q over all heads.
+    """
+    values = _focus(model, [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())])
+    mass, null = values.induction_mass, values.induction_mass_uniform
+    tested = paired((mass - null).transpose("prompt", "layer", "head").values)
+    means = mass.mean("prompt").transpose("layer", "head").values
+    found = [(int(i), int(j)) for i, j in zip(*((means > _HALF) & (tested.q < 0.05)).nonzero(), strict=True)]
+    if not found:
+        return [], f"none; the largest mass is {means.max():.2f}"
+    of = [tuple(head) for head in found]
+    p, q = (max(numbers[head] for head in of) for numbers in (tested.p, tested.q))
+    named = ", ".join(f"{layer}.{head} {means[layer, head]:.2f}" for layer, head in found)
+    return found, f"{named}; p ≤ {p:.1g}, q ≤ {q:.1g}"
+
+
+def _copied(
+    model: HookedModel, tokens: torch.Tensor, foreseen: torch.Tensor, ablated: list[tuple[int, int]] | None = None
+) -> float:
+    """The share of tokens that are foreseen, with some heads' outputs set to zero."""
+
+    def zero(z: torch.Tensor, hook: Any) -> torch.Tensor:
+        z[:, :, [head for layer, head in ablated or [] if layer == int(hook.name.split(".")[1])]] = 0.0
+        return z
+
+    hooks = [(f"blocks.{layer}.attn.hook_z", zero) for layer in sorted({layer for layer, _ in ablated or []})]
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+    return float((logits[:, :-1].argmax(-1) == tokens[:, 1:])[foreseen[:, 1:]].double().mean())
+
+
+def _focus(model: HookedModel, prompts: list[Prompt], engine: str = "auto") -> xr.Dataset:
+    made = run(model, prompts, {}, [AttentionFocus()], engine=engine, progress=False)  # type: ignore[arg-type]
+    return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
+
+
+def _hooked(model: Any, vocabulary: int) -> HookedModel:
+    return load_model(model, tokenizer=lettered_tokenizer(vocabulary))
+
+
+class _Letters:
+    """A vocabulary without the model's last token."""
+
+    def __init__(self, size: int) -> None:
+        self.tokenizer = None
+        self.cfg = type("Config", (), {"d_vocab": size, "default_prepend_bos": False})

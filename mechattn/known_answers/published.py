@@ -1,0 +1,111 @@
+"""Models that others have trained, and what they have published of them; found by name, or not tried."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mechattn.known_answers.answer import KnownAnswer, compared
+from mechattn.model.load import load_model
+
+STORIES, SORT = "stories260K", "llm-viz-sort"
+_STORIES_BY = "llama2.c, doc/stories260K.md (A. Karpathy)"
+_SORT_BY = "llm-viz (B. Bycroft)"
+_TEXT = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
+    "big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\" "
+    "Lily was sad and didn't know what to do."
+)
+_ACTIVATIONS = "gpt-nano-sort-t0-partials.json"
+_LETTERS = 6
+_TOLERANCE = 1e-6
+
+
+def story(place: str | None) -> Iterator[KnownAnswer]:
+    """The greedy text of stories260K from BOS alone."""
+    known = f"its greedy text from BOS alone begins with the {len(_TEXT)} characters that were published"
+    if (lacking := _lacking(place)) is not None:
+        yield KnownAnswer(STORIES, known, lacking, "not tried", _STORIES_BY)
+        return
+    model = load_model(str(place))
+    tokens = [model.tokenizer.bos_token_id]
+    text = ""
+    with torch.no_grad():
+        while len(text) < len(_TEXT) and len(tokens) < model.cfg.n_ctx:
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            text = model.tokenizer.decode(tokens[1:])
+    text = text.lstrip()
+    same = next((i for i, (a, b) in enumerate(zip(text, _TEXT)) if a != b), min(len(text), len(_TEXT)))
+    passed = same == len(_TEXT)
+    found = (
+        f"{len(tokens) - 1} tokens, the same"
+        if passed
+        else f"{same} characters are the same, then {text[same:][:20]!r}"
+    )
+    yield KnownAnswer(STORIES, known, found, "passed" if passed else "failed", _STORIES_BY)
+
+
+def sorting(place: str | None) -> Iterator[KnownAnswer]:
+    """llm-viz-sort sorts six letters, and its activations are those of another implementation."""
+    sorts = "it sorts every sequence of six letters"
+    lacking = _lacking(place)
+    if lacking is not None:
+        yield KnownAnswer(SORT, sorts, lacking, "not tried", _SORT_BY)
+        yield KnownAnswer(SORT, "its activations", lacking, "not tried", _SORT_BY)
+        return
+    model = load_model(str(place))
+    letters = torch.tensor(list(product(range(3), repeat=_LETTERS)))
+    tokens = letters
+    with torch.no_grad():
+        for _ in range(_LETTERS):
+            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    right = int((tokens[:, _LETTERS:] == letters.sort(-1).values).all(-1).sum())
+    yield KnownAnswer(
+        SORT, sorts, f"{right} of {len(letters)}", "passed" if right == len(letters) else "failed", _SORT_BY
+    )
+    stored = Path(str(place)) / _ACTIVATIONS
+    if not stored.exists():
+        yield KnownAnswer(SORT, "its activations", f"there is no {_ACTIVATIONS} beside it", "not tried", _SORT_BY)
+        return
+    yield from _activations(model, json.loads(stored.read_text()))
+
+
+def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
+    """Of layer 0, and the logits, on three sequences; those above 1 in parts of the largest."""
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(torch.tensor(_array(stored["idx"]).astype(int)))
+    names = {name: f"blocks.0.attn.hook_{name}" for name in ("q", "k", "v", "attn_scores", "pattern", "z")}
+    ours = {name: cache[hook].double().numpy() for name, hook in names.items()}
+    for name in ("q", "k", "v"):
+        ours[name] = ours[name].swapaxes(1, 2)
+    ours["z"] = ours["z"].reshape(*ours["z"].shape[:2], -1)
+    ours["logits"] = logits.double().numpy()
+    theirs = {"q": "q", "k": "k", "v": "v", "attn_scores": "att", "pattern": "attSm", "z": "y", "logits": "lm_head"}
+    for name, key in theirs.items():
+        expected = _array(stored[key])
+        seen = np.isfinite(expected)  # scores of later tokens are −∞ there
+        scale = max(1.0, float(abs(expected[seen]).max()))
+        away = float(abs(ours[name][seen] - expected[seen]).max()) / scale
+        where = name if name == "logits" else f"{name} of layer 0"
+        yield compared(SORT, f"{where}, as another implementation has it", away, _TOLERANCE, _SORT_BY)
+
+
+def _array(stored: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(stored["data"]), "<f4").reshape(stored["shape"]).astype(np.float64)
+
+
+def _lacking(place: str | None) -> str | None:
+    """Why a model cannot be tried; None where it can."""
+    if place is None:
+        return "give --models, the folder that it lies in"
+    if (os.sep in place or place.startswith(".")) and not os.path.isdir(place):
+        return f"there is no folder {place}"
+    return None

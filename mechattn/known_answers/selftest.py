@@ -1,0 +1,44 @@
+"""All known answers, one after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+from mechattn.errors import ModelError
+from mechattn.known_answers.answer import KnownAnswer, SelfTest
+from mechattn.known_answers.heads import handmade_heads, trained_heads
+from mechattn.known_answers.published import SORT, STORIES, sorting, story
+
+
+def selftest(
+    models: str | os.PathLike[str] | None = None,
+    *,
+    stories: str | None = None,
+    sort: str | None = None,
+    say: Callable[[KnownAnswer], None] | None = None,
+) -> SelfTest:
+    """Does this library find what is known beforehand? About a minute.
+
+    Args:
+        models: A folder that holds "stories260K" and "llm-viz-sort", checkpoints that others have trained. What is not
+            there is not tried, and the table says so.
+        stories: Where stories260K is instead: a checkpoint directory or a hub name.
+        sort: Where llm-viz-sort is.
+        say: Is told each answer as it is found.
+
+    Raises:
+        ModelError: ``models`` is no folder.
+    """
+    if models is not None and not Path(models).is_dir():
+        raise ModelError(f"there is no folder of models at {models}; it should hold {STORIES} and {SORT}")
+    if models is not None:
+        stories, sort = stories or str(Path(models) / STORIES), sort or str(Path(models) / SORT)
+    answers = []
+    for answer in chain(sorting(sort), story(stories), handmade_heads(), trained_heads()):
+        answers.append(answer)
+        if say is not None:
+            say(answer)
+    return SelfTest(tuple(answers))

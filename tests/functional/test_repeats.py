@@ -1,0 +1,63 @@
+"""Duplicate-token and induction mass against TransformerLens's head detector, loops, and blocks of rows."""
+
+import pytest
+import torch
+from transformer_lens import head_detector
+
+from mechattn.functional.repeats import has_repeat, repeated_mass
+
+LENGTH, HEADS = 23, 3
+PATTERNS = {
+    0: head_detector.get_duplicate_token_head_detection_pattern,
+    1: head_detector.get_induction_head_detection_pattern,
+}
+
+
+@pytest.fixture
+def tokens():
+    drawn = torch.randint(0, 6, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    assert (drawn[:, 1:] == drawn[:, :-1]).any(), "the same token twice in a row is among them"
+    return drawn
+
+
+@pytest.fixture
+def pattern(random_pattern):
+    return torch.stack([random_pattern(heads=HEADS, length=LENGTH, seed=seed) for seed in (1, 2)])
+
+
+@pytest.mark.parametrize("after", PATTERNS)
+def test_the_places_are_those_of_transformer_lens(tokens, pattern, after):
+    for row in range(2):
+        places = PATTERNS[after](tokens[row : row + 1]).double()
+        places.fill_diagonal_(0)  # a query itself is none of its earlier places
+        expected = (pattern[row] * places).sum(-1)
+        got = repeated_mass(pattern, tokens, after)[row]
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(has_repeat(tokens, after)[row], places.any(-1))
+        assert not torch.allclose(got, (pattern[row] * PATTERNS[1 - after](tokens[row : row + 1])).sum(-1)), "control"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_loop(tokens, pattern, after):
+    got, has = repeated_mass(pattern, tokens, after), has_repeat(tokens, after)
+    for row in range(2):
+        for query in range(LENGTH):
+            places = [p + after for p in range(query) if tokens[row, p] == tokens[row, query] and p + after < query]
+            assert has[row, query] == bool(places)
+            for head in range(HEADS):
+                expected = sum(pattern[row, head, query, place].item() for place in places)
+                assert got[row, head, query].item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
+    whole = repeated_mass(pattern, tokens, after)
+    for first_query, first_key, stop in ((0, 0, 7), (7, 0, 16), (16, 5, 23)):
+        seen = pattern.clone()
+        seen[..., :first_key] = 0  # what lies before a window gets nothing
+        block = seen[:, :, first_query:stop, first_key:stop]
+        got = repeated_mass(block, tokens, after, first_query, first_key)
+        expected = whole if not first_key else repeated_mass(seen, tokens, after)
+        torch.testing.assert_close(got, expected[..., first_query:stop])
+        if first_query:
+            assert not torch.allclose(repeated_mass(block, tokens, after), got), "negative control: another place"
