@@ -14,6 +14,7 @@ from mechattn.model.verify.facts import ModelFacts, facts_of
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
 _STRETCH, _STRETCHES = 2**18, 64
+_FEW = 64  # numbers of a parameter that are looked at before its hash is taken from the last time
 _WHOLE = 2**20  # numbers of a parameter that are hashed one by one; of a larger one as many, spread evenly
 
 
@@ -21,16 +22,21 @@ def weights_hash(model: Any) -> str:
     """A hash of names, shapes, dtypes and values of all parameters and buffers that are stored with a model.
 
     Of a parameter with more than 2^20 numbers as many are looked at, spread evenly, so that 8 billion cost about a
-    second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix.
+    second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix. A model's hash is
+    kept until a parameter lies elsewhere, was written to (torch counts that, but not what is written through ``.data``),
+    or differs in a smaller sample.
     """
     facts = facts_of(model) or ModelFacts()
     stored = (model if facts.native is None else facts.native).state_dict()
-    made = hashlib.sha256()
-    for name in sorted(stored):
-        if isinstance(stored[name], Tensor):
-            made.update(f"{name} {tuple(stored[name].shape)} {stored[name].dtype}".encode())
-            made.update(_sample(stored[name]))
-    return made.hexdigest()[:16]
+    tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
+    now = [(t.data_ptr(), _writes(t), _sample(t, _FEW)) for t in tensors.values()]
+    if facts.hashed is None or facts.hashed[0] != now:
+        made = hashlib.sha256()
+        for name, values in tensors.items():
+            made.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+            made.update(_sample(values, _WHOLE))
+        facts.hashed = (now, made.hexdigest()[:16])
+    return facts.hashed[1]
 
 
 def stored_hash(name: str) -> str | None:
@@ -65,10 +71,15 @@ def _of_files(place: Path) -> str:
     return made.hexdigest()[:16]
 
 
-def _sample(values: Float[Tensor, ...]) -> bytes:
+def _writes(values: Tensor) -> int:
+    """How often a tensor was written to; one that was made for inference counts nothing."""
+    return 0 if values.is_inference() else values._version
+
+
+def _sample(values: Float[Tensor, ...], most: int) -> bytes:
     if values.is_meta:  # offloaded to a disk: known by its name and shape alone
         return b"meta"
     flat = values.detach().reshape(-1)
-    if len(flat) > _WHOLE:
-        flat = flat[:: -(-len(flat) // _WHOLE)]
+    if len(flat) > most:
+        flat = flat[:: -(-len(flat) // most)]
     return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if len(flat) else b""

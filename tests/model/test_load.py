@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PersimmonConfig
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PersimmonConfig
 
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
+from mechattn.model.load import tokenizer_named
 from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import unusual_model
 
@@ -209,3 +210,19 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
     ) as refused:
         ma.load_model(random_model(config), tokenizer=tokenizer)
     assert len(str(refused.value)) < 500
+
+
+def test_a_checkpoint_without_a_tokenizer(tmp_path):
+    """Its prompts are token ids; transformers alone would give it an empty tokenizer."""
+    config = GPT2Config(
+        vocab_size=7, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = ma.load_model(tmp_path)
+    assert model.tokenizer is None
+    result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]), progress=False)
+    assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [[1, 2, 3, 2], [4, 5, 6, 0]]
+    with pytest.raises(ModelError, match=r"no tokenizer; pass one: .* or give token ids as prompts"):
+        ma.run(model, "1 2 3", progress=False)
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        tokenizer_named(str(tmp_path))

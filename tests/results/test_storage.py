@@ -92,6 +92,26 @@ def test_one_changed_weight_of_a_toy_changes_the_hash(checkpoint):
     assert hashes[0] != hashes[1]
 
 
+def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
+    import torch
+
+    from mechattn.model import fingerprint
+
+    model, made = ma.load_model(str(checkpoint)), []
+    sha256 = fingerprint.hashlib.sha256
+    monkeypatch.setattr(fingerprint.hashlib, "sha256", lambda: made.append(1) or sha256())
+    first = fingerprint.weights_hash(model)
+    assert fingerprint.weights_hash(model) == first
+    assert len(made) == 1
+    weight = model.blocks[0].mlp.out.weight
+    with torch.no_grad():
+        weight[3, 5] += 1e-4
+    second = fingerprint.weights_hash(model)
+    weight.data.mul_(2)
+    assert len({first, second, fingerprint.weights_hash(model)}) == 3
+    assert len(made) == 3
+
+
 def test_saving_again_replaces_it_and_leaves_nothing_else(slash_result, tmp_path):
     for _ in range(2):
         slash_result.save(tmp_path / "result.zarr")

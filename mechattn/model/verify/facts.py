@@ -28,6 +28,7 @@ class ModelFacts:
         report: The last verification.
         boots: How many models the process had made at that time.
         streaming: Whether attention in row blocks gives the hooks' numbers; None before it was tried.
+        hashed: The last hash of the weights, after what it was of.
     """
 
     weights: str = "as given, perhaps processed"
@@ -39,6 +40,7 @@ class ModelFacts:
     report: Report | None = None
     boots: int = -1
     streaming: Check | None = None
+    hashed: tuple[object, str] | None = None
 
     @property
     def verified(self) -> bool:
