@@ -23,8 +23,8 @@ def weights_hash(model: Any) -> str:
 
     Of a parameter with more than 2^20 numbers as many are looked at, spread evenly, so that 8 billion cost about a
     second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix. A model's hash is
-    kept until a parameter lies elsewhere, was written to (torch counts that, but not what is written through ``.data``),
-    or differs in a smaller sample.
+    kept until a parameter lies elsewhere, was written to (torch counts that, but for what is written through
+    ``.data``), or differs in a smaller sample.
     """
     facts = facts_of(model) or ModelFacts()
     stored = (model if facts.native is None else facts.native).state_dict()
