@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
+    from mechattn.engine.tensors import measure as measure
     from mechattn.errors import MechattnError as MechattnError
     from mechattn.evaluation.answer_file import load_evaluation as load_evaluation
     from mechattn.evaluation.evaluate import evaluate as evaluate
@@ -98,6 +99,7 @@ _HOME = {
     "load_prompts": "prompts.datasets",
     "load_result": "results.reading",
     "merge_results": "results.merge",
+    "measure": "engine.tensors",
     "page": "pages.page",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
