@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import mechattn as ma
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError
 from mechattn.model.fingerprint import weights_hash
 from mechattn.model.toys import toy_folder, toy_names
 from mechattn.model.verify.facts import facts_of
@@ -66,13 +66,6 @@ def test_results_say_that_the_weights_are_random(toy):
     assert about["weights"] == "random: initialised, seed 7"
     assert about["name"] == "toy:llama, random weights (initialised, seed 7)"
     assert about["verified"]
-
-
-def test_an_unknown_kind_or_seed_is_refused_before_a_model_is_loaded():
-    with pytest.raises(OptionError, match=r'kind=\'permuted\': choose "initialised".*"shuffled"'):
-        ma.random_weights("no/such-model", "permuted")
-    with pytest.raises(OptionError, match=r"seed=-1: give a whole number"):
-        ma.random_weights("no/such-model", seed=-1)
 
 
 def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):
