@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
+    from mechattn.engine.random_runs import run_random as run_random
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.run import run as run
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mechattn.known_answers.selftest import selftest as selftest
     from mechattn.model.load import load_model as load_model
     from mechattn.model.load import verify_model as verify_model
+    from mechattn.model.random_weights import random_weights as random_weights
     from mechattn.pages.one_prompt import explore as explore
     from mechattn.pages.one_prompt import pattern as pattern
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
@@ -103,11 +105,13 @@ _HOME = {
     "page": "pages.page",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
+    "random_weights": "model.random_weights",
     "record_affine": "engine.record",
     "render": "",
     "run": "engine.run",
     "selftest": "known_answers.selftest",
     "run_job": "jobs.chunks",
+    "run_random": "engine.random_runs",
     "save_result": "results.storage",
     "sweep": "prompts.conditions",
     "verify_model": "model.load",

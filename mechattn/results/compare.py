@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.results.quantities import NULLS, Null, check_layer, values_of, variable_of
+from mechattn.results.random_null import check_random, random_columns
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
@@ -44,11 +46,14 @@ def compare(
     level: float,
     resamples: int,
     seed: int,
+    random: Seq[Result] | None = None,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
     _check_options(select, level, null, scale)
     other = result if other is None else other
     _check_prompts(result, other)
+    if random is not None:
+        check_random(random, result, other, (condition, to))
     if matched:
         _check_lengths(result, condition, other, to)
     parts = _aligned(result, condition, other, to, quantity, by, segment, null)
@@ -59,9 +64,12 @@ def compare(
     against, null_words = _null(expected, parts, null, _alike(result, condition, other, to))
     finding, shown = _halves(ours.sizes["prompt"], select)
 
+    def rounding_of(prompts: np.ndarray) -> np.ndarray:
+        return ROUNDING * (np.ones(cells.shape) if scale == "log-ratio" else abs(theirs.values[prompts]).mean(0))
+
     def found(prompts: np.ndarray) -> Paired:
         at = None if against is None else against[prompts][:, cells]
-        rounding = ROUNDING * (1.0 if scale == "log-ratio" else abs(theirs.values[prompts][:, cells]).mean(0))
+        rounding = rounding_of(prompts)[cells]
         return paired(difference.values[prompts][:, cells], at, level, resamples, seed, rounding)
 
     if select == "half":
@@ -82,6 +90,14 @@ def compare(
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
     }
+    if random is not None:
+
+        def change(draw: Result) -> xr.DataArray:
+            return _differences(*_aligned(draw, condition, draw, to, quantity, by, segment, "uniform"), scale)[0]
+
+        columns, said = random_columns(random, difference, change, cells, shown, level, rounding_of(shown))
+        attrs, table = table.attrs | said, table.assign(**columns)
+        table.attrs = attrs
     return table
 
 
@@ -92,6 +108,11 @@ def _check_options(select: str | None, level: float, null: str, scale: str | Non
         )
     if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.95")
+    if null == "random-weights":
+        raise OptionError(
+            'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random(model, '
+            "prompts, conditions) and pass random=…, whose columns stand beside those of the uniform null"
+        )
     for name, given, known in (("null", null, Null), ("scale", scale, Scale)):
         if given not in (*get_args(known), None):
             raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")

@@ -113,6 +113,7 @@ class Result:
         level: float = 0.95,
         resamples: int = 9999,
         seed: int = 0,
+        random: Seq[Result] | None = None,
     ) -> pd.DataFrame:
         """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
 
@@ -141,14 +142,19 @@ class Result:
             level: Of the intervals.
             resamples: Of bootstrap and sign flips.
             seed: Of the resampling.
+            random: What ``run_random`` gave for this run. Adds null_random (mean change of the layer's heads in models
+                with random weights), random_low and random_high (where a head of one more such model would lie),
+                p_random and q_random. A head with both q and q_random below 0.05 shows what training has made.
 
         Raises:
-            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them.
+            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them; random models
+                that are none, or of another run.
         """
         from mechattn.results.compare import compare
 
         return compare(
-            self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed
+            self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed,
+            random,
         )  # fmt: skip
 
     def heads(

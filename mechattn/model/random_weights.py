@@ -1,0 +1,92 @@
+"""A model's architecture with weights drawn anew: what it does without what training has put into it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal, get_args
+
+import torch
+
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.load import load_model
+from mechattn.model.verify.facts import ModelFacts, facts_of
+
+Kind = Literal["initialised", "shuffled"]
+
+
+def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
+    """The same architecture and tokenizer with weights drawn anew, loaded and verified as any model.
+
+    The model that is given stays as it is, so for a moment there are two of them, and two while both are kept.
+
+    Args:
+        model: What ``load_model`` takes.
+        kind: "initialised": the architecture's own initialisation, as training began, or would begin; "shuffled": the
+            entries of each parameter permuted, so that every matrix keeps the distribution of its numbers.
+        seed: Of the draw.
+        **options: Passed to ``load_model``.
+
+    Returns:
+        A ``TransformerBridge``; its name says that its weights are random, and results say so in their provenance.
+
+    Raises:
+        OptionError: There is no such kind, or the seed is no whole number.
+        ModelError: The model cannot be made anew: it is quantised, or there is no model of transformers behind it.
+
+    Source:
+        Random networks as the null of interpretability: arXiv:2512.18792.
+    """
+    check_draw(kind, seed)
+    hooked = load_model(model, **options)
+    facts = facts_of(hooked) or ModelFacts()
+    if facts.native is None:
+        raise ModelError(
+            f"the weights of {hooked.cfg.model_name} cannot be drawn anew: {facts.why_not_native}. Give an "
+            "unquantised model by its name, its directory, or as a model of transformers"
+        )
+    made = _drawn(facts.native, kind, seed)
+    drawn = load_model(made, tokenizer=hooked.tokenizer)
+    drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
+    drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
+    known = facts_of(drawn)
+    assert known is not None, "load_model remembers what it made"
+    known.weights = f"random: {kind}, seed {seed}"
+    return drawn
+
+
+def check_draw(kind: str, seed: int) -> None:
+    """Refuse a kind or a seed that is none, before a model is loaded.
+
+    Raises:
+        OptionError: What there is.
+    """
+    if kind not in get_args(Kind):
+        raise OptionError(
+            f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries of each weight '
+            "matrix permuted)"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise OptionError(f"seed={seed!r}: give a whole number, from 0")
+
+
+def _drawn(native: Any, kind: Kind, seed: int) -> Any:
+    """A new model of the same class and configuration, beside the given one."""
+    config = copy.deepcopy(native.config)
+    config._attn_implementation_internal = None  # the class chooses anew
+    with torch.random.fork_rng():  # of the process and of every GPU: both are left as they were
+        torch.manual_seed(seed)
+        made = type(native)(config)
+    parameter = next(native.parameters())
+    made = made.to(device=parameter.device, dtype=parameter.dtype)
+    return _shuffled(made, native, seed) if kind == "shuffled" else made
+
+
+def _shuffled(made: Any, native: Any, seed: int) -> Any:
+    """Every parameter of ``native`` in ``made``, its entries in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    made.load_state_dict(native.state_dict())
+    with torch.no_grad():
+        for _, values in sorted(made.named_parameters()):  # a tied parameter is there once
+            order = torch.randperm(values.numel(), generator=generator)
+            values.copy_(values.flatten()[order.to(values.device)].view_as(values))
+    return made

@@ -1,0 +1,115 @@
+"""A result beside results of the same run on random weights: the columns that they add to a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.results.stored_conditions import stored_condition
+from mechattn.stats.random_draws import FEWEST_DRAWS, AgainstDraws, against_draws, false_discovery
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+MARK = "random: "  # how the provenance of a model that was drawn anew begins to say of its weights
+
+
+def check_random(random: Any, result: Result, other: Result, conditions: Seq[str]) -> None:
+    """Refuse random models that are none, too few, or that did something else than the result.
+
+    Raises:
+        OptionError: Which of them, and what to do.
+    """
+    draws = list(random) if isinstance(random, (list, tuple)) else None
+    if draws is None or not all(hasattr(draw, "provenance") for draw in draws):
+        raise OptionError("random=…: give a list of results, as ma.run_random(model, prompts, conditions) returns")
+    if len(draws) < FEWEST_DRAWS:
+        raise OptionError(f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…, draws=3)")
+    if other is not result:
+        raise OptionError("random=… belongs to one model; compare two conditions of one result, without other=…")
+    for number, draw in enumerate(draws):
+        if why := _unlike(draw, result, conditions):
+            raise OptionError(
+                f"random[{number}] {why}: run ma.run_random with the model, prompts, conditions, analyses and seed of "
+                "the result"
+            )
+    if len(kinds := sorted({_weights(draw).split(",")[0] for draw in draws})) > 1:
+        raise OptionError(f"random mixes {' and '.join(kinds)}; give draws of one kind at a time")
+    hashes = [r.provenance["model"].get("weights_hash", number) for number, r in enumerate([*draws, result])]
+    if len(set(hashes)) < len(hashes):
+        raise OptionError(
+            "random holds the same weights twice, or those of the result; draw each with another seed, as run_random "
+            "does"
+        )
+
+
+def random_columns(
+    random: Seq[Result],
+    difference: xr.DataArray,
+    change: Callable[[Result], xr.DataArray],
+    cells: np.ndarray,
+    shown: np.ndarray,
+    level: float,
+    rounding: np.ndarray | float,
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The columns null_random, random_low, random_high, p_random and q_random; and what the table says of them.
+
+    Args:
+        random: Results of random models.
+        difference: The result's differences [prompt, *cells].
+        change: The same of another result.
+        cells: Which of them are in the table.
+        shown: Which prompts are.
+        level: Of the range.
+        rounding: A distance from the mean of random heads counts as 0 where it is no larger [*cells].
+    """
+    dims = list(difference.dims[1:])
+    head = dims.index("head") if "head" in dims else None
+    draws = [change(draw).reindex_like(difference).values[shown].mean(0) for draw in random]
+    made: AgainstDraws = against_draws(difference.values[shown].mean(0), np.stack(draws), head, level, rounding)
+    p = made.p[cells]
+    columns = {"null_random": made.mean[cells], "random_low": made.low[cells], "random_high": made.high[cells]}
+    kind = _weights(random[0]).removeprefix(MARK).split(",")[0]
+    about = {
+        "null_random": f"random weights ({kind}): {len(random)} draws, {made.compared} heads compared",
+        "smallest_p_random": 1 / (made.compared + 1),
+    }
+    return columns | {"p_random": p, "q_random": false_discovery(p)}, about
+
+
+def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
+    """What the draw of a random model did otherwise; nothing where it did the same."""
+    theirs, ours = (r.provenance["model"] for r in (draw, result))
+    if not _weights(draw).startswith(MARK):
+        return f"is of {theirs['name']}, whose weights are not random"
+    for part in ("architecture", "layers", "heads", "parameters"):
+        if theirs.get(part) != ours.get(part):
+            return f"is of another model ({part} {theirs.get(part)}, in the result {ours.get(part)})"
+    if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
+        return "is of other prompts"
+    for name in conditions:
+        if name not in draw.conditions:
+            return f"has no condition {name!r}"
+        if stored_condition(draw, name) != stored_condition(result, name):
+            return f"has another condition by the name of {name!r}"
+        read = [r["sequences"].tokens.sel(condition=name).values for r in (draw, result)]
+        if not _same_tokens(*read):
+            return f"read other tokens with {name!r}, so its seed or tokenizer is another"
+    return ""
+
+
+def _same_tokens(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal but for padding, which depends on what else was in a run."""
+    width = min(one.shape[-1], other.shape[-1])
+    rest = (one[..., width:] == -2).all() and (other[..., width:] == -2).all()
+    return bool(len(one) == len(other) and rest and (one[..., :width] == other[..., :width]).all())
+
+
+def _weights(result: Result) -> str:
+    return str(result.provenance["model"].get("weights", ""))

@@ -1,0 +1,76 @@
+"""Weights drawn anew: the same architecture, verified; the model that is given stays as it is."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+import mechattn as ma
+from mechattn.errors import ModelError
+from mechattn.model.fingerprint import weights_hash
+from mechattn.model.toys import toy_folder, toy_names
+from mechattn.model.verify.facts import facts_of
+
+
+def parameters(model):
+    return dict(facts_of(model).native.named_parameters())
+
+
+def test_initialised_is_what_transformers_makes_of_the_config(toy):
+    torch.manual_seed(3)
+    expected = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(toy_folder("toy:llama")), dtype=torch.float32
+    )
+    made = parameters(ma.random_weights(toy, seed=3))
+    assert made.keys() == dict(expected.named_parameters()).keys()
+    for name, values in expected.named_parameters():
+        torch.testing.assert_close(made[name], values, atol=0, rtol=0)
+    other = parameters(ma.random_weights(toy, seed=4))
+    assert not torch.equal(other["model.embed_tokens.weight"], made["model.embed_tokens.weight"])
+
+
+def test_shuffled_keeps_the_numbers_of_each_tensor_and_no_place(toy):
+    made, own = parameters(ma.random_weights(toy, "shuffled", seed=0)), parameters(toy)
+    for name, values in own.items():
+        torch.testing.assert_close(made[name].flatten().sort().values, values.flatten().sort().values, atol=0, rtol=0)
+        assert (made[name] == values).float().mean() < 0.1, name
+
+
+def test_the_given_model_and_the_random_state_stay(toy):
+    before, state = weights_hash(toy), torch.get_rng_state()
+    drawn = ma.random_weights(toy, "shuffled")
+    assert weights_hash(toy) == before != weights_hash(drawn)
+    ma.random_weights(toy)
+    torch.testing.assert_close(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["initialised", "shuffled"])
+@pytest.mark.parametrize("name", toy_names())
+def test_every_toy_is_drawn_and_verified(name, kind):
+    drawn = ma.random_weights(name, kind, seed=1)
+    assert facts_of(drawn).verified
+    assert drawn.cfg.model_name == f"{name}, random weights ({kind}, seed 1)"
+    assert drawn.cfg.default_prepend_bos == ma.load_model(name).cfg.default_prepend_bos
+    assert bool(facts_of(drawn).mended) == (name == "toy:falcon")
+
+
+def test_directories_and_models_of_transformers(checkpoint, tokenizer):
+    from_folder = parameters(ma.random_weights(str(checkpoint), "shuffled"))
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    from_object = parameters(ma.random_weights(model, "shuffled", tokenizer=tokenizer))
+    for name, values in from_folder.items():
+        torch.testing.assert_close(from_object[name], values, atol=0, rtol=0)
+
+
+def test_results_say_that_the_weights_are_random(toy):
+    about = ma.run(ma.random_weights(toy, seed=7), "Tom has 3 apples.", progress=False).provenance["model"]
+    assert about["weights"] == "random: initialised, seed 7"
+    assert about["name"] == "toy:llama, random weights (initialised, seed 7)"
+    assert about["verified"]
+
+
+def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):
+    facts = facts_of(toy)
+    monkeypatch.setattr(facts, "native", None)
+    monkeypatch.setattr(facts, "why_not_native", "its weights are quantised, and a second model cannot share them")
+    with pytest.raises(ModelError, match=r"toy:llama cannot be drawn anew: its weights are quantised.*unquantised"):
+        ma.random_weights(toy)

@@ -1,0 +1,136 @@
+"""A real model that somebody else trained: it moves little where the toys fall, and the README's figures are these."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.commands.config import read_config
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments" / "stories"
+MODELS = Path(os.environ.get("MECHATTN_MODELS", ROOT.parent / "shared" / "models"))
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def loaded_script():
+    spec = importlib.util.spec_from_file_location("stories_measure", FOLDER / "measure.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+measure = loaded_script()
+
+
+def require_models():
+    """In CI the models have to be there; elsewhere a test without them is skipped."""
+    if (MODELS / measure.REAL).is_dir():
+        return
+    why = f"{measure.REAL} is not in {MODELS}; MECHATTN_MODELS names the folder of models"
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def real():
+    require_models()
+    return ma.load_model(str(MODELS / measure.REAL))
+
+
+@pytest.fixture(scope="module")
+def result(real):
+    return measure.measured(real, measure.stories())
+
+
+def test_absent_models_fail_in_ci_and_are_skipped_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setitem(globals(), "MODELS", tmp_path)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="MECHATTN_MODELS names the folder"):
+        require_models()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="is not in"):
+        require_models()
+
+
+def test_the_stories_are_many_and_differ():
+    texts = [prompt.question for prompt in measure.stories()]
+    assert len(set(texts)) == len(texts) >= 48
+    assert all(text.endswith("?") for text in texts)
+    openings = {" ".join(text.split()[:3]) for text in texts}
+    assert len(openings) > 0.9 * len(texts)
+
+
+def test_the_config_says_what_the_script_does():
+    config = read_config(FOLDER / "config.toml")
+    assert [Path(name).name for name in config.models] == [measure.REAL, *measure.TOYS]
+    assert config.prompts.system == measure.SYSTEM
+    assert (ROOT / config.prompts.source).samefile(FOLDER / "stories.jsonl")
+    assert config.conditions["slash"].options == {"text": "/", "separator": "", "count": measure.COUNT}
+
+
+def test_each_slash_is_a_token_of_the_real_model(real):
+    assert measure.SLASH.filler(measure.stories(1)[0], real).count(real.tokenizer.convert_tokens_to_ids("/")) == 54
+    assert measure.SPACED.fitted(real).count == 56
+
+
+def test_the_real_model_hardly_moves_where_uniform_attention_and_a_toy_fall(result, toy):
+    verdict = result.verdict("slash")
+    assert -0.05 < verdict.change.estimate < 0
+    assert verdict.null.estimate < -0.4
+    assert verdict.above.all(), "each head falls less than one that attends uniformly"
+    assert -0.05 < result.verdict("sentence").change.estimate < 0, "whatever is inserted"
+    assert measure.measured(toy, measure.stories(12)).verdict("slash").change.estimate < -0.15
+
+
+def test_the_change_is_that_of_loops(result):
+    """The README's figure in plain float64: received attention by prompt, layer and head, then means."""
+    received = result["received_attention"].received_by_segment.sel(segment="question")
+    received = received.transpose("condition", "prompt", "layer", "head").astype(np.float64)
+    inserted, baseline = (received.sel(condition=name).values.tolist() for name in ("slash", "baseline"))
+    logs = []
+    for with_slashes, without in zip(inserted, baseline, strict=True):
+        one, other = ([value for heads in layers for value in heads] for layers in (with_slashes, without))
+        logs.append(np.log((sum(one) / len(one)) / (sum(other) / len(other))))
+    expected = np.expm1(np.mean(logs))
+    assert result.verdict("slash").change.estimate == pytest.approx(expected, abs=1e-9)
+    assert result.verdict("sentence").change.estimate != pytest.approx(expected, abs=1e-4), "another condition differs"
+
+
+def test_the_readme_has_the_figures_of_the_script(result):
+    cells = re.search(r"^\| stories260K \| stories \| (.*) \|$", README, re.MULTILINE)[1].split(" | ")
+    tokens, slash, uniform, sentence = cells[0], cells[1], cells[2], cells[-1]
+    assert tokens == f"{float((result['sequences'].origin.sel(condition='baseline') >= 0).sum('pos').mean()):.0f}"
+    numbers = [float(n.replace("−", "-")) for n in re.findall(r"[+−]\d+\.\d", f"{slash} {uniform} {sentence}")]
+    verdict, other = result.verdict("slash"), result.verdict("sentence")
+    expected = [*verdict.change, verdict.null.estimate, *other.change]
+    assert numbers == pytest.approx([100 * float(x) for x in expected], abs=0.06)
+
+
+def test_what_is_said_of_the_figures_quotes_the_tables():
+    tables = README.split(measure.MARKS[0])[1].split(measure.MARKS[1])[0]
+    known = set(re.findall(r"\d+\.\d", tables))
+    project = (ROOT / "README.md").read_text(encoding="utf-8")
+    paragraph = next(part for part in project.split("\n\n") if "stories260K" in part)
+    prose = README.replace(tables, "")
+    for said in (paragraph, prose):
+        quoted = re.findall(r"(?<![\d.])\d+\.\d(?![\d.])", said)
+        assert quoted
+        assert set(quoted) <= known, set(quoted) - known
+    assert paragraph.count("\n") < 5
+
+
+def test_a_row_has_a_cell_for_each_column(real):
+    row = measure.row(real, "stories260K", "stories", measure.stories(6), draws=3)
+    assert len(row.attention) + 2 == len(measure.ATTENTION)
+    assert len(row.heads) + 2 == len(measure.HEADS)
+    lines = measure.tables([row]).splitlines()
+    assert {line.count("|") for line in lines if line.startswith("|")} == {
+        len(measure.ATTENTION) + 1,
+        len(measure.HEADS) + 1,
+    }
