@@ -13,6 +13,7 @@ from mechattn.errors import OptionError
 from mechattn.render.plain import with_plain_names
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
+from mechattn.results.units import units_in, units_of
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
 
 if TYPE_CHECKING:
@@ -49,9 +50,19 @@ def number_words(interval: Interval, units: str = "") -> str:
     return f"{words} {units}".rstrip()
 
 
-def mean_words(values: xr.DataArray, units: str = "") -> str:
+def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
+    """Values [prompt, …] as they enter an interval [unit, …]: those of prompts, or the means of their groups."""
+    return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
+
+
+def count_words(result: Result) -> str:
+    """How many prompts a result has, such as "64 prompts" or "24 groups of 96 prompts"."""
+    return units_of(result, result["sequences"].sizes["prompt"]).words
+
+
+def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    each = values.mean([dim for dim in values.dims if dim != "prompt"]).values.astype(np.float64)
+    each = over_units(result, values.mean([dim for dim in values.dims if dim != "prompt"]))
     if len(each) < FEWEST:
         return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
     return number_words(t_interval(each), units)

@@ -16,6 +16,7 @@ from mechattn.markup import table
 from mechattn.results.provenance import Provenance
 from mechattn.shown import shown
 from mechattn.stats.comparison import Verdict, against_null
+from mechattn.stats.intervals import FEWEST
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,16 +68,21 @@ class Result:
             raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
         return name or others[0]
 
-    def verdict(self, condition: str | None = None, segment: str = "question") -> Verdict:
+    def verdict(
+        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+    ) -> Verdict:
         """How the attention that a segment receives changed from the baseline, against its uniform null.
 
         Args:
             condition: Compared with the baseline; the first other condition by default.
             segment: One of the segments that every prompt has.
+            unit: As for :meth:`compare`.
 
         Raises:
-            OptionError: No such condition or segment, or fewer than 3 prompts.
+            OptionError: No such condition or segment, or fewer than 3 prompts or groups of them.
         """
+        from mechattn.results.units import units_of
+
         condition = self.condition(condition)
         dataset = self["received_attention"]
         if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
@@ -87,6 +93,9 @@ class Result:
             raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
         dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
 
+        units = units_of(self, dataset.sizes["prompt"], unit)
+        units.refuse_below(FEWEST)
+
         def values(quantity: str, of: str) -> np.ndarray:
             return dataset[quantity].sel(condition=of).values.astype(np.float64)
 
@@ -95,6 +104,7 @@ class Result:
             values("received_by_segment", BASELINE),
             values("received_by_segment_uniform", condition)[..., None],
             values("received_by_segment_uniform", BASELINE)[..., None],
+            units=units,
         )
 
     def compare(
@@ -110,6 +120,7 @@ class Result:
         matched: bool = True,
         null: Literal["uniform", "blind"] = "uniform",
         scale: Literal["log-ratio", "difference"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
         resamples: int = 9999,
         seed: int = 0,
@@ -123,6 +134,7 @@ class Result:
         Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
         bootstrap-t and simultaneous intervals; null; effect_size (d_z), p (sign-flip), q (Benjamini-Hochberg over the
         table), detectable (the smallest effect found with 80 % power), all of what is tested; n.
+        ``table.attrs`` says what n counts ("unit"), the family, the null, and the smallest q that can be reached.
 
         Args:
             condition: A condition.
@@ -138,17 +150,21 @@ class Result:
                 learned sinks), for the models that do.
             scale: "log-ratio" or "difference"; by default that of the quantity. A cell that has no ratio (0 in some
                 prompt) is left out, with a warning that names it.
+            unit: "auto" takes groups of prompts as the units where prompts have them (``Prompt.group``), by the means
+                of their prompts; "prompt" takes each prompt for itself.
             level: Of the intervals.
             resamples: Of bootstrap and sign flips.
             seed: Of the resampling.
 
         Raises:
-            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them.
+            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them, or of
+                their groups.
         """
         from mechattn.results.compare import compare
 
         return compare(
-            self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed
+            self, condition, to, quantity, by, segment, other, select, matched, null, scale, unit, level, resamples,
+            seed,
         )  # fmt: skip
 
     def heads(
@@ -159,6 +175,7 @@ class Result:
         condition: str = BASELINE,
         segment: str = "question",
         select: Literal["half"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """The heads with the largest values of a quantity, with intervals over prompts, beside uniform attention.
@@ -173,6 +190,7 @@ class Result:
             segment: Whose queries or keys, where the quantity has segments.
             select: "half" ranks on one half of the prompts and shows the other: the interval of a head that was picked
                 as the largest on the same prompts is too optimistic.
+            unit: As for :meth:`compare`.
             level: Of the intervals.
 
         Raises:
@@ -180,7 +198,7 @@ class Result:
         """
         from mechattn.results.heads import ranked_heads
 
-        return ranked_heads(self, quantity, top, condition, segment, select, level)
+        return ranked_heads(self, quantity, top, condition, segment, select, unit, level)
 
     def agreement(
         self,
@@ -190,6 +208,7 @@ class Result:
         quantity: str = "activations",
         *,
         controls: Seq[str] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """The cosine between the changes that two conditions make, layer by layer, beside those with controls.
@@ -205,6 +224,7 @@ class Result:
             over: What both are changes from.
             quantity: "activations": those of ``MlpActivations``.
             controls: Other conditions to set beside them; all others of the result by default.
+            unit: As for :meth:`compare`.
             level: Of the intervals.
 
         Raises:
@@ -212,7 +232,7 @@ class Result:
         """
         from mechattn.results.agreement import agreement
 
-        return agreement(self, condition, other, over, quantity, controls, level)
+        return agreement(self, condition, other, over, quantity, controls, unit, level)
 
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
