@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_NEGLIGIBLE = 1.1  # of a variance: 1.05 of an interval's width
+
+
 @dataclass(frozen=True)
 class GradedAnswer:
     """One answer.
@@ -92,7 +95,7 @@ class Evaluation:
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
 
-        Where prompts are of groups (``Prompt.group``), it is the mean over groups of each group's accuracy, with a t
+        Where prompts share groups (``Prompt.group``; not just one in twenty or so), it is the mean over groups of each group's accuracy, with a t
         interval over groups; ``unit="prompt"`` takes each problem for itself. ``table.attrs["unit"]`` says what n is.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
@@ -373,14 +376,19 @@ class Evaluation:
         return Evaluation(tuple(some), self.provenance)
 
     def _units(self, unit: Unit) -> Units:
-        """The problems, or the groups that they are of, in the order of :meth:`right`."""
+        """The problems, or the groups that they are of, in the order of :meth:`right`.
+
+        Where so few share a group that it could widen an interval by 5 % at most, they stay problems: the score
+        interval and McNemar's test are worth more for shares near 0 and 1 than a t interval is.
+        """
         check_unit(unit)
         problems, groups = list(self._problems()), self.provenance.get("groups", {})
         if unit == "prompt" or not groups:
             return Units(len(problems))
         units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
-        if units.of is not None:
-            units.refuse_below(FEWEST)
+        if units.inflation <= _NEGLIGIBLE:
+            return Units(len(problems))
+        units.refuse_below(FEWEST)
         return units
 
     def _problems(self) -> dict[str, str]:

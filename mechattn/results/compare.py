@@ -15,6 +15,7 @@ from mechattn.results.units import shared_units, units_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.paired import ROUNDING, Paired, paired
+from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def compare(
         name: units.means(of.values)[shown][:, cells].mean(0) for name, of in (("value", ours), ("reference", theirs))
     }
     table = _table(difference, cells, means, numbers).assign(scale=scale)
+    can = resolution(numbers.n, max(1, int(cells.sum())), resamples=resamples, unit=units.unit)
     table.attrs = {
         "condition": condition,
         "to": to,
@@ -86,12 +88,27 @@ def compare(
         "unit": units.unit,
         "null": null_words,
         "left_out": left_out,
-        "smallest_q": max(2.0 ** (1 - numbers.n), 0.0 if numbers.n <= 12 else 1 / (resamples + 1)),
+        "smallest_q": can.smallest_p,  # where all tests reach it
+        "resolution": str(can),
         "level": level,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
     }
     return table
+
+
+def family_size(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, select: str | None
+) -> tuple[int, int]:
+    """How many tests a comparison with the baseline makes, and of how many prompts.
+
+    Raises:
+        OptionError: What :func:`compare` refuses.
+    """
+    _check_options(select, 0.95, "uniform", None)
+    parts = _aligned(result, condition, result, BASELINE, quantity, by, segment, "uniform")
+    cells, _ = _compared(parts, quantity, _own_scale(variable_of(result, quantity, by)))
+    return int(cells.sum()), parts[0].sizes["prompt"]
 
 
 def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from mechattn.stats.resolution import Resolution
+
 
 @dataclass(frozen=True)
 class Result:
@@ -166,6 +168,40 @@ class Result:
             self, condition, to, quantity, by, segment, other, select, matched, null, scale, unit, level, resamples,
             seed,
         )  # fmt: skip
+
+    def resolution(
+        self,
+        condition: str | None = None,
+        quantity: str = "received",
+        by: str = "segment",
+        *,
+        segment: str | None = "question",
+        select: Literal["half"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
+        level: float = 0.05,
+        resamples: int = 9999,
+    ) -> Resolution:
+        """What this number of prompts can find in the table of :meth:`compare`, and how many would do.
+
+        ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
+        (smallest p 0.00049): 8 tests have to reach it together; 19 would do".
+
+        Args:
+            condition: Compared with the baseline; the first other condition by default.
+            quantity: As for :meth:`compare`.
+            by: As for :meth:`compare`.
+            segment: As for :meth:`compare`.
+            select: "half": of the half of the prompts on which cells are found.
+            unit: As for :meth:`compare`.
+            level: The q below which a test is a finding.
+            resamples: As for :meth:`compare`.
+
+        Raises:
+            OptionError: What :meth:`compare` refuses, or a level that is no probability.
+        """
+        from mechattn.results.resolution import resolution_of
+
+        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples)
 
     def heads(
         self,

@@ -47,6 +47,14 @@ class Units:
         """How many there are of what, such as "24 groups of 96 prompts"."""
         return f"{self.prompts} prompts" if self.of is None else f"{self.n} groups of {self.prompts} prompts"
 
+    @property
+    def inflation(self) -> float:
+        """How many times larger than that of independent prompts the variance of their mean is at most.
+
+        ``Σ m_g² / n`` with m_g the prompts of group g: Kish's design effect at a correlation of 1 within groups.
+        """
+        return 1.0 if self.of is None else float((np.bincount(self.of) ** 2).sum() / self.prompts)
+
     def means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each unit's prompts, of values [prompt, …]; NaN is left out, and prompts by themselves stay.
 

@@ -73,6 +73,15 @@ def test_without_groups_and_with_unit_prompt_it_is_mcnemars_test():
         assert getattr(grouped, name)(1, unit="prompt").equals(getattr(alone, name)(1)), name
 
 
+def test_a_few_problems_of_one_group_leave_the_problem_the_unit():
+    alone = made_up(grouped=False)
+    for pairs, unit in ((2, "prompts"), (4, "groups (36 of 40 prompts)")):
+        groups = {str(i): str(i - i % 2 if i < 2 * pairs else i) for i in range(40)}
+        made = Evaluation(alone.answers, alone.provenance | {"groups": groups})
+        assert made.accuracy().attrs["unit"] == unit
+        assert (made.compare("slash") == alone.compare("slash")) == (unit == "prompts")
+
+
 def test_groups_keep_false_findings_rare():
     """400 evaluations in which the condition does nothing to a group but what chance does to it as a whole."""
     over_groups = [made_up(seed).compare("slash") for seed in range(400)]

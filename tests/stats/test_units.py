@@ -45,6 +45,15 @@ def test_each_prompt_by_itself_changes_no_bit():
         assert [half.tolist() for half in units.halves()] == [[0, 2, 4], [1, 3, 5]]
 
 
+def test_the_inflation_is_the_variance_of_a_mean_of_copies():
+    """Prompts that are copies of their group's: the variance of their mean over that of independent ones."""
+    units = Units.grouped(GROUPS)
+    own = np.random.default_rng(0).normal(size=(200_000, 3))
+    assert units.inflation == pytest.approx((9 + 4 + 1) / 6)
+    assert own[:, units.of].mean(1).var() == pytest.approx(units.inflation / 6, rel=0.02)
+    assert Units(6).inflation == 1
+
+
 def test_what_units_say_and_how_they_are_halved():
     units = Units.grouped(GROUPS)
     assert (units.n, units.unit, units.words) == (3, "groups (3 of 6 prompts)", "3 groups of 6 prompts")
