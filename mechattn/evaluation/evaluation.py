@@ -95,8 +95,9 @@ class Evaluation:
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
 
-        Where prompts share groups (``Prompt.group``; not just one in twenty or so), it is the mean over groups of each group's accuracy, with a t
-        interval over groups; ``unit="prompt"`` takes each problem for itself. ``table.attrs["unit"]`` says what n is.
+        Where prompts share groups (``Prompt.group``; more than one in twenty or so), it is the mean over groups of each
+        group's accuracy, with a t interval over groups; ``unit="prompt"`` takes each problem for itself.
+        ``table.attrs["unit"]`` says what n is.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).

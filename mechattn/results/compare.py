@@ -91,6 +91,8 @@ def compare(
         "smallest_q": can.smallest_p,  # where all tests reach it
         "resolution": str(can),
         "level": level,
+        "resamples": resamples,
+        "seed": seed,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
     }
