@@ -14,7 +14,7 @@ from mechattn.results.stored_conditions import stored_condition
 from mechattn.results.units import shared_units, units_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
-from mechattn.stats.paired import ROUNDING, Paired, paired
+from mechattn.stats.paired import ROUNDING, Paired, paired, without_rounding
 from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Unit, Units
 
@@ -111,6 +111,27 @@ def family_size(
     parts = _aligned(result, condition, result, BASELINE, quantity, by, segment, "uniform")
     cells, _ = _compared(parts, quantity, _own_scale(variable_of(result, quantity, by)))
     return int(cells.sum()), parts[0].sizes["prompt"]
+
+
+def tested(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, unit: Unit
+) -> tuple[np.ndarray, Units]:
+    """What :func:`compare` with the baseline tests, [unit, cell]: differences less those of the null; and the units.
+
+    NaN in cells that are left out.
+
+    Raises:
+        OptionError: What :func:`compare` refuses.
+    """
+    parts = _aligned(result, condition, result, BASELINE, quantity, by, segment, "uniform")
+    scale = _own_scale(variable_of(result, quantity, by))
+    cells, _ = _compared(parts, quantity, scale)
+    difference, expected = _differences(*parts, scale)
+    against, _ = _null(expected, parts, "uniform", _alike(result, condition, result, BASELINE))
+    units = units_of(result, parts[0].sizes["prompt"], unit)
+    size = 1.0 if scale == "log-ratio" else units.means(abs(parts[1].values)).mean(0)
+    d = units.means(difference.values - (0.0 if against is None else against))
+    return np.where(cells, without_rounding(d, ROUNDING * size), np.nan).reshape(units.n, -1), units
 
 
 def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:

@@ -236,6 +236,53 @@ class Result:
 
         return ranked_heads(self, quantity, top, condition, segment, select, unit, level)
 
+    def stability(
+        self,
+        condition: str | None = None,
+        quantity: str = "received",
+        by: str = "segment",
+        *,
+        choose: int | None = 10,
+        over: Seq[str] | None = None,
+        segment: str | None = "question",
+        unit: Literal["auto", "prompt"] = "auto",
+        resamples: int = 200,
+        patterns: int = 999,
+        seed: int = 0,
+    ) -> pd.DataFrame:
+        """How much selections of heads share that are made on random disjoint halves of the prompts.
+
+        ``|A ∩ B| / |A ∪ B|`` (Jaccard), its mean over splits, beside what two random selections of those sizes would
+        share (exactly, from the hypergeometric distribution). Columns: condition, other, jaccard, low and high (2.5 and
+        97.5 % of the splits), by_chance, selected (heads, on average), none_selected (the share of splits in which
+        neither half selects any, which have no index), on_all (of two conditions: the index of their selections on all
+        prompts).
+
+        Args:
+            condition: Compared with the baseline; the first other condition by default.
+            quantity: As for :meth:`compare`.
+            by: As for :meth:`compare`.
+            choose: How many heads, by the size of what :meth:`compare` tests; None selects those with q < 0.05.
+            over: Conditions, such as several fillers: a row for each, and one for each two of them, where the first
+                selects on one half and the other on the other half.
+            segment: As for :meth:`compare`.
+            unit: As for :meth:`compare`.
+            resamples: Random splits.
+            patterns: Of signs, for q, where not all are tried; 20 for each test at least.
+            seed: Of the splits.
+
+        Raises:
+            OptionError: What :meth:`compare` refuses; too few prompts, or no such number of heads.
+
+        Source:
+            Stability over resampled inputs, arXiv:2510.00845.
+        """
+        from mechattn.results.stability import stability
+
+        return stability(
+            self, condition, quantity, by, segment, choose, over, unit, resamples, patterns, seed
+        )  # fmt: skip
+
     def agreement(
         self,
         condition: str,
