@@ -14,7 +14,7 @@ from mechattn.results.stored_conditions import stored_condition
 from mechattn.results.units import shared_units, units_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
-from mechattn.stats.paired import ROUNDING, Paired, paired, without_rounding
+from mechattn.stats.paired import EXACT, ROUNDING, Paired, enough, paired, without_rounding
 from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Unit, Units
 
@@ -92,6 +92,7 @@ def compare(
         "resolution": str(can),
         "level": level,
         "resamples": resamples,
+        "patterns": None if numbers.n <= EXACT else enough(resamples, int(cells.sum())),
         "seed": seed,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),

@@ -317,6 +317,22 @@ class Result:
 
         return agreement(self, condition, other, over, quantity, controls, unit, level)
 
+    def methods(self, *tables: pd.DataFrame) -> str:
+        """What was done, as a paragraph for the methods of a paper; every number in it is one that the result holds.
+
+        Model, versions, verification, prompts and their groups, conditions with what they inserted, analyses, nulls and
+        seed; and for each table how it was computed.
+
+        Args:
+            tables: What :meth:`compare` gave.
+
+        Raises:
+            OptionError: A table doesn't say how it was made.
+        """
+        from mechattn.results.methods import methods
+
+        return methods(self, tables)
+
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
 
