@@ -112,6 +112,8 @@ class Evaluation:
             some = [a for a in self.answers if a.condition == name]
             if self.samples == 1 and units.of is None:
                 low, high = wilson_interval(int(right.sum()), len(right), level)
+            elif units.of is not None and accuracy in (0, 1):  # no spread, and a t interval would be a point
+                low, high = wilson_interval(int(accuracy * units.n), units.n, level)
             else:
                 made = _within(t_interval(units.means(right.mean(1)), level))
                 low, high = float(made.low), float(made.high)
@@ -139,7 +141,8 @@ class Evaluation:
 
         One answer a problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
         Several: each problem's share of right answers, with a t interval and a sign-flip test over problems. Of groups
-        of prompts: the same of the groups' means, as McNemar's test takes problems for independent; n counts groups.
+        of prompts: the same of the groups' means, as McNemar's test takes problems for independent; n counts groups,
+        and the ends are NaN where all groups differ alike, which a t interval would take for certainty.
 
         Args:
             condition: A condition.
@@ -161,10 +164,11 @@ class Evaluation:
             return asdict(paired_accuracy(first[:, 0], second[:, 0]))
         made = paired(units.means(first.mean(1) - second.mean(1)))
         one = first.shape[1] == second.shape[1] == 1
+        point = units.of is not None and np.isnan(made.effect_size)  # all groups differ alike: no t interval
         return {
             "difference": float(made.difference),
-            "low": float(made.low),
-            "high": float(made.high),
+            "low": float("nan") if point else float(made.low),
+            "high": float("nan") if point else float(made.high),
             "p": float(made.p),
             **(
                 {"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())} if one else {}

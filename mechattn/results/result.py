@@ -385,11 +385,15 @@ class Result:
         return mechattn.page(self, path, layer, heads, force, choose=choose)
 
     def _repr_html_(self) -> str:
+        from mechattn.results.units import units_of
+
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
+        units = units_of(self, sizes["prompt"])
         rows = [
             ("model", f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}"),
             ("verified", model["verified"]),
             ("prompts", sizes["prompt"]),
+            *([] if units.of is None else [("groups", units.n)]),
             *((f"condition {name}", about["conditions"].get(name, {}).get("written", "")) for name in self.conditions),
             *((name, ", ".join(map(str, d))) for name, d in self.datasets.items() if name != "sequences"),
             ("seed", about.get("seed", "")),

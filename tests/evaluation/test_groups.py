@@ -73,6 +73,17 @@ def test_without_groups_and_with_unit_prompt_it_is_mcnemars_test():
         assert getattr(grouped, name)(1, unit="prompt").equals(getattr(alone, name)(1)), name
 
 
+def test_no_spread_between_groups_is_no_certainty():
+    evaluation = made_up()
+    alike = Evaluation(tuple(replace(answer, right=True) for answer in evaluation.answers), evaluation.provenance)
+    table = alike.accuracy()
+    low = stats.binomtest(N, N).proportion_ci(method="wilson").low
+    assert table.low.tolist() == pytest.approx([low, low]), "as if each group were one problem"
+    compared = alike.compare("slash")
+    assert (compared["difference"], compared["p"]) == (0, 1)
+    assert np.isnan([compared["low"], compared["high"]]).all()
+
+
 def test_a_few_problems_of_one_group_leave_the_problem_the_unit():
     alone = made_up(grouped=False)
     for pairs, unit in ((2, "prompts"), (4, "groups (36 of 40 prompts)")):

@@ -92,6 +92,11 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
     assert set(result.agreement("slash", "dots", unit="prompt").n) == {18}
 
 
+def test_a_notebook_shows_how_many_groups(result, ungrouped):
+    assert ">6</td>" in result._repr_html_().split("groups")[1][:60]
+    assert "groups" not in ungrouped._repr_html_()
+
+
 def test_halves_never_share_a_group(result, prompts, toy):
     half = result.heads("entropy", select="half")
     assert set(half.n) == {3}
