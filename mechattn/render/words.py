@@ -98,6 +98,19 @@ def change_words(
     return percent_words(change) + beside
 
 
+def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
+    """How far a choice of heads of a layer by the data hangs on the prompts; "" where that cannot be said."""
+    try:
+        table = result.stability(condition, choose=choose, layer=layer)
+    except OptionError:  # too few prompts, or every head is chosen
+        return ""
+    shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
+    return (
+        f"Chosen on random halves of the prompts, {choose} heads of this layer have {100 * shared:.0f}\u00a0% of both "
+        f"choices in common ({100 * chance:.0f}\u00a0% by chance)."
+    )
+
+
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:
     """The result of some heads and prompts alone."""
     wanted = {"head": None if heads is None else list(heads), "prompt": prompts}

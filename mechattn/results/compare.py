@@ -114,12 +114,12 @@ def family_size(
     return int(cells.sum()), parts[0].sizes["prompt"]
 
 
-def tested(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, unit: Unit
+def what_is_tested(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, unit: Unit, layer: int | None = None
 ) -> tuple[np.ndarray, Units]:
     """What :func:`compare` with the baseline tests, [unit, cell]: differences less those of the null; and the units.
 
-    NaN in cells that are left out.
+    NaN in cells that are left out; of one layer, where one is named.
 
     Raises:
         OptionError: What :func:`compare` refuses.
@@ -132,7 +132,11 @@ def tested(
     units = units_of(result, parts[0].sizes["prompt"], unit)
     size = 1.0 if scale == "log-ratio" else units.means(abs(parts[1].values)).mean(0)
     d = units.means(difference.values - (0.0 if against is None else against))
-    return np.where(cells, without_rounding(d, ROUNDING * size), np.nan).reshape(units.n, -1), units
+    d = np.where(cells, without_rounding(d, ROUNDING * size), np.nan)
+    if layer is not None:
+        check_layer(layer, difference)
+        d = d[:, difference.layer.values == layer]
+    return d.reshape(units.n, -1), units
 
 
 def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:

@@ -243,6 +243,7 @@ class Result:
         by: str = "segment",
         *,
         choose: int | None = 10,
+        layer: int | None = None,
         over: Seq[str] | None = None,
         segment: str | None = "question",
         unit: Literal["auto", "prompt"] = "auto",
@@ -263,6 +264,7 @@ class Result:
             quantity: As for :meth:`compare`.
             by: As for :meth:`compare`.
             choose: How many heads, by the size of what :meth:`compare` tests; None selects those with q < 0.05.
+            layer: Among the heads of this layer; of all by default.
             over: Conditions, such as several fillers: a row for each, and one for each two of them, where the first
                 selects on one half and the other on the other half.
             segment: As for :meth:`compare`.
@@ -280,7 +282,7 @@ class Result:
         from mechattn.results.stability import stability
 
         return stability(
-            self, condition, quantity, by, segment, choose, over, unit, resamples, patterns, seed
+            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed
         )  # fmt: skip
 
     def agreement(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.results.compare import FEWEST_TO_SELECT, tested
+from mechattn.results.compare import FEWEST_TO_SELECT, what_is_tested
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.stability import jaccard, jaccard_by_chance, largest, random_halves, significant
 from mechattn.stats.units import Unit
@@ -30,6 +30,7 @@ def stability(
     by: str,
     segment: str | None,
     choose: int | None,
+    layer: int | None,
     over: Seq[str] | None,
     unit: Unit,
     resamples: int,
@@ -43,7 +44,7 @@ def stability(
     for name, value in (("resamples", resamples), ("patterns", patterns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
-    made = {name: tested(result, name, quantity, by, segment, unit) for name in names}
+    made = {name: what_is_tested(result, name, quantity, by, segment, unit, layer) for name in names}
     units = made[names[0]][1]
     if choose is None:
         units.refuse_below(2 * FEWEST_TO_SELECT, ": below, nothing can be found on one half of them (q < 0.05)")

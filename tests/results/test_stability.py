@@ -129,3 +129,32 @@ def test_of_a_real_result(slash_result):
     assert slash_result.stability(choose=5, resamples=10).equals(table)
     other = [ask(drawn([np.zeros(HEADS)]), resamples=5, seed=seed) for seed in (0, 1)]
     assert not other[0].equals(other[1]), "another seed, other halves"
+
+
+def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
+    from mechattn.render.words import choice_words
+
+    table = slash_result.stability("slash", choose=3, layer=1)
+    assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
+    at = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
+    ratio = [
+        np.log(of.sel(condition="slash") / of.sel(condition="baseline"))
+        for of in (at.received_by_segment, at.received_by_segment_uniform)
+    ]
+    d = (ratio[0] - ratio[1]).transpose("prompt", "head").values
+    generator, found = np.random.default_rng(0), []
+    for _ in range(200):
+        order = generator.permutation(12)
+        a, b = (set(np.argsort(-abs(d[some].mean(0)))[:3]) for some in (order[:6], order[6:]))
+        found.append(len(a & b) / len(a | b))
+    assert table.jaccard[0] == pytest.approx(np.mean(found))
+    words = choice_words(slash_result, "slash", 1, 3)
+    assert (
+        f"have {100 * np.mean(found):.0f}\u00a0% of both choices in common ({100 * table.by_chance[0]:.0f}\u00a0% by chance)"
+        in words
+    )
+    ma.page(slash_result, tmp_path / "page.html", layer=1)
+    assert words in (tmp_path / "page.html").read_text(encoding="utf-8").replace("&nbsp;", "\u00a0")
+    assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
+    with pytest.raises(OptionError, match="layer 7 was not measured"):
+        slash_result.stability("slash", choose=3, layer=7)
