@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
+    from mechattn.results.adjust import adjust as adjust
     from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.reading import load_result as load_result
     from mechattn.results.result import Result as Result
@@ -92,6 +93,7 @@ _HOME = {
     "Sequence": "prompts.sequences",
     "ShuffledSentence": "prompts.conditions",
     "TopTargetUpdates": "analysis.head_updates",
+    "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
     "evaluate": "evaluation.evaluate",
     "explore": "pages.one_prompt",

@@ -46,6 +46,7 @@ class Prompts(_Section):
     limit: _Int | None = None
     field: str = "question"
     answer_field: str = "answer"
+    group_field: str | None = None
     system: str | None = None
     template: Literal["plain", "chat"] = "plain"
     with_answer: bool = False

@@ -40,7 +40,7 @@ def sequences_dataset(
     sequences: Seq[Mapping[str, Sequence]],
     places: Seq[int],
 ) -> xr.Dataset:
-    """The tokens that the model read, their segments and origins, and the texts of the first prompt's tokens."""
+    """The tokens that the model read, their segments and origins, the prompts' groups, and the first prompt's texts."""
     import xarray as xr
 
     longest = max(len(s) for made in sequences for s in made.values())
@@ -60,6 +60,9 @@ def sequences_dataset(
     if sides := sides_of(model, sequences):
         factors = np.array(sides, dtype=object).astype(np.dtypes.StringDType())
         variables["rope_factors"] = (("prompt",), factors, {"units": "text"})
+    if all(prompt.group is not None for prompt in prompts):
+        groups = np.array([prompt.group for prompt in prompts], dtype=object).astype(np.dtypes.StringDType())
+        variables["group"] = (("prompt",), groups, {"units": "text"})
     variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
     made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})

@@ -83,6 +83,8 @@ def evaluate(
     _check_sequences(model, native, prompts, sequences, new_tokens)
     sides = dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
     about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)
+    groups = {p.id: p.group for p in prompts if p.group is not None}
+    about |= {"groups": groups} if len(set(groups.values())) < len(groups) else {}
     about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
     with kept(out, about) as file:
         todo = [

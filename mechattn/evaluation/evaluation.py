@@ -17,11 +17,15 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.whole import check_writable, write_whole
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
-from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+from mechattn.stats.intervals import FEWEST, Interval, t_interval, wilson_interval
 from mechattn.stats.paired import paired
+from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_NEGLIGIBLE = 1.1  # of a variance: 1.05 of an interval's width
 
 
 @dataclass(frozen=True)
@@ -88,50 +92,66 @@ class Evaluation:
             raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
         return self._each(condition, lambda answer: answer.right).astype(bool)
 
-    def accuracy(self, level: float = 0.95) -> pd.DataFrame:
+    def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
+
+        Where prompts share groups (``Prompt.group``; more than one in twenty or so), it is the mean over groups of each
+        group's accuracy, with a t interval over groups; ``unit="prompt"`` takes each problem for itself.
+        ``table.attrs["unit"]`` says what n is.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).
         """
         import pandas as pd
 
+        units = self._units(unit)
         rows = []
         for name in self.conditions:
             right = self.right(name)
+            accuracy = float(right.mean())
             some = [a for a in self.answers if a.condition == name]
-            if self.samples == 1:
+            if self.samples == 1 and units.of is None:
                 low, high = wilson_interval(int(right.sum()), len(right), level)
+            elif units.of is not None and accuracy in (0, 1):  # no spread, and a t interval would be a point
+                low, high = wilson_interval(int(accuracy * units.n), units.n, level)
             else:
-                made = _within(t_interval(right.mean(1), level))
+                made = _within(t_interval(units.means(right.mean(1)), level))
                 low, high = float(made.low), float(made.high)
+                accuracy = accuracy if units.of is None else float(made.estimate)
             rows.append(
                 {
                     "condition": name,
-                    "accuracy": float(right.mean()),
+                    "accuracy": accuracy,
                     "low": low,
                     "high": high,
-                    "n": len(right),
+                    "n": units.n,
                     "unread": sum(a.answer is None for a in some),
                     "unfinished": sum(not a.finished for a in some),
                     "tokens": float(np.mean([len(a.tokens) for a in some])),
                 }
             )
-        return pd.DataFrame(rows)
+        table = pd.DataFrame(rows)
+        table.attrs = {"unit": units.unit}
+        return table
 
-    def compare(self, condition: str, to: str = BASELINE, *, other: Evaluation | None = None) -> dict[str, float]:
+    def compare(
+        self, condition: str, to: str = BASELINE, *, other: Evaluation | None = None, unit: Unit = "auto"
+    ) -> dict[str, float]:
         """Accuracy of a condition less that of another, on the same problems.
 
         One answer a problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
-        Several: each problem's share of right answers, with a t interval and a sign-flip test over problems.
+        Several: each problem's share of right answers, with a t interval and a sign-flip test over problems. Of groups
+        of prompts: the same of the groups' means, as McNemar's test takes problems for independent; n counts groups,
+        and the ends are NaN where all groups differ alike, which a t interval would take for certainty.
 
         Args:
             condition: A condition.
             to: What it is compared with.
             other: The evaluation that holds ``to``; this one by default.
+            unit: "auto" takes groups of prompts as the units where they have them; "prompt" each problem for itself.
 
         Raises:
-            OptionError: There is no such condition, or the problems differ.
+            OptionError: There is no such condition, the problems differ, or there are too few groups of them.
         """
         other = other or self
         if self._problems() != other._problems():
@@ -139,14 +159,20 @@ class Evaluation:
         first, second = self.right(condition), other.right(to)
         place = {prompt: i for i, prompt in enumerate(other._problems())}
         second = second[[place[prompt] for prompt in self._problems()]]  # a file may hold them in another order
-        if first.shape[1] == second.shape[1] == 1:
+        units = self._units(unit)
+        if units.of is None and first.shape[1] == second.shape[1] == 1:
             return asdict(paired_accuracy(first[:, 0], second[:, 0]))
-        made = paired(first.mean(1) - second.mean(1))
+        made = paired(units.means(first.mean(1) - second.mean(1)))
+        one = first.shape[1] == second.shape[1] == 1
+        point = units.of is not None and np.isnan(made.effect_size)  # all groups differ alike: no t interval
         return {
             "difference": float(made.difference),
-            "low": float(made.low),
-            "high": float(made.high),
+            "low": float("nan") if point else float(made.low),
+            "high": float("nan") if point else float(made.high),
             "p": float(made.p),
+            **(
+                {"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())} if one else {}
+            ),
             "n": made.n,
             "detectable": float(made.detectable),
         }
@@ -155,7 +181,8 @@ class Evaluation:
         """The condition with most right answers on one half of the problems, compared with the baseline on the rest.
 
         The accuracy of the best of many, on the problems that it was chosen on, is too high even where nothing has any
-        effect. Which half a problem is in depends on the ids of all problems, and not on the order of the answers.
+        effect. Which half a problem is in depends on the ids of all problems, and not on the order of the answers; a
+        group of prompts is in one half as a whole.
 
         Args:
             conditions: Among which; all but the baseline by default.
@@ -167,12 +194,15 @@ class Evaluation:
             OptionError: Fewer than two problems, or no condition beside the baseline.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
+        groups = self.provenance.get("groups", {})
         problems = sorted(
-            self._problems(), key=lambda prompt: hashlib.sha256(prompt.encode("utf-8", "replace")).digest()
+            self._problems(),
+            key=lambda prompt: hashlib.sha256(groups.get(prompt, prompt).encode("utf-8", "replace")).digest(),
         )
-        if not names or len(problems) < 2:
+        units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
+        if not names or units.n < 2:
             raise OptionError("choose among one condition beside the baseline at least, on two problems at least")
-        half, other = self._of(problems[::2]), self._of(problems[1::2])
+        half, other = (self._of([problems[i] for i in some]) for some in units.halves())
         chosen = max(sorted(names), key=lambda name: half.right(name).mean())
         return {
             "condition": chosen,
@@ -182,19 +212,21 @@ class Evaluation:
             **other.compare(chosen),
         }
 
-    def pass_at_k(self, k: int | Sequence[int], level: float = 0.95) -> pd.DataFrame:
+    def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The chance that one of k answers is right, for each condition and k, with a t interval over problems.
+
+        ``unit`` as for :meth:`accuracy`.
 
         Raises:
             OptionError: k is larger than the number of samples.
         """
-        return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level)
+        return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit)
 
-    def best_of(self, k: int | Sequence[int], level: float = 0.95) -> pd.DataFrame:
+    def best_of(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The chance that the likeliest of k answers is right, for each condition and k, with a t interval.
 
         Likeliest: the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs no reference;
-        ``pass_at_k`` is the same with a perfect judge.
+        ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
 
         Raises:
             OptionError: k is larger than the number of samples, or the answers hold no log-probabilities.
@@ -206,10 +238,13 @@ class Evaluation:
                 raise OptionError("some answers hold no log-probabilities: they were written by an older version")
             return best_of_k(self.right(name), score, k)
 
-        return self._by_samples(k, values, level)
+        return self._by_samples(k, values, level, unit)
 
-    def diversity(self, n: int = 2, level: float = 0.95) -> pd.DataFrame:
-        """Distinct n-grams over all n-grams of the answers to one question, with a t interval over questions."""
+    def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
+        """Distinct n-grams over all n-grams of the answers to one question, with a t interval over questions.
+
+        ``unit`` as for :meth:`accuracy`.
+        """
         import pandas as pd
 
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -220,8 +255,8 @@ class Evaluation:
             for a in self.answers:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
-            values = [distinct_ngrams(some, n) for some in by_prompt.values()]
-            made = _within(t_interval(np.array(values), level))
+            values = [distinct_ngrams(by_prompt[prompt], n) for prompt in self._problems() if prompt in by_prompt]
+            made = _within(t_interval(self._units(unit).means(np.array(values)), level))
             rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
         return pd.DataFrame(rows)
 
@@ -238,7 +273,7 @@ class Evaluation:
         return np.array([[found[key] for key in row] for row in wanted], dtype=float)
 
     def _by_samples(
-        self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float
+        self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float, unit: Unit
     ) -> pd.DataFrame:
         import pandas as pd
 
@@ -247,12 +282,19 @@ class Evaluation:
             for each in [k] if isinstance(k, (int, float, str)) else k:
                 if isinstance(each, bool) or not isinstance(each, int):
                     raise OptionError(f"k={each!r}: give whole numbers of answers")
-                made = _within(t_interval(values(name, each), level))._asdict()
+                made = _within(t_interval(self._units(unit).means(values(name, each)), level))._asdict()
                 rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
         return pd.DataFrame(rows)
 
     def mediation(
-        self, total: str, through: Mapping[str, str], *, resamples: int = 9999, seed: int = 0, level: float = 0.95
+        self,
+        total: str,
+        through: Mapping[str, str],
+        *,
+        resamples: int = 9999,
+        seed: int = 0,
+        level: float = 0.95,
+        unit: Unit = "auto",
     ) -> pd.DataFrame:
         """The share of a condition's change in accuracy that other conditions make without it.
 
@@ -266,17 +308,19 @@ class Evaluation:
             resamples: Bootstrap samples.
             seed: Of the bootstrap.
             level: Of the intervals.
+            unit: As for :meth:`compare`.
         """
         import pandas as pd
 
-        base, whole = self.right(BASELINE).mean(1), self.right(total).mean(1)
+        units = self._units(unit)
+        base, whole = (units.means(self.right(name).mean(1)) for name in (BASELINE, total))
         draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
         all_of_it = (whole - base)[draws].mean(1)
         whole_change = paired(whole - base)
         divided = not whole_change.low <= 0 <= whole_change.high
         rows = []
         for path, name in through.items():
-            part = self.right(name).mean(1) - base
+            part = units.means(self.right(name).mean(1)) - base
             share = low = high = float("nan")
             if divided:
                 share = float(part.mean() / whole_change.difference)
@@ -297,7 +341,7 @@ class Evaluation:
             )
         made = pd.DataFrame(rows)
         ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
-        made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base)}
+        made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}
         return made
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
@@ -335,6 +379,22 @@ class Evaluation:
         place = {prompt: i for i, prompt in enumerate(problems)}
         some = sorted((a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt])
         return Evaluation(tuple(some), self.provenance)
+
+    def _units(self, unit: Unit) -> Units:
+        """The problems, or the groups that they are of, in the order of :meth:`right`.
+
+        Where so few share a group that it could widen an interval by 5 % at most, they stay problems: the score
+        interval and McNemar's test are worth more for shares near 0 and 1 than a t interval is.
+        """
+        check_unit(unit)
+        problems, groups = list(self._problems()), self.provenance.get("groups", {})
+        if unit == "prompt" or not groups:
+            return Units(len(problems))
+        units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
+        if units.inflation <= _NEGLIGIBLE:
+            return Units(len(problems))
+        units.refuse_below(FEWEST)
+        return units
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}

@@ -92,11 +92,17 @@ class Job:
         return {
             **{name: repr(getattr(self, name)) for name in options},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
+            **self._groups(),
             "weights": stored_hash(self.model),
             "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
             "analyses": identity(self.analyses),
             "versions": provenance.versions(),
         }
+
+    def _groups(self) -> dict[str, str]:
+        """They are stored with the numbers, and change none."""
+        groups = [prompt.group for prompt in self.prompts]
+        return {"groups": provenance.digest(groups)} if any(groups) else {}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from mechattn.render.plain import as_heading
 from mechattn.render.received_figures import received_attention
 from mechattn.render.theme import model_caption
 from mechattn.render.view import View, in_script
-from mechattn.render.words import said
+from mechattn.render.words import choice_words, said
 from mechattn.results.result import Result
 
 Row = tuple[str, str]
@@ -85,6 +85,9 @@ def drawn_section(
         shown = of[0].shown_condition(options.get("condition"))
         title += f", layer {options['layer']}, {how}, condition “{shown}”"
         note = _received_note(of[0], alone=shown == BASELINE)
+        choose = options.get("choose")
+        if isinstance(choose, int) and shown != BASELINE:
+            note += f" {choice_words(of[0], shown, options['layer'], choose)}".rstrip()
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     return Section(

@@ -27,6 +27,7 @@ def load_prompts(
     limit: int | None = None,
     field: str = "question",
     answer_field: str = "answer",
+    group_field: str | None = None,
     system: str | None = None,
     template: Template = "plain",
     with_answer: bool = False,
@@ -43,6 +44,8 @@ def load_prompts(
         limit: How many, from the beginning; all by default (64 of those that are generated).
         field: The field that holds the question.
         answer_field: The field that holds the answer, where there is one.
+        group_field: The field that holds what prompts share, such as their template (``Prompt.group``): statistics
+            take such groups as the unit. Of a file or data set none by default; of word problems their template.
         system: The text before each question; by default the one that the word problems (or the paper) use.
         template: "plain" or "chat".
         with_answer: Whether the model reads the answer after the question.
@@ -72,7 +75,10 @@ def load_prompts(
         if split not in ("train", "test"):
             raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
         made = islice(word_problems(split, seed=seed), limit or 64)  # type: ignore[arg-type]
-        rows: Iterable[dict] = [{field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
+        rows: Iterable[dict] = [
+            {"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made
+        ]
+        group_field = "template" if group_field is None else group_field
         system = SYSTEM if system is None else system
     elif Path(source).suffix in (".jsonl", ".json") or os.path.exists(source):
         rows = _jsonl(Path(source), limit)
@@ -90,6 +96,7 @@ def load_prompts(
                 answer=str(answer) if with_answer else "",
                 template=template,
                 id=str(index),
+                group=None if group_field is None else _group(row, group_field, source, index),
                 solution=None if (known := row.get("solution", answer)) is None else str(known),
             )
         )
@@ -109,6 +116,20 @@ def _text(row: dict, field: str, source: str, index: int, option: str = "field")
     if HALVES.search(row[field]):
         raise PromptError(f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is no text")
     return row[field]
+
+
+def _group(row: dict, field: str, source: str, index: int) -> str:
+    if field not in row:
+        raise PromptError(
+            f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
+            "Say which one holds the group: group_field=…"
+        )
+    group = row[field]
+    if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
+        raise PromptError(
+            f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a text or whole number"
+        )
+    return str(group)
 
 
 def _short_names(row: dict) -> str:

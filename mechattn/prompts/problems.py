@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Split = Literal["train", "test"]
@@ -59,13 +59,23 @@ _TIMES_WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem, its worked answer and the number at its end."""
+    """A word problem, its worked answer and the number at its end.
+
+    Args:
+        question: The story and what is asked.
+        answer: The sums, and the number.
+        solution: The number.
+        steps: How many sums.
+        chain: The first number and the operations.
+        template: Which sentences it is made of, whatever their names, numbers, things, places and days.
+    """
 
     question: str
     answer: str
     solution: int
     steps: int
     chain: str
+    template: str
 
     @property
     def split(self) -> Split:
@@ -84,6 +94,7 @@ class _Story:
     sentences: list[str]
     sums: list[str]
     others: list[str]
+    forms: list[str] = field(default_factory=list)
 
     @property
     def he(self) -> str:
@@ -92,6 +103,12 @@ class _Story:
     @property
     def him(self) -> str:
         return "him" if self.name in _HE else "her"
+
+    def tell(self, rng: random.Random, kind: str, sentences: list[str]) -> str:
+        """One of some ways to say a thing; which one is written down."""
+        which = rng.choice(range(len(sentences)))
+        self.forms.append(f"{kind} {which}")
+        return sentences[which]
 
     def apply(self, sign: str, operand: int) -> int:
         """Work out one step, write it down, and return the value that it started from."""
@@ -113,7 +130,8 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     names = rng.sample(_HE + _SHE, 4)
     item = rng.choice(_COUNTED) if rng.random() < 0.8 else rng.choice(_MEASURED)
     first = rng.randint(2, 99)
-    story = _Story(names[0], item, first, str(first), [_opening(rng, names[0], item, first)], [], names[1:])
+    story = _Story(names[0], item, first, str(first), [], [], names[1:])
+    story.sentences.append(_opening(rng, story))
     for _ in range(steps - 1):
         rng.choice(_possible_steps(story))(rng, story)
     last = _finish(rng, story)
@@ -128,6 +146,7 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
         solution=story.value,
         steps=steps,
         chain=story.chain,
+        template=", ".join(story.forms),
     )
 
 
@@ -140,15 +159,18 @@ def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: 
             yield problem
 
 
-def _opening(rng: random.Random, name: str, item: str, value: int) -> str:
-    return rng.choice(
+def _opening(rng: random.Random, story: _Story) -> str:
+    name, item, value = story.name, story.item, story.value
+    return story.tell(
+        rng,
+        "opening",
         [
             f"{name} has {value} {item}.",
             f"{name} starts the week with {value} {item}.",
             f"There are {value} {item} in the {rng.choice(_PLACES)} of {name}.",
             f"{name} owns {value} {item}.",
             f"At first {name} has {value} {item} in a {rng.choice(_PLACES)}.",
-        ]
+        ],
     )
 
 
@@ -186,14 +208,16 @@ def _gain(rng: random.Random, story: _Story) -> None:
     he, him, item, other = story.he, story.him, story.item, story.others[0]
     day, place = rng.choice(_DAYS), rng.choice(_PLACES)
     story.sentences.append(
-        rng.choice(
+        story.tell(
+            rng,
+            "gain",
             [
                 f"{he.capitalize()} buys {more} more.",
                 f"{day} {other} gives {him} {more} more {item}.",
                 f"{day} {he} finds {more} {item} in the {place}.",
                 f"{he.capitalize()} gets {more} {item} from {other}.",
                 f"{day} {he} adds {more} {item}.",
-            ]
+            ],
         )
     )
     story.apply("+", more)
@@ -204,14 +228,16 @@ def _lose(rng: random.Random, story: _Story) -> None:
     he, item, other = story.he, story.item, story.others[0]
     day, place = rng.choice(_DAYS), rng.choice(_PLACES)
     story.sentences.append(
-        rng.choice(
+        story.tell(
+            rng,
+            "loss",
             [
                 f"{he.capitalize()} gives {fewer} to {other}.",
                 f"{day} {he} loses {fewer} of them.",
                 f"{day} {he} sells {fewer} {item} at the {place}.",
                 f"{he.capitalize()} uses {fewer} {item} for {other}.",
                 f"{day} {he} leaves {fewer} {item} in the {place}.",
-            ]
+            ],
         )
     )
     story.apply("-", fewer)
@@ -222,14 +248,17 @@ def _multiply(rng: random.Random, story: _Story) -> None:
     times, he, item = _TIMES_WORDS[factor], story.he, story.item
     if rng.random() < 0.4:
         other = _next_person(story)
+        story.forms.append("as many as")
         story.sentences.append(f"{story.name} has {times} as many {item} as {other}.")
     else:
         story.sentences.append(
-            rng.choice(
+            story.tell(
+                rng,
+                "product",
                 [
                     f"{rng.choice(_DAYS)} {he} has {times} as many.",
                     f"A week later {he} has {times} as many {item}.",
-                ]
+                ],
             )
         )
     story.apply("*", factor)
@@ -239,12 +268,14 @@ def _divide(rng: random.Random, story: _Story) -> None:
     parts = rng.choice(_divisors(story.value))
     he, item = story.he, story.item
     story.sentences.append(
-        rng.choice(
+        story.tell(
+            rng,
+            "share",
             [
                 f"{he.capitalize()} puts them into {parts} equal boxes and keeps only one box.",
                 f"{rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
                 f"{he.capitalize()} packs them in {parts} bags with the same number/bag and keeps one bag.",
-            ]
+            ],
         )
     )
     story.apply("÷", parts)
@@ -253,6 +284,7 @@ def _divide(rng: random.Random, story: _Story) -> None:
 def _other_has_more(rng: random.Random, story: _Story) -> None:
     more = rng.randint(2, 60)
     before = _next_person(story)
+    story.forms.append("more than")
     story.sentences.append(f"{story.name} has {more} more {story.item} than {before}.")
     story.apply("+", more)
 
@@ -260,6 +292,7 @@ def _other_has_more(rng: random.Random, story: _Story) -> None:
 def _other_has_fewer(rng: random.Random, story: _Story) -> None:
     fewer = rng.randint(1, min(60, story.value - 1))
     before = _next_person(story)
+    story.forms.append("fewer than")
     story.sentences.append(f"{story.name} has {fewer} fewer {story.item} than {before}.")
     story.apply("-", fewer)
 
@@ -274,7 +307,9 @@ def _next_person(story: _Story) -> str:
 
 def _how_many(rng: random.Random, story: _Story) -> str:
     name, item = story.name, story.item
-    return rng.choice(
+    return story.tell(
+        rng,
+        "question",
         [
             f"How many {item} does {name} have now?",
             f"How many {item} does {name} have in the end?",
@@ -282,7 +317,7 @@ def _how_many(rng: random.Random, story: _Story) -> str:
             f"So how many {item} does {name} have?",
             f"Can you say how many {item} {name} has?",
             f"Find how many {item} {name} has in the end.",
-        ]
+        ],
     )
 
 
@@ -290,10 +325,12 @@ def _price(rng: random.Random, story: _Story) -> str:
     price = rng.choice([p for p in range(2, 10) if story.value * p <= 400])
     name, one = story.name, story.item.removesuffix("s")
     story.apply("*", price)
-    return rng.choice(
+    return story.tell(
+        rng,
+        "price",
         [
             f"Each {one} costs {price} dollars. How much do the {story.item} of {name} cost?",
             f"The price is {price} dollars/{one}. What does {name} pay for all {story.item}?",
             f"{name} sells them all at {price} dollars each. How many dollars does {name} get?",
-        ]
+        ],
     )

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -31,6 +31,8 @@ class Prompt:
         id: A name that stays the same from run to run; random draws depend on it.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to be read as they are, in place of the texts.
+        group: What the prompt shares with others that are not independent of it, such as its template: statistics then
+            take the group as the unit. Give it to all prompts of a run or to none; the model doesn't read it.
     """
 
     question: str = ""
@@ -40,6 +42,7 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
+    group: str | None = field(default=None, repr=False)  # decides no number of a run, and so is in no hash of prompts
 
     def __post_init__(self) -> None:
         check_template(self.template)
@@ -47,8 +50,17 @@ class Prompt:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
             raise PromptError(f"the id {self.id!r} holds control characters; give every prompt one that can be printed")
+        self._check_group()
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is no text")
+
+    def _check_group(self) -> None:
+        if self.group is None:
+            return
+        if not isinstance(self.group, str) or not self.group.strip():
+            raise PromptError(f"prompt {self.id} has group={self.group!r}; give the name of its group, or None")
+        if plain(self.group) != self.group or HALVES.search(self.group):
+            raise PromptError(f"the group {self.group!r} of prompt {self.id} holds characters that cannot be printed")
 
     @property
     def excerpt(self) -> str:
@@ -81,7 +93,17 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
     repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
         raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")
+    _check_groups(made)
     return made
+
+
+def _check_groups(prompts: Seq[Prompt]) -> None:
+    without = [prompt.id for prompt in prompts if prompt.group is None]
+    if without and len(without) < len(prompts):
+        raise PromptError(
+            f"{len(without)} of {len(prompts)} prompts have no group, prompt {without[0]} the first; give every prompt "
+            "one (a prompt that stands alone is a group by itself), or none"
+        )
 
 
 def _from_text(index: int, text: object) -> Prompt:

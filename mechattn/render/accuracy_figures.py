@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
         texttemplate="%{z:.1f}",
     )  # fmt: skip
     figure = go.Figure(heat)
-    about = f"n = {table.n.iloc[0]} problems; {base:.1f} % in the baseline, white; blue is better"
+    about = f"n = {_n([table])}; {base:.1f} % in the baseline, white; blue is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
     figure.update_layout(**LAYOUT, title_text=f"{model}: accuracy<br><sup>{about}</sup>", height=420)
@@ -175,8 +176,15 @@ def _points(
     )  # fmt: skip
 
 
+def _n(tables: Seq[pd.DataFrame]) -> str:
+    """How many problems tables are of, or groups of them."""
+    counts = sorted({int(table.n.iloc[0]) for table in tables})
+    units = {table.attrs.get("unit", "prompts") for table in tables}
+    what = "problems" if units == {"prompts"} else units.pop() if len(units) == 1 else "problems or groups of them"
+    return f"{', '.join(map(str, counts))} {what}"
+
+
 def _finish(figure: go.Figure, tables: Mapping[str, pd.DataFrame], title: str) -> None:
-    counts = sorted({int(table.n.iloc[0]) for table in tables.values()})
-    note = f"n = {', '.join(map(str, counts))} problems; bars: 95 % intervals"
+    note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
     figure.update_layout(**LAYOUT, title_text=f"{title}<br><sup>{note}</sup>", height=460)

@@ -11,7 +11,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, headed, model_caption
-from mechattn.render.words import mean_words, number_words, percent_words, says
+from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
@@ -44,7 +44,7 @@ def activation_histogram(
     for column, result in enumerate(results, 1):
         at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
         for name, colour in zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False):
-            made = t_interval(at.sel(condition=name).transpose("prompt", "bin").values)
+            made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "bin")))
             words = condition_words(result, name)
             _band(figure, at.bin.values, made.low, made.high, colour, column)
             figure.add_scatter(
@@ -63,7 +63,7 @@ def activation_histogram(
     figure.update_layout(**_layout("activations of the MLP", note, 480, top=150))
     parts = [
         f"{model_caption(r)}: "
-        + "; ".join(f"{condition_words(r, n)} {mean_words(_near_zero(r, n, layer))}" for n in [BASELINE, *names])
+        + "; ".join(f"{condition_words(r, n)} {mean_words(r, _near_zero(r, n, layer))}" for n in [BASELINE, *names])
         for r in results
     ]
     return says(figure, "Near-zero share:", ". ".join(parts) + ".")
@@ -122,7 +122,7 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         there = (at.notnull().all("condition").sum("prompt") >= 3).values
         classes = at.token_class.values[there]
         for i, (name, colour) in enumerate(zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False)):
-            made = t_interval(at.sel(condition=name).transpose("prompt", "token_class").values[:, there])
+            made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "token_class"))[:, there])
             place = np.arange(len(classes)) + 0.8 / (len(names) + 1) * (i - len(names) / 2)
             words = condition_words(result, name)
             _points(figure, place, np.array(made).T, words, colour, column, column == 1, list(classes))
@@ -136,7 +136,8 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
     parts = [
         f"{kind}: "
         + ", ".join(
-            f"{condition_words(results[0], n)} {mean_words(at.sel(condition=n, token_class=kind).dropna('prompt'))}"
+            f"{condition_words(results[0], n)} "
+            + mean_words(results[0], at.sel(condition=n, token_class=kind).dropna("prompt"))
             for n in [BASELINE, *names[:1]]
         )
         for kind in classes
@@ -246,7 +247,8 @@ def _points(
 
 def _n(results: Seq[Result]) -> str:
     counts = sorted({result["sequences"].sizes["prompt"] for result in results})
-    return f"n = {', '.join(map(str, counts))} prompts"
+    alike = {count_words(result) for result in results}
+    return f"n = {alike.pop()}" if len(alike) == 1 else f"n = {', '.join(map(str, counts))} prompts"
 
 
 def _layout(title: str, note: str, height: int, top: int = 130) -> dict:

@@ -10,7 +10,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
-from mechattn.render.words import mean_words, says
+from mechattn.render.words import count_words, mean_words, over_units, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
 
@@ -44,15 +44,15 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     for line in heads.T:
         figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
                            line=dict(width=0.7, color=faint(WITH, 0.45)))  # fmt: skip
-    _bars(figure, layers, at.scale.mean("head"), "λ, mean of the heads", WITH, 1)
+    _bars(figure, result, layers, at.scale.mean("head"), "λ, mean of the heads", WITH, 1)
     uniform = at.scale_uniform.mean("prompt").transpose("layer").values
     dotted = dict(dash="dot", color=WITHOUT)
     figure.add_scatter(x=layers, y=uniform, row=1, col=1, name="λ, uniform attention", mode="lines", line=dotted)
-    _bars(figure, layers, at.relative_error.mean("head"), "relative output error", THIRD, 2)
-    _bars(figure, layers, at.total_variation.mean("head"), "total variation", OTHERS[1], 2)
+    _bars(figure, result, layers, at.relative_error.mean("head"), "relative output error", THIRD, 2)
+    _bars(figure, result, layers, at.total_variation.mean("head"), "total variation", OTHERS[1], 2)
     figure.update_xaxes(title_text="layer", dtick=1 if len(layers) <= 16 else None)
     figure.update_yaxes(rangemode="tozero")
-    words = f"{condition_words(result, condition)}, {segment} queries, n = {at.sizes['prompt']} prompts"
+    words = f"{condition_words(result, condition)}, {segment} queries, n = {count_words(result)}"
     figure.update_layout(
         **LAYOUT | {"margin": dict(l=60, r=20, t=120, b=60)},
         title_text=f"{model_caption(result)}: the affine reading<br><sup>{words}; bars: 95 % intervals</sup>",
@@ -60,8 +60,9 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     )
     return says(
         figure,
-        f"Means over layers and heads with “{condition}”: λ = {mean_words(at.scale)}, {mean_words(at.scale_uniform)} "
-        f"under uniform attention; the affine form misses {mean_words(at.relative_error)} of the output's norm.",
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "
+        f"{mean_words(result, at.scale_uniform)} under uniform attention; the affine form misses "
+        f"{mean_words(result, at.relative_error)} of the output's norm.",
     )
 
 
@@ -82,7 +83,7 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
     for name, colour in zip(names, (WITH, THIRD, WITHOUT, *OTHERS) * 4, strict=False):
         values = share.sel(condition=result.condition(name))
         if not values.isnull().all():
-            _bars(figure, share.layer.values, values, condition_words(result, name), colour, None)
+            _bars(figure, result, share.layer.values, values, condition_words(result, name), colour, None)
     figure.update_xaxes(title_text="layer", dtick=1 if share.sizes["layer"] <= 16 else None)
     figure.update_yaxes(title_text="s₁² / Σ s²")
     note = "of the matrix of shifts [query, d_head], mean over heads; 95 % intervals over prompts"
@@ -90,16 +91,18 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
         **LAYOUT, title_text=f"{model_caption(result)}: rank of the shift<br><sup>{note}</sup>", height=420
     )
     parts = [
-        f"{condition_words(result, name)} {mean_words(share.sel(condition=name))}"
+        f"{condition_words(result, name)} {mean_words(result, share.sel(condition=name))}"
         for name in names
         if share.sel(condition=name).notnull().any()
     ]
     return says(figure, f"Share of the first direction, mean over layers: {'; '.join(parts)}.")
 
 
-def _bars(figure: go.Figure, x: np.ndarray, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:
+def _bars(
+    figure: go.Figure, result: Result, x: np.ndarray, values: xr.DataArray, name: str, colour: str, column: int | None
+) -> None:
     """Mean over prompts with its t interval."""
-    interval = t_interval(values.transpose("prompt", "layer").values)
+    interval = t_interval(over_units(result, values.transpose("prompt", "layer")))
     bars = dict(type="data", array=interval.high - interval.estimate, thickness=1.2)
     where = {} if column is None else {"row": 1, "col": column}
     style = dict(color=colour, width=2)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, headed, model_caption, quantity_words
-from mechattn.render.words import change_words, percent, says
+from mechattn.render.words import change_words, count_words, percent, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 
@@ -48,7 +48,7 @@ def change_map(
     figure = go.Figure(_map_and_marks(wide, sure, f"{table.scale.iloc[0]}{'<br>less null' * known}"))
     words = condition_words(result, condition)
     note = (
-        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {table.n.iloc[0]}; "
+        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {_n(table)}; "
         f"{'null: ' * known}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
@@ -206,9 +206,14 @@ def _interval_line(
     figure.add_scatter(x=x, y=y, error_y=bars, name=name, mode=mode, marker=marker, hovertemplate=hover)
 
 
+def _n(table: pd.DataFrame) -> str:
+    """How many prompts, or which groups of them, a table is over."""
+    unit = table.attrs["unit"]
+    return str(table.n.iloc[0]) if unit == "prompts" else f"{table.n.iloc[0]} {unit}"
+
+
 def _finish(figure: go.Figure, result: Result, what: str, layer: int | None) -> None:
-    n = result["sequences"].sizes["prompt"]
-    note = f"{_where(layer)}; n = {n} prompts; bars: 95 % t intervals of the log-ratio of each prompt's mean"
+    note = f"{_where(layer)}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
     figure.add_hline(0, line_width=1, line_color="#888")
     figure.update_layout(
         **LAYOUT, title_text=f"{model_caption(result)}: change of {what}<br><sup>{note}</sup>", height=440

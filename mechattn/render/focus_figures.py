@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
-from mechattn.render.words import mean_words, says
+from mechattn.render.words import count_words, mean_words, over_units, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
 
@@ -61,8 +61,8 @@ def heads_by_layer(
     layers = variable.layer.values
     null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
-        values = variable.sel(condition=name).transpose("prompt", "layer", "head").values
-        mean, low, high = _interval(values)
+        values = variable.sel(condition=name).transpose("prompt", "layer", "head")
+        mean, low, high = _interval(over_units(result, values))
         order = np.argsort(mean, axis=1)[:, ::-1]
         for rank in range(mean.shape[1]):
             at = np.arange(len(layers)), order[:, rank]
@@ -79,7 +79,7 @@ def heads_by_layer(
         _null_line(figure, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
     figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
-    note = f"{_of(variable, segment)}n = {variable.sizes['prompt']} prompts; lines sorted within each layer"
+    note = f"{_of(variable, segment)}n = {count_words(result)}; lines sorted within each layer"
     note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
     figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
@@ -109,13 +109,13 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
         for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
-            _line(figure, one.sel(condition=name), condition_words(result, name), colour, column)
+            _line(figure, result, one.sel(condition=name), condition_words(result, name), colour, column)
             if null is not None:
                 _null_line(figure, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    note = f"{_of(variable, segment)}{heads}n = {variable.sizes['prompt']} prompts; bands: 95 % intervals"
+    note = f"{_of(variable, segment)}{heads}n = {count_words(result)}; bands: 95 % intervals"
     note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
     figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
@@ -142,20 +142,23 @@ def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, na
     """The mean over everything but prompts, condition by condition, each beside its null."""
 
     def beside(name: str) -> str:
-        return "" if null is None else f" (uniform attention: {mean_words(null.sel(condition=name)).partition(' ')[0]})"
+        if null is None:
+            return ""
+        return f" (uniform attention: {mean_words(result, null.sel(condition=name)).partition(' ')[0]})"
 
     parts = [
-        f"{condition_words(result, name)} {mean_words(variable.sel(condition=name))}{beside(name)}" for name in names
+        f"{condition_words(result, name)} {mean_words(result, variable.sel(condition=name))}{beside(name)}"
+        for name in names
     ]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
     what = str(variable.name).removesuffix("_by_segment")
     return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."
 
 
-def _line(figure: go.Figure, values: xr.DataArray, words: str, colour: str, column: int) -> None:
+def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int) -> None:
     """A line over layers with its band."""
     prompts = values.mean("head") if "head" in values.dims else values
-    mean, low, high = _interval(prompts.transpose("prompt", "layer").values)
+    mean, low, high = _interval(over_units(result, prompts.transpose("prompt", "layer")))
     x = values.layer.values
     figure.add_scatter(
         x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", fillcolor=faint(colour), line_width=0,

@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.received_figures import NAME, check_heads, line_and_band, moments_of
+from mechattn.render.received_figures import NAME, band_words, check_heads, line_and_band, moments_of
 from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, headed, model_caption
 from mechattn.render.words import change_words, says
 from mechattn.results.quantities import check_layer
@@ -62,7 +62,8 @@ def meaningless_and_sentence(
     figure.update_xaxes(title_text="position in the sequence")
     over = _prompts(results)
     words = " and ".join(condition_words(results[0], name) for name in conditions)
-    figure.update_layout(title_text=f"{words}: received attention<br><sup>mean over {over} prompts, {_BANDS}</sup>")
+    about = f"mean over {over} prompts, {_BANDS}{band_words(results[0])}"
+    figure.update_layout(title_text=f"{words}: received attention<br><sup>{about}</sup>")
     said = [
         f"{model_caption(panel.result)}, layer {panel.layer + one_based} head {panel.head + one_based}, "
         f"“{name}”: {change}."
@@ -97,7 +98,7 @@ def across_layers(
     panels = [_Panel(result, n, head, f"Layer {n + one_based} head {head + one_based}") for n in layers]
     figure = _lines(panels, "received_by_origin", list(dict.fromkeys((BASELINE, condition))), (WITHOUT, WITH))
     figure.update_xaxes(title_text="original token position")
-    about = f"mean over {_prompts([result])} prompts, {_BANDS}"
+    about = f"mean over {_prompts([result])} prompts, {_BANDS}{band_words(result)}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention by layer<br><sup>{about}</sup>")
     said = [
         f"layer {n + one_based}: {change}"

@@ -11,10 +11,11 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
-from mechattn.render.words import change_words, mean_words, percent, percent_words, says
+from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 from mechattn.results.stored_conditions import stored_condition
+from mechattn.results.units import units_of
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
 
@@ -64,7 +65,7 @@ def received_attention(
     prompts = np.arange(dataset.sizes["prompt"])
     chosen, shown, how = prompts, prompts, "chosen by hand"
     if choose is not None:
-        chosen, shown = prompts[::2], prompts[1::2]
+        chosen, shown = units_of(result, len(prompts)).halves()
         heads, how = choose_heads(result, layer, choose, condition, chosen), "chosen on the other half of the prompts"
     check_heads(heads, dataset.sizes["head"])
     titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
@@ -85,13 +86,14 @@ def received_attention(
             null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
             figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
     _label(figure, len(heads), rows[-1][0], span, words)
-    over = f"mean over {len(shown)} prompts, pointwise 95 % bands; dotted: uniform attention; heads {how}{where}"
+    over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
+    over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
     of = f"Attention received by the question's tokens in {which}"
     if alone:
         at = dataset.sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=shown)
-        mean = mean_words(at.received_by_segment.sel(head=list(heads)))
+        mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
         return says(figure, f"{of}: {mean}, {len(shown)} prompts; {_uniform_words(at)}.")
     change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
     return says(figure, f"{of} with “{condition}”: {change}, {len(shown)} prompts." if change else "")
@@ -180,8 +182,8 @@ def verdict_words(
     beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. Mean over {_heads_words(result)}, {verdict.n} prompts; {beyond} "
-        f"of {verdict.beyond.size} heads fall further than the uniform null, {above} less far (q < 0.05)."
+        f"attention {percent(verdict.null.estimate)}. Mean over {_heads_words(result)}, {count_words(result)}; "
+        f"{beyond} of {verdict.beyond.size} heads fall further than the uniform null, {above} less far (q < 0.05)."
     )
 
 
@@ -289,6 +291,12 @@ def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend
         **common,
     )
     return [*traces, line]
+
+
+def band_words(result: Result) -> str:
+    """What is to be said of bands at positions: they are from moments over prompts, which know no groups."""
+    alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
+    return "" if alone else ", which take prompts for independent"
 
 
 def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:

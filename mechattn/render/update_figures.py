@@ -9,7 +9,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, condition_words, model_caption
-from mechattn.render.words import mean_words, says
+from mechattn.render.words import count_words, mean_words, says
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _dataset(result: Result, reading: str) -> xr.Dataset:
 def _means(result: Result, condition: str, reading: str) -> str:
     """Magnitude and orientation of the question's tokens, their means over layers and heads."""
     dataset, prefix = _dataset(result, reading).sel(condition=condition, segment="question"), _prefix(reading)
-    size, turn = (mean_words(dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
+    size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
     return (
         f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
         f"{turn}."
@@ -228,7 +228,7 @@ def _finish(
 ) -> None:
     """Title, and a slider with a step for each layer."""
     layers = values.layer.values.tolist()
-    note = f"{condition_words(result, condition)}; {result['sequences'].sizes['prompt']} prompts"
+    note = f"{condition_words(result, condition)}; {count_words(result)}"
     note += "; the strongest target's part alone" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
 

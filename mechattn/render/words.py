@@ -13,6 +13,7 @@ from mechattn.errors import OptionError
 from mechattn.render.plain import with_plain_names
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
+from mechattn.results.units import units_in, units_of
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
 
 if TYPE_CHECKING:
@@ -49,9 +50,19 @@ def number_words(interval: Interval, units: str = "") -> str:
     return f"{words} {units}".rstrip()
 
 
-def mean_words(values: xr.DataArray, units: str = "") -> str:
+def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
+    """Values [prompt, …] as they enter an interval [unit, …]: those of prompts, or the means of their groups."""
+    return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
+
+
+def count_words(result: Result) -> str:
+    """How many prompts a result has, such as "64 prompts" or "24 groups of 96 prompts"."""
+    return units_of(result, result["sequences"].sizes["prompt"]).words
+
+
+def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    each = values.mean([dim for dim in values.dims if dim != "prompt"]).values.astype(np.float64)
+    each = over_units(result, values.mean([dim for dim in values.dims if dim != "prompt"]))
     if len(each) < FEWEST:
         return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
     return number_words(t_interval(each), units)
@@ -85,6 +96,19 @@ def change_words(
         return ""
     beside = "" if null is None else f" (uniform attention: {percent(null.estimate)})"
     return percent_words(change) + beside
+
+
+def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
+    """How far a choice of heads of a layer by the data hangs on the prompts; "" where that cannot be said."""
+    try:
+        table = result.stability(condition, choose=choose, layer=layer)
+    except OptionError:  # too few prompts, or every head is chosen
+        return ""
+    shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
+    return (
+        f"Chosen on random halves of the prompts, {choose} heads of this layer have {100 * shared:.0f}\u00a0% of both "
+        f"choices in common ({100 * chance:.0f}\u00a0% by chance)."
+    )
 
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:

@@ -9,7 +9,9 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +23,14 @@ QUANTITIES = {"activations": ("mlp_activations", "change_product", "MlpActivatio
 
 
 def agreement(
-    result: Result, one: str, other: str, over: str, quantity: str, controls: Seq[str] | None, level: float
+    result: Result,
+    one: str,
+    other: str,
+    over: str,
+    quantity: str,
+    controls: Seq[str] | None,
+    unit: Unit,
+    level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
     import pandas as pd
@@ -35,15 +44,15 @@ def agreement(
         raise OptionError(f"over={over!r} is one of the two conditions, and its change from itself is nothing")
     if not 0.5 <= level < 1:
         raise OptionError(f"level={level}: give a probability such as 0.95")
-    if product.sizes["prompt"] < FEWEST:
-        raise OptionError(f"there are {product.sizes['prompt']} prompts; give at least {FEWEST}")
+    units = units_of(result, product.sizes["prompt"], unit)
+    units.refuse_below(FEWEST)
     if controls is None:
         controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
     ours = _cosine(product, one, other, over)
-    tables = [_rows(one, other, product, ours, ours, level)]
-    tables += [_rows(one, name, product, _cosine(product, one, name, over), ours, level) for name in controls]
+    tables = [_rows(one, other, product, ours, ours, units, level)]
+    tables += [_rows(one, name, product, _cosine(product, one, name, over), ours, units, level) for name in controls]
     made = pd.concat(tables, ignore_index=True)
-    made.attrs = {"over": over, "quantity": quantity, "level": level}
+    made.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
     return made
 
 
@@ -70,12 +79,20 @@ def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarra
 
 
 def _rows(
-    one: str, other: str, product: xr.DataArray, cosine: np.ndarray, reference: np.ndarray, level: float
+    one: str,
+    other: str,
+    product: xr.DataArray,
+    cosine: np.ndarray,
+    reference: np.ndarray,
+    units: Units,
+    level: float,
 ) -> pd.DataFrame:
     """A row a layer: the cosine, and how much smaller it is than that of the two conditions in question."""
     import pandas as pd
 
-    mean, apart = t_interval(cosine, level), t_interval(reference - cosine, level)
+    apart = t_interval(units.means(reference - cosine), level)
+    cosine = units.means(cosine)
+    mean = t_interval(cosine, level)
     return pd.DataFrame(
         {
             "condition": one,

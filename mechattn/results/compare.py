@@ -13,9 +13,12 @@ from mechattn.errors import OptionError
 from mechattn.results.quantities import NULLS, Null, check_layer, values_of, variable_of
 from mechattn.results.random_null import check_random, random_columns
 from mechattn.results.stored_conditions import stored_condition
+from mechattn.results.units import shared_units, units_of
 from mechattn.stats.comparison import relative_change
 from mechattn.stats.intervals import FEWEST, Interval
-from mechattn.stats.paired import ROUNDING, Paired, paired
+from mechattn.stats.paired import EXACT, ROUNDING, Paired, enough, paired, without_rounding
+from mechattn.stats.resolution import resolution
+from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +46,7 @@ def compare(
     matched: bool,
     null: Null,
     scale: Scale | None,
+    unit: Unit,
     level: float,
     resamples: int,
     seed: int,
@@ -62,31 +66,41 @@ def compare(
     cells, left_out = _compared(parts, quantity, scale)
     difference, expected = _differences(*parts, scale)
     against, null_words = _null(expected, parts, null, _alike(result, condition, other, to))
-    finding, shown = _halves(ours.sizes["prompt"], select)
+    units = shared_units(result, other, ours.sizes["prompt"], unit)
+    finding, shown = _halves(units, select)
+    each, size = units.means(difference.values), units.means(abs(theirs.values))
+    of_null = None if against is None else units.means(against)
 
-    def rounding_of(prompts: np.ndarray) -> np.ndarray:
-        return ROUNDING * (np.ones(cells.shape) if scale == "log-ratio" else abs(theirs.values[prompts]).mean(0))
+    def rounding_of(some: np.ndarray) -> np.ndarray:
+        return ROUNDING * (np.ones(cells.shape) if scale == "log-ratio" else size[some].mean(0))
 
-    def found(prompts: np.ndarray) -> Paired:
-        at = None if against is None else against[prompts][:, cells]
-        rounding = rounding_of(prompts)[cells]
-        return paired(difference.values[prompts][:, cells], at, level, resamples, seed, rounding)
+    def found(some: np.ndarray) -> Paired:
+        at = None if of_null is None else of_null[some][:, cells]
+        return paired(each[some][:, cells], at, level, resamples, seed, rounding_of(some)[cells])
 
     if select == "half":
         cells[cells] = found(finding).q < 0.05
     numbers = found(shown)
-    means = {name: of.values[shown][:, cells].mean(0) for name, of in (("value", ours), ("reference", theirs))}
+    means = {
+        name: units.means(of.values)[shown][:, cells].mean(0) for name, of in (("value", ours), ("reference", theirs))
+    }
     table = _table(difference, cells, means, numbers).assign(scale=scale)
+    can = resolution(numbers.n, max(1, int(cells.sum())), resamples=resamples, unit=units.unit)
     table.attrs = {
         "condition": condition,
         "to": to,
         "quantity": quantity,
         "segment": segment or "all",
         "family": f"{int(cells.sum())} tests: {' × '.join(map(str, difference.dims[1:]))}",
+        "unit": units.unit,
         "null": null_words,
         "left_out": left_out,
-        "smallest_q": max(2.0 ** (1 - numbers.n), 0.0 if numbers.n <= 12 else 1 / (resamples + 1)),
+        "smallest_q": can.smallest_p,  # where all tests reach it
+        "resolution": str(can),
         "level": level,
+        "resamples": resamples,
+        "patterns": None if numbers.n <= EXACT else enough(resamples, int(cells.sum())),
+        "seed": seed,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
     }
@@ -95,10 +109,52 @@ def compare(
         def change(draw: Result) -> xr.DataArray:
             return _differences(*_aligned(draw, condition, draw, to, quantity, by, segment, "uniform"), scale)[0]
 
-        columns, said = random_columns(random, difference, change, cells, shown, level, rounding_of(shown))
+        def mean(values: np.ndarray) -> np.ndarray:
+            return units.means(values)[shown].mean(0)
+
+        columns, said = random_columns(random, difference, change, mean, cells, level, rounding_of(shown))
         attrs, table = table.attrs | said, table.assign(**columns)
         table.attrs = attrs
     return table
+
+
+def family_size(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, select: str | None
+) -> tuple[int, int]:
+    """How many tests a comparison with the baseline makes, and of how many prompts.
+
+    Raises:
+        OptionError: What :func:`compare` refuses.
+    """
+    _check_options(select, 0.95, "uniform", None)
+    parts = _aligned(result, condition, result, BASELINE, quantity, by, segment, "uniform")
+    cells, _ = _compared(parts, quantity, _own_scale(variable_of(result, quantity, by)))
+    return int(cells.sum()), parts[0].sizes["prompt"]
+
+
+def what_is_tested(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, unit: Unit, layer: int | None = None
+) -> tuple[np.ndarray, Units]:
+    """What :func:`compare` with the baseline tests, [unit, cell]: differences less those of the null; and the units.
+
+    NaN in cells that are left out; of one layer, where one is named.
+
+    Raises:
+        OptionError: What :func:`compare` refuses.
+    """
+    parts = _aligned(result, condition, result, BASELINE, quantity, by, segment, "uniform")
+    scale = _own_scale(variable_of(result, quantity, by))
+    cells, _ = _compared(parts, quantity, scale)
+    difference, expected = _differences(*parts, scale)
+    against, _ = _null(expected, parts, "uniform", _alike(result, condition, result, BASELINE))
+    units = units_of(result, parts[0].sizes["prompt"], unit)
+    size = 1.0 if scale == "log-ratio" else units.means(abs(parts[1].values)).mean(0)
+    d = units.means(difference.values - (0.0 if against is None else against))
+    d = np.where(cells, without_rounding(d, ROUNDING * size), np.nan)
+    if layer is not None:
+        check_layer(layer, difference)
+        d = d[:, difference.layer.values == layer]
+    return d.reshape(units.n, -1), units
 
 
 def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:
@@ -181,13 +237,13 @@ def _alike(one: Result, condition: str, other: Result, to: str) -> bool:
     return np.array_equal(*origins)
 
 
-def _halves(prompts: int, select: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts on which cells are found, and those on which they are reported."""
-    every = np.arange(prompts)
-    fewest = FEWEST if select is None else 2 * FEWEST_TO_SELECT
-    if prompts < fewest:
-        why = "" if select is None else ": below, no head can be found on one half of them (q < 0.05)"
-        raise OptionError(f"there are {prompts} prompts; give at least {fewest}{why}")
+def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """The units on which cells are found, and those on which they are reported."""
+    every = np.arange(units.n)
+    if select is None:
+        units.refuse_below(FEWEST)
+    else:
+        units.refuse_below(2 * FEWEST_TO_SELECT, ": below, no head can be found on one half of them (q < 0.05)")
     return (every, every) if select is None else (every[::2], every[1::2])
 
 
@@ -205,7 +261,12 @@ def _table(difference: xr.DataArray, cells: np.ndarray, means: dict[str, np.ndar
 
 
 def overall_change(
-    result: Result, condition: str, quantity: str, segment: str | None = "question", layer: int | None = None
+    result: Result,
+    condition: str,
+    quantity: str,
+    segment: str | None = "question",
+    layer: int | None = None,
+    unit: Unit = "auto",
 ) -> tuple[Interval, Interval | None]:
     """Relative change from the baseline of each prompt's mean over layers and heads, and the same under the null.
 
@@ -215,6 +276,7 @@ def overall_change(
         quantity: A positive quantity, such as "received".
         segment: The segment that it is about.
         layer: One layer; all by default.
+        unit: As for :func:`compare`.
 
     Raises:
         OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
@@ -232,7 +294,10 @@ def overall_change(
         raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
     if not ((values > 0).all() and (reference > 0).all()):
         raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
-    return relative_change(values, reference), relative_change(null, null_reference) if null.size else None
+    units = units_of(result, len(values), unit)
+    units.refuse_below(FEWEST)
+    of_null = relative_change(null, null_reference, units) if null.size else None
+    return relative_change(values, reference, units), of_null
 
 
 def _aligned(

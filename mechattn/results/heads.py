@@ -8,7 +8,9 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.results.quantities import NULLS, values_of
+from mechattn.results.units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,6 +25,7 @@ def ranked_heads(
     condition: str,
     segment: str,
     select: Literal["half"] | None,
+    unit: Unit,
     level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
@@ -36,16 +39,18 @@ def ranked_heads(
     if set(values.dims) != {"prompt", "layer", "head"}:
         more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
         raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")
-    prompts = values.sizes["prompt"]
-    fewest = FEWEST if select is None else 2 * FEWEST
-    if prompts < fewest:
-        raise OptionError(f"there are {prompts} prompts; an interval needs at least {fewest}")
+    units = units_of(result, values.sizes["prompt"], unit)
+    units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
-    each = values.values.reshape(prompts, -1)
+    each = units.means(values.values.reshape(units.prompts, -1))
     order = np.argsort(-np.nan_to_num(each[finding].mean(0), nan=-np.inf), kind="stable")
     order = order[~np.isnan(each[0, order])][:top]
     mean = t_interval(each[shown][:, order], level)
-    uniform = np.full(each.shape[1], np.nan) if null is None else null.values.reshape(prompts, -1)[shown].mean(0)
+    uniform = (
+        np.full(each.shape[1], np.nan)
+        if null is None
+        else units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)
+    )
     at = np.unravel_index(order, values.shape[1:])
     made = pd.DataFrame(
         {
@@ -61,4 +66,5 @@ def ranked_heads(
     known = "" if null is None else f", beside {NULLS['uniform']}"
     chosen = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
     made.attrs = {"condition": condition, "segment": segment, "of": each.shape[1], "ranked": chosen + known}
+    made.attrs["unit"] = units.unit
     return made

@@ -53,8 +53,8 @@ def random_columns(
     random: Seq[Result],
     difference: xr.DataArray,
     change: Callable[[Result], xr.DataArray],
+    mean: Callable[[np.ndarray], np.ndarray],
     cells: np.ndarray,
-    shown: np.ndarray,
     level: float,
     rounding: np.ndarray | float,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -64,15 +64,15 @@ def random_columns(
         random: Results of random models.
         difference: The result's differences [prompt, *cells].
         change: The same of another result.
+        mean: Over the prompts that the table shows, or over their groups.
         cells: Which of them are in the table.
-        shown: Which prompts are.
         level: Of the range.
         rounding: A distance from the mean of random heads counts as 0 where it is no larger [*cells].
     """
     dims = list(difference.dims[1:])
     head = dims.index("head") if "head" in dims else None
-    draws = [change(draw).reindex_like(difference).values[shown].mean(0) for draw in random]
-    made: AgainstDraws = against_draws(difference.values[shown].mean(0), np.stack(draws), head, level, rounding)
+    draws = [mean(change(draw).reindex_like(difference).values) for draw in random]
+    made: AgainstDraws = against_draws(mean(difference.values), np.stack(draws), head, level, rounding)
     p = made.p[cells]
     columns = {"null_random": made.mean[cells], "random_low": made.low[cells], "random_high": made.high[cells]}
     kind = _weights(random[0]).removeprefix(MARK).split(",")[0]

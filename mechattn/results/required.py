@@ -124,6 +124,8 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
             return f"its sequences hold no {name}"
     if "first_prompt_text" not in sequences or sequences.first_prompt_text.dims != ("condition", "pos"):
         return "its sequences hold no first_prompt_text"
+    if "group" in sequences and sequences.group.dims != ("prompt",):
+        return "its sequences have groups that are not of prompts"
     found = sequences.segment_index.values
     if found.size and not _PADDING <= found.min() <= found.max() < len(SEGMENTS):
         return f"its sequences have the segment {found.max()}, and there are {len(SEGMENTS)}"

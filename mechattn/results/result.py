@@ -16,10 +16,13 @@ from mechattn.markup import table
 from mechattn.results.provenance import Provenance
 from mechattn.shown import shown
 from mechattn.stats.comparison import Verdict, against_null
+from mechattn.stats.intervals import FEWEST
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
+
+    from mechattn.stats.resolution import Resolution
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,21 @@ class Result:
             raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
         return name or others[0]
 
-    def verdict(self, condition: str | None = None, segment: str = "question") -> Verdict:
+    def verdict(
+        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+    ) -> Verdict:
         """How the attention that a segment receives changed from the baseline, against its uniform null.
 
         Args:
             condition: Compared with the baseline; the first other condition by default.
             segment: One of the segments that every prompt has.
+            unit: As for :meth:`compare`.
 
         Raises:
-            OptionError: No such condition or segment, or fewer than 3 prompts.
+            OptionError: No such condition or segment, or fewer than 3 prompts or groups of them.
         """
+        from mechattn.results.units import units_of
+
         condition = self.condition(condition)
         dataset = self["received_attention"]
         if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
@@ -87,6 +95,9 @@ class Result:
             raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
         dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
 
+        units = units_of(self, dataset.sizes["prompt"], unit)
+        units.refuse_below(FEWEST)
+
         def values(quantity: str, of: str) -> np.ndarray:
             return dataset[quantity].sel(condition=of).values.astype(np.float64)
 
@@ -95,6 +106,7 @@ class Result:
             values("received_by_segment", BASELINE),
             values("received_by_segment_uniform", condition)[..., None],
             values("received_by_segment_uniform", BASELINE)[..., None],
+            units=units,
         )
 
     def compare(
@@ -110,6 +122,7 @@ class Result:
         matched: bool = True,
         null: Literal["uniform", "blind"] = "uniform",
         scale: Literal["log-ratio", "difference"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
         resamples: int = 9999,
         seed: int = 0,
@@ -124,6 +137,7 @@ class Result:
         Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
         bootstrap-t and simultaneous intervals; null; effect_size (d_z), p (sign-flip), q (Benjamini-Hochberg over the
         table), detectable (the smallest effect found with 80 % power), all of what is tested; n.
+        ``table.attrs`` says what n counts ("unit"), the family, the null, and the smallest q that can be reached.
 
         Args:
             condition: A condition.
@@ -139,6 +153,8 @@ class Result:
                 learned sinks), for the models that do.
             scale: "log-ratio" or "difference"; by default that of the quantity. A cell that has no ratio (0 in some
                 prompt) is left out, with a warning that names it.
+            unit: "auto" takes groups of prompts as the units where prompts have them (``Prompt.group``), by the means
+                of their prompts; "prompt" takes each prompt for itself.
             level: Of the intervals.
             resamples: Of bootstrap and sign flips.
             seed: Of the resampling.
@@ -147,15 +163,49 @@ class Result:
                 p_random and q_random. A head with both q and q_random below 0.05 shows what training has made.
 
         Raises:
-            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them; random models
-                that are none, or of another run.
+            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them, or of
+                their groups; random models that are none, or of another run.
         """
         from mechattn.results.compare import compare
 
         return compare(
-            self, condition, to, quantity, by, segment, other, select, matched, null, scale, level, resamples, seed,
-            random,
+            self, condition, to, quantity, by, segment, other, select, matched, null, scale, unit, level, resamples,
+            seed, random,
         )  # fmt: skip
+
+    def resolution(
+        self,
+        condition: str | None = None,
+        quantity: str = "received",
+        by: str = "segment",
+        *,
+        segment: str | None = "question",
+        select: Literal["half"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
+        level: float = 0.05,
+        resamples: int = 9999,
+    ) -> Resolution:
+        """What this number of prompts can find in the table of :meth:`compare`, and how many would do.
+
+        ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
+        (smallest p 0.00049): 8 tests have to reach it together; 19 would do".
+
+        Args:
+            condition: Compared with the baseline; the first other condition by default.
+            quantity: As for :meth:`compare`.
+            by: As for :meth:`compare`.
+            segment: As for :meth:`compare`.
+            select: "half": of the half of the prompts on which cells are found.
+            unit: As for :meth:`compare`.
+            level: The q below which a test is a finding.
+            resamples: As for :meth:`compare`.
+
+        Raises:
+            OptionError: What :meth:`compare` refuses, or a level that is no probability.
+        """
+        from mechattn.results.resolution import resolution_of
+
+        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples)
 
     def heads(
         self,
@@ -165,6 +215,7 @@ class Result:
         condition: str = BASELINE,
         segment: str = "question",
         select: Literal["half"] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """The heads with the largest values of a quantity, with intervals over prompts, beside uniform attention.
@@ -179,6 +230,7 @@ class Result:
             segment: Whose queries or keys, where the quantity has segments.
             select: "half" ranks on one half of the prompts and shows the other: the interval of a head that was picked
                 as the largest on the same prompts is too optimistic.
+            unit: As for :meth:`compare`.
             level: Of the intervals.
 
         Raises:
@@ -186,7 +238,56 @@ class Result:
         """
         from mechattn.results.heads import ranked_heads
 
-        return ranked_heads(self, quantity, top, condition, segment, select, level)
+        return ranked_heads(self, quantity, top, condition, segment, select, unit, level)
+
+    def stability(
+        self,
+        condition: str | None = None,
+        quantity: str = "received",
+        by: str = "segment",
+        *,
+        choose: int | None = 10,
+        layer: int | None = None,
+        over: Seq[str] | None = None,
+        segment: str | None = "question",
+        unit: Literal["auto", "prompt"] = "auto",
+        resamples: int = 200,
+        patterns: int = 999,
+        seed: int = 0,
+    ) -> pd.DataFrame:
+        """How much selections of heads share that are made on random disjoint halves of the prompts.
+
+        ``|A ∩ B| / |A ∪ B|`` (Jaccard), its mean over splits, beside what two random selections of those sizes would
+        share (exactly, from the hypergeometric distribution). Columns: condition, other, jaccard, low and high (2.5 and
+        97.5 % of the splits), by_chance, selected (heads, on average), none_selected (the share of splits in which
+        neither half selects any, which have no index), on_all (of two conditions: the index of their selections on all
+        prompts).
+
+        Args:
+            condition: Compared with the baseline; the first other condition by default.
+            quantity: As for :meth:`compare`.
+            by: As for :meth:`compare`.
+            choose: How many heads, by the size of what :meth:`compare` tests; None selects those with q < 0.05.
+            layer: Among the heads of this layer; of all by default.
+            over: Conditions, such as several fillers: a row for each, and one for each two of them, where the first
+                selects on one half and the other on the other half.
+            segment: As for :meth:`compare`.
+            unit: As for :meth:`compare`.
+            resamples: Random splits.
+            patterns: Of signs, for q, where not all are tried; 20 for each test at least.
+            seed: Of the splits.
+
+        Raises:
+            OptionError: What :meth:`compare` refuses; too few prompts, or no such number of heads.
+
+        Source:
+            Stability over resampled inputs, arXiv:2510.00845.
+        """
+        from mechattn.results.stability import stability
+
+        return stability(
+            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed
+        )  # fmt: skip
 
     def agreement(
         self,
@@ -196,6 +297,7 @@ class Result:
         quantity: str = "activations",
         *,
         controls: Seq[str] | None = None,
+        unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
         """The cosine between the changes that two conditions make, layer by layer, beside those with controls.
@@ -211,6 +313,7 @@ class Result:
             over: What both are changes from.
             quantity: "activations": those of ``MlpActivations``.
             controls: Other conditions to set beside them; all others of the result by default.
+            unit: As for :meth:`compare`.
             level: Of the intervals.
 
         Raises:
@@ -218,7 +321,23 @@ class Result:
         """
         from mechattn.results.agreement import agreement
 
-        return agreement(self, condition, other, over, quantity, controls, level)
+        return agreement(self, condition, other, over, quantity, controls, unit, level)
+
+    def methods(self, *tables: pd.DataFrame) -> str:
+        """What was done, as a paragraph for the methods of a paper; every number in it is one that the result holds.
+
+        Model, versions, verification, prompts and their groups, conditions with what they inserted, analyses, nulls and
+        seed; and for each table how it was computed.
+
+        Args:
+            tables: What :meth:`compare` gave.
+
+        Raises:
+            OptionError: A table doesn't say how it was made.
+        """
+        from mechattn.results.methods import methods
+
+        return methods(self, tables)
 
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
@@ -272,11 +391,15 @@ class Result:
         return mechattn.page(self, path, layer, heads, force, choose=choose)
 
     def _repr_html_(self) -> str:
+        from mechattn.results.units import units_of
+
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
+        units = units_of(self, sizes["prompt"])
         rows = [
             ("model", f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}"),
             ("verified", model["verified"]),
             ("prompts", sizes["prompt"]),
+            *([] if units.of is None else [("groups", units.n)]),
             *((f"condition {name}", about["conditions"].get(name, {}).get("written", "")) for name in self.conditions),
             *((name, ", ".join(map(str, d))) for name, d in self.datasets.items() if name != "sequences"),
             ("seed", about.get("seed", "")),

@@ -10,6 +10,7 @@ from scipy import stats
 from mechattn.errors import OptionError
 from mechattn.stats.intervals import Interval, t_interval
 from mechattn.stats.paired import RESAMPLES, enough, sign_flip, without_rounding
+from mechattn.stats.units import Units
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Verdict:
 
     ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
     attention. ``beyond`` marks the heads whose change is further down than the null (Benjamini-Hochberg, q < 0.05).
+    ``n`` counts what ``unit`` names: prompts, or the groups that they are of.
     """
 
     change: Interval
@@ -25,6 +27,7 @@ class Verdict:
     beyond: np.ndarray
     above: np.ndarray
     n: int
+    unit: str = "prompts"
 
     def __repr__(self) -> str:
         """The figures, and the numbers of heads in place of a mark for each."""
@@ -32,27 +35,35 @@ class Verdict:
         return (
             f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
             f"{int(self.beyond.sum())} of {self.beyond.size} heads beyond the null, {int(self.above.sum())} above; "
-            f"{self.n} prompts)"
+            f"{self.n} {self.unit})"
         )
 
 
-def relative_change(values: np.ndarray, baseline: np.ndarray) -> Interval:
+def relative_change(values: np.ndarray, baseline: np.ndarray, units: Units | None = None) -> Interval:
     """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.
 
-    ``exp(mean log(value / baseline)) − 1``
+    ``exp(mean log(value / baseline)) − 1``; the mean over groups of each group's mean, where units are groups.
     """
-    return Interval(*(np.expm1(end) for end in t_interval(np.log(values / baseline))))
+    ratio = np.log(values / baseline)
+    return Interval(*(np.expm1(end) for end in t_interval(ratio if units is None else units.means(ratio))))
 
 
 def against_null(
-    values: np.ndarray, baseline: np.ndarray, null_values: np.ndarray, null_baseline: np.ndarray, q: float = 0.05
+    values: np.ndarray,
+    baseline: np.ndarray,
+    null_values: np.ndarray,
+    null_baseline: np.ndarray,
+    q: float = 0.05,
+    units: Units | None = None,
 ) -> Verdict:
     """Compare ``values`` with ``baseline``, both [prompt, layer, head], and the change with that of uniform attention.
 
     For each head the sign-flip test of ``compare``, of the log-ratio minus the null's log-ratio; q-values over all
-    heads. The overall change is that of the mean over layers and heads of each prompt.
+    heads. The overall change is that of the mean over layers and heads of each prompt. ``units`` are the prompts, or
+    the groups that they are of; then everything is of the groups' means.
     """
-    ratio = without_rounding(np.log(values / baseline) - np.log(null_values / null_baseline))
+    units = units or Units(len(values))
+    ratio = without_rounding(units.means(np.log(values / baseline) - np.log(null_values / null_baseline)))
     if not np.isfinite(ratio).all():
         raise OptionError("a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head")
     difference = ratio.mean(axis=0)
@@ -62,9 +73,10 @@ def against_null(
     flat = (values.mean(axis=(1, 2)), baseline.mean(axis=(1, 2)))
     null = (null_values.mean(axis=(1, 2)), null_baseline.mean(axis=(1, 2)))
     return Verdict(
-        change=relative_change(*flat),
-        null=relative_change(*null),
+        change=relative_change(*flat, units),
+        null=relative_change(*null, units),
         beyond=significant & (difference < 0),
         above=significant & (difference > 0),
-        n=len(values),
+        n=units.n,
+        unit=units.unit,
     )

@@ -29,7 +29,9 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
         OptionError: Fewer than 3 observations along the first axis.
     """
     if len(values) < FEWEST:
-        raise OptionError(f"an interval over prompts needs at least {FEWEST} of them, and there are {len(values)}")
+        raise OptionError(
+            f"an interval over prompts, or over groups of them, needs at least {FEWEST}, and there are {len(values)}"
+        )
     values = np.asarray(values, dtype=np.float64)
     n = (~np.isnan(values)).sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):  # nothing observed: NaN

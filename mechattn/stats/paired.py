@@ -15,7 +15,7 @@ FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from there on
 RESAMPLES = 9999
 ROUNDING = 1e-5  # of a log-ratio: what float32 leaves of two computations of the same number
-_EXACT = 12  # prompts: 4,096 patterns of signs are all tried
+EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
 
 
@@ -167,12 +167,12 @@ def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> 
     for signs in _signs(len(d), resamples, generator):
         count += (abs(signs @ d) / len(d) >= observed).sum(0)
         tried += len(signs)
-    return count / tried if len(d) <= _EXACT else (1 + count) / (1 + tried)
+    return count / tried if len(d) <= EXACT else (1 + count) / (1 + tried)
 
 
 def _signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
     """Patterns of signs [pattern, prompt], some at a time: all 2ⁿ, or drawn."""
-    if n <= _EXACT:
+    if n <= EXACT:
         yield 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
         return
     for start in range(0, resamples, _CHUNK):

@@ -39,7 +39,9 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     model = ma.load_model(str(tmp_path))
-    with pytest.raises(ModelError, match=r"no tokenizer; pass one: load_model\(model, tokenizer=…\), or give token ids"):
+    with pytest.raises(
+        ModelError, match=r"no tokenizer; pass one: load_model\(model, tokenizer=…\), or give token ids"
+    ):
         ma.run(model, "Tom has 3 apples.")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer that loads"):

@@ -1,6 +1,7 @@
 """Prompts that repeat each other are named in a warning; varied ones are not."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,19 @@ def test_varied_prompts_are_left_alone(source):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         warn_of_likeness(prompts)
+    assert said == []
+
+
+def test_the_cost_is_named_and_groups_end_it():
+    with pytest.warns(UserWarning, match=r"up to 2\.4 times too narrow.*Prompt\(group=…\)"):  # √6
+        warn_of_likeness(COPIES)
+    with pytest.warns(UserWarning, match=r"up to 2\.0 times too narrow"):
+        warn_of_likeness(as_prompts(TEMPLATE))
+    with pytest.warns(UserWarning, match="6 prompts are the same"):  # negative control: groups of one say nothing
+        warn_of_likeness([replace(prompt, group=prompt.id) for prompt in COPIES])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_likeness([replace(prompt, group="apples") for prompt in COPIES])
     assert said == []
 
 

@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 
 import mechattn as ma
+from mechattn.prompts import problems
 from mechattn.prompts.problems import LARGEST, generate_problem, word_problems
 
 
@@ -74,3 +75,23 @@ def test_load_prompts_gives_segments():
     worked = ma.load_prompts("word-problems", limit=1, with_answer=True)[0]
     assert worked.answer.endswith(f"Answer: {worked.solution}")
     assert worked.question == prompt.question
+
+
+def test_a_template_is_what_is_left_without_names_numbers_things_places_and_days():
+    """Two problems have one template exactly where nothing else is different: told from their text alone."""
+    things = [form for name in [*problems._COUNTED, *problems._MEASURED] for form in (name, name.removesuffix("s"))]
+    blank = re.compile(
+        r"\b(?:"
+        + "|".join(map(re.escape, [*problems._HE, *problems._SHE, *things, *problems._PLACES, *problems._DAYS]))
+        + r"|he|she|him|her|twice|three times|four times|five times|\d+)\b",
+        re.IGNORECASE,
+    )
+    shapes, templates = {}, {}
+    for problem in islice(word_problems("test"), 1000):
+        shape = blank.sub("_", problem.question).replace(" / ", "/").replace(" ?", "?")
+        shapes.setdefault(problem.template, set()).add(shape)
+        templates.setdefault(shape, set()).add(problem.template)
+    assert {len(found) for found in shapes.values()} == {1}
+    assert {len(found) for found in templates.values()} == {1}
+    assert 900 < len(templates) < 1000
+    assert len({problem.template for problem in islice(word_problems("test"), 64)}) == 64

@@ -73,9 +73,9 @@ def test_a_mean_over_prompts(result):
     values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
     each = values.mean(["layer", "head"]).values.astype(np.float64)
     half = stats.t.ppf(0.975, 7) * each.std(ddof=1) / np.sqrt(8)
-    shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(values))]
+    shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(result, values))]
     np.testing.assert_allclose(shown, [each.mean(), each.mean() - half, each.mean() + half], rtol=6e-3)
-    assert "[" not in mean_words(values.isel(prompt=[0, 1])), "two prompts have no interval"
+    assert "[" not in mean_words(result, values.isel(prompt=[0, 1])), "two prompts have no interval"
 
 
 def test_the_verdict_names_its_matched_control(result):

@@ -59,6 +59,6 @@ def test_what_it_refuses(result, options, message):
 
 def test_few_prompts_are_refused(toy, prompts):
     few = ma.run(toy, prompts[:2], analyses=ma.AttentionFocus(), progress=False)
-    with pytest.raises(OptionError, match="2 prompts; an interval needs at least 3"):
+    with pytest.raises(OptionError, match="2 prompts; give at least 3"):
         few.heads("entropy")
     assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.AttentionFocus(), progress=False).heads("entropy").low[0])

@@ -1,0 +1,81 @@
+"""Several tables of comparisons as one family of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import stats
+
+from mechattn.errors import OptionError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ABOUT = ("models", "condition", "to", "quantity", "segment")
+
+
+def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
+    """Several tables of ``Result.compare`` under one another, their q-values over all of their tests at once.
+
+    ``q = `` Benjamini-Hochberg over the p-values of all tables. A claim that was looked for in several results,
+    conditions or quantities has been given as many chances as there are rows in all of them.
+
+    Args:
+        tables: What ``Result.compare`` gives, at least one.
+
+    Returns:
+        The rows of all tables. Columns before theirs: table (from 0, in the order given), models, condition, to,
+        quantity and about_segment; ``q`` is over all tables, ``q_of_table`` what it was. ``attrs`` state the family,
+        each table's own attributes ("tables") and the smallest q that one test alone can reach ("smallest_q_alone").
+
+    Raises:
+        OptionError: There are no tables, one has no p-values, or one is given twice.
+
+    Source:
+        Benjamini and Hochberg 1995.
+    """
+    import pandas as pd
+
+    tables = _checked(tables)
+    parts = []
+    for number, table in enumerate(tables):
+        about = {("about_segment" if name == "segment" else name): table.attrs.get(name, "") for name in _ABOUT}
+        part = table.rename(columns={"q": "q_of_table"}).drop(columns=[name for name in about if name in table])
+        for place, (name, value) in enumerate({"table": number, **about}.items()):
+            part.insert(place, name, value)
+        part.attrs = {}
+        parts.append(part)
+    made = pd.concat(parts, ignore_index=True)
+    p = made.p.to_numpy(dtype=np.float64)
+    made.insert(made.columns.get_loc("p") + 1, "q", stats.false_discovery_control(p) if len(p) else p)
+    sizes = [len(table) for table in tables]
+    smallest = [table.attrs["smallest_q"] for table in tables if "smallest_q" in table.attrs and len(table)]
+    made.attrs = {
+        "family": f"{sum(sizes)} tests in {len(tables)} tables ({' + '.join(map(str, sizes))})",
+        "tables": [dict(table.attrs) for table in tables],
+        "smallest_q_alone": min(1.0, len(made) * min(smallest)) if smallest else float("nan"),
+    }
+    return made
+
+
+def _checked(tables: Any) -> list[pd.DataFrame]:
+    import pandas as pd
+
+    if isinstance(tables, pd.DataFrame) or not isinstance(tables, Seq) or isinstance(tables, str):
+        raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
+    if not tables:
+        raise OptionError("there are no tables; give a list of what Result.compare gives, one at least")
+    for number, table in enumerate(tables):
+        if not isinstance(table, pd.DataFrame):
+            raise OptionError(f"table {number} is of type {type(table).__name__}; give what Result.compare gives")
+        if "p" not in table or not table.p.between(0, 1).all():
+            why = "has p-values that are none" if "p" in table else "has no column p"
+            raise OptionError(f"table {number} {why}; give what Result.compare gives")
+        if "table" in table:
+            raise OptionError(f"table {number} was adjusted already; give the tables that it was made of, all at once")
+        for before in range(number):
+            if tables[before] is table or (tables[before].attrs == table.attrs and tables[before].equals(table)):
+                raise OptionError(f"table {number} is table {before} again; every test counts once")
+    return list(tables)

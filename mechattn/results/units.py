@@ -1,0 +1,56 @@
+"""The units of replication of a result: its prompts, or the groups that they are of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mechattn.errors import OptionError
+from mechattn.stats.units import Unit, Units, check_unit
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+
+def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
+    """The units of all prompts of a result.
+
+    Args:
+        result: A result; one that was stored without groups has none.
+        prompts: How many prompts it has.
+        unit: "prompt" takes each prompt for itself, also where it is of a group.
+
+    Raises:
+        OptionError: No such unit.
+    """
+    check_unit(unit)
+    sequences = result["sequences"]
+    if unit == "prompt" or "group" not in sequences:
+        return Units(prompts)
+    return Units.grouped([str(group) for group in sequences.group.values])
+
+
+def units_in(result: Result, values: xr.DataArray) -> Units:
+    """The units of those prompts of a result that some values are of, by their ids."""
+    ids = values["prompt"].values.tolist() if "prompt" in values.coords else None
+    if ids is None or "group" not in result["sequences"]:
+        return Units(values.sizes["prompt"])
+    found = result["sequences"].group.sel(prompt=ids)
+    return Units.grouped([str(group) for group in found.values])
+
+
+def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
+    """The units of two results of the same prompts.
+
+    Raises:
+        OptionError: The prompts are of other groups in one of them than in the other.
+    """
+    groups = [result["sequences"].group.values.tolist() if "group" in result["sequences"] else None]
+    groups += [other["sequences"].group.values.tolist() if "group" in other["sequences"] else None]
+    if unit == "auto" and groups[0] != groups[1]:
+        raise OptionError(
+            "the prompts have other groups in one result than in the other; run both with the same prompts, or say "
+            'unit="prompt", which takes each prompt for itself'
+        )
+    return units_of(result, prompts, unit)

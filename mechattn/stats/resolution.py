@@ -1,0 +1,105 @@
+"""What a number of prompts can show over so many tests: the smallest p and q, and how many prompts would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor
+
+from scipy import stats
+
+from mechattn.errors import OptionError
+from mechattn.stats.paired import EXACT, RESAMPLES, enough
+
+SURE = 0.9  # the chance with which the fewest prompts let one test alone pass, where signs are drawn
+_MOST = 200
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What sign flips over n units can find among a family of tests (Benjamini-Hochberg).
+
+    Args:
+        n: Units: prompts, or groups of them.
+        unit: What they are.
+        tests: How many are in the family.
+        level: Of q, below which a test is a finding.
+        smallest_p: No p can be smaller: ``2^(1 − n)`` where all patterns of signs are tried (up to 12 units), and
+            ``1 / (1 + resamples)`` where they are drawn. No q can be smaller either.
+        smallest_q: The q of one test alone at that p, beside others of which nothing is found: ``tests · smallest_p``.
+        together: How many tests have to reach the smallest p for their q to pass; None where all of them would not do.
+        chance: How often one test alone, whose differences all have one sign, passes: 0 or 1 up to 12 units; beyond,
+            a drawn pattern may by chance be that of the data.
+        fewest: From how many units on that chance is 90 % at least.
+    """
+
+    n: int
+    unit: str
+    tests: int
+    level: float
+    smallest_p: float
+    smallest_q: float
+    together: int | None
+    chance: float
+    fewest: int
+
+    def __str__(self) -> str:
+        """The same in a sentence."""
+        unit = self.unit.partition(" ")[0]
+        among = f"with {self.n} {unit} and {self.tests} tests"
+        if self.n >= self.fewest:
+            return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g})"
+        more = f"{self.fewest} would do"
+        if self.together is None:
+            return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
+        if self.together > 1:
+            alone = f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
+            return f"{alone}: {self.together} tests have to reach it together; {more}"
+        return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
+
+
+def resolution(
+    n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
+) -> Resolution:
+    """What so many units can find among so many tests.
+
+    Args:
+        n: Units: prompts, or groups of them.
+        tests: In the family.
+        level: Of q.
+        resamples: Patterns of signs where not all are tried; raised to 20 for each test, as ``compare`` does.
+        unit: What n counts.
+
+    Raises:
+        OptionError: n or tests is no whole number above 0, or the level no probability.
+    """
+    for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+    if not 0 < level < 1:
+        raise OptionError(f"level={level!r}: give a probability such as 0.05")
+    patterns = enough(resamples, tests)
+    p = 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + patterns)
+    together = floor(tests * p / level) + 1
+    fewest = _MOST
+    while fewest > 1 and _chance(fewest - 1, tests, level, patterns) >= SURE:
+        fewest -= 1
+    return Resolution(
+        n=n,
+        unit=unit,
+        tests=tests,
+        level=level,
+        smallest_p=p,
+        smallest_q=min(1.0, tests * p),
+        together=together if together <= tests else None,
+        chance=_chance(n, tests, level, patterns),
+        fewest=fewest,
+    )
+
+
+def _chance(n: int, tests: int, level: float, patterns: int) -> float:
+    """How often a test whose differences all have one sign has q below the level, alone."""
+    extreme = 2.0 ** (1 - n)  # the share of patterns that give as large a mean: all signs kept, or all flipped
+    if n <= EXACT:
+        return float(tests * extreme < level)
+    hits = ceil(level * (1 + patterns) / tests) - 2  # at most so many: tests · (1 + hits) / (1 + patterns) < level
+    return float(stats.binom.cdf(hits, patterns, extreme))

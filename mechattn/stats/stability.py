@@ -1,0 +1,48 @@
+"""How much two selections share, and how much they would share by chance."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from scipy import stats
+
+from mechattn.stats.paired import enough, sign_flip
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """``|A ∩ B| / |A ∪ B|`` of two masks; NaN where both are empty."""
+    union = int((one | other).sum())
+    return int((one & other).sum()) / union if union else float("nan")
+
+
+@cache
+def jaccard_by_chance(one: int, other: int, of: int) -> float:
+    """The expected Jaccard index of two sets of these sizes that are drawn at random from so many.
+
+    ``Σ_i P(i) · i / (a + b − i)`` with i hypergeometric: how many of the second set are in the first. NaN where both
+    are empty.
+    """
+    if not one + other:
+        return float("nan")
+    shared = np.arange(min(one, other) + 1)
+    return float((stats.hypergeom(of, one, other).pmf(shared) * shared / (one + other - shared)).sum())
+
+
+def largest(d: np.ndarray, count: int) -> np.ndarray:
+    """Which of the columns of d [unit, cell] have the largest means, up to sign; ties go to the earlier one."""
+    chosen = np.zeros(d.shape[1], dtype=bool)
+    chosen[np.argsort(-abs(d.mean(0)), kind="stable")[:count]] = True
+    return chosen
+
+
+def significant(d: np.ndarray, resamples: int) -> np.ndarray:
+    """Which of the columns of d [unit, cell] have q < 0.05, by the sign-flip test of ``compare``."""
+    p = sign_flip(d, enough(resamples, d.shape[1]), np.random.default_rng(0))
+    return stats.false_discovery_control(p) < 0.05
+
+
+def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two random disjoint halves of n; of an odd number one is in neither."""
+    order = generator.permutation(n)
+    return order[: n // 2], order[n // 2 : 2 * (n // 2)]

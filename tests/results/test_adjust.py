@@ -1,0 +1,91 @@
+"""One family over several tables: Benjamini-Hochberg by hand, and what it refuses."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import mechattn as ma
+from mechattn.errors import OptionError
+
+
+@pytest.fixture(scope="module")
+def tables(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
+    result = ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AttentionFocus()], progress=False)
+    return [
+        result.compare("slash"),
+        result.compare("sentence", segment=None),
+        result.compare("slash", quantity="entropy"),
+        result.compare("sentence", select="half"),
+    ]
+
+
+def by_hand(p):
+    """q of each: the least of m · p(j) / j over the ranks j at or above its own."""
+    order = sorted(range(len(p)), key=lambda i: p[i])
+    q, least = [0.0] * len(p), 1.0
+    for rank in range(len(p), 0, -1):
+        least = min(least, len(p) * p[order[rank - 1]] / rank)
+        q[order[rank - 1]] = least
+    return q
+
+
+def test_q_is_over_all_tables(tables):
+    made = ma.adjust(tables)
+    p = np.concatenate([table.p for table in tables])
+    np.testing.assert_allclose(made.q, by_hand(p.tolist()))
+    np.testing.assert_allclose(made.q, stats.false_discovery_control(p))
+    np.testing.assert_array_equal(made.p, p)
+    np.testing.assert_array_equal(made.q_of_table, np.concatenate([table.q for table in tables]))
+    assert not np.allclose(made.q, made.q_of_table), "negative control"
+    sizes = [len(table) for table in tables]
+    assert made.attrs["family"] == f"{sum(sizes)} tests in 4 tables ({' + '.join(map(str, sizes))})"
+    assert made.attrs["smallest_q_alone"] == min(1, sum(sizes) * 2**-11)
+    assert [about["condition"] for about in made.attrs["tables"]] == ["slash", "sentence", "slash", "sentence"]
+
+
+def test_every_row_says_where_it_is_from(tables):
+    made = ma.adjust(tables)
+    for number, table in enumerate(tables):
+        rows = made[made.table == number].reset_index(drop=True)
+        assert set(rows.condition) == {table.attrs["condition"]}
+        assert set(rows.quantity) == {table.attrs["quantity"]}
+        assert set(rows.models) == {"toy:llama"}
+        np.testing.assert_array_equal(rows[["layer", "head", "difference"]], table[["layer", "head", "difference"]])
+    assert set(made[made.table == 1].segment) == set(tables[1].segment)
+    assert set(made.about_segment) == {"question", "all"}
+
+
+def test_one_table_keeps_its_q_and_none_is_changed(tables):
+    before = tables[0].copy()
+    np.testing.assert_allclose(ma.adjust([tables[0]]).q, tables[0].q)
+    assert tables[0].equals(before)
+    assert tables[0].attrs["condition"] == "slash"
+
+
+def test_a_finding_of_many_tables_needs_more():
+    """Forty tables of noise: the least q of each one's own is below 0.05 in some, the one of all in none."""
+    import pandas as pd
+
+    generator = np.random.default_rng(0)
+    noise = []
+    for _ in range(40):
+        p = generator.random(20)
+        noise.append(pd.DataFrame({"p": p, "q": stats.false_discovery_control(p)}))
+    made = ma.adjust(noise)
+    assert (made.q_of_table < 0.05).any(), "negative control"
+    assert not (made.q < 0.05).any()
+
+
+def test_what_it_refuses(tables):
+    for given, message in (
+        ([], "there are no tables"),
+        (tables[0], "give a list of tables"),
+        ([tables[0], 3], "table 1 is of type int"),
+        ([tables[0].drop(columns="p")], "table 0 has no column p"),
+        ([tables[0].assign(p=2.0)], "table 0 has p-values that are none"),
+        ([tables[0], tables[1], tables[0].copy()], "table 2 is table 0 again"),
+        ([ma.adjust(tables)], "was adjusted already"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ma.adjust(given)

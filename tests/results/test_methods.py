@@ -1,0 +1,98 @@
+"""The paragraph for a paper: every number in it is in the provenance, and it changes with the run."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.results.result import Result
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)*")
+
+
+def numbers(text):
+    return {match.rstrip(",").replace(",", "") for match in NUMBER.findall(text)}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    made = ma.load_prompts("word-problems", limit=16)
+    return [replace(prompt, group=f"template {chr(97 + i % 8)}") for i, prompt in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20), "arm": ma.Baseline(intervention=ma.ARM(seed=4))}
+    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AttentionFocus()], seed=3, progress=False)
+
+
+def test_every_number_is_one_that_the_result_holds(result):
+    tables = [result.compare("slash"), result.compare("slash", unit="prompt", level=0.9, resamples=3333)]
+    text = result.methods(*tables)
+    held = numbers(json.dumps(result.provenance))
+    for table in tables:
+        held |= numbers(str(table.attrs)) | {f"{100 * table.attrs['level']:g}", str(table.n.iloc[0])}
+    counts = (result["sequences"].origin == -1).sum("pos").values
+    held |= set(map(str, np.unique(counts)))
+    held |= {str(len(set(result["sequences"].group.values))), str(result["sequences"].sizes["prompt"])}
+    assert len(numbers(text)) > 15
+    assert numbers(text) <= held, numbers(text) - held
+
+
+def test_what_it_says(result):
+    text = result.methods(result.compare("slash"))
+    for part in (
+        "toy:llama (986,240 parameters, 4 layers of 8 heads, float32)",
+        f"mechattn {result.provenance['versions']['mechattn']}, transformer-lens ",
+        "was verified against the model's own native attention",
+        "There were 8 groups of 16 prompts (hash ",
+        "and the unit of replication was the group.",
+        "“slash” (MeaninglessTokens(text='/', count=20, place='before_question', separator=' '); 20 tokens inserted)",
+        "and “arm” (Baseline(intervention=ARM(",
+        "; no tokens inserted), in one pass.",
+        "received attention (queries original, include_self False, skip_first False) and attention focus",
+        "in all layers.",
+        "its value under uniform attention.",
+        "“slash” was compared with “baseline” in received of the question as log-ratios, paired by groups (n = 8): "
+        "95 % t intervals; sign-flip tests (all patterns of signs) against uniform attention; Benjamini-Hochberg over "
+        "32 tests: layer × head; seed 0.",
+        "The seed of all draws was 3.",
+    ):
+        assert part in text, part
+    assert "(9,999 random patterns of signs)" in result.methods(result.compare("slash", unit="prompt"))
+    assert "compared" not in result.methods()
+
+
+def test_it_changes_with_the_run(toy, prompts, result):
+    alone = [replace(prompt, group=None) for prompt in prompts]
+    other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5, progress=False)
+    text = other.methods()
+    for part in ("There were 5 prompts", "the prompt.", "7 tokens inserted", "in layers 1 and 2.", "draws was 5."):
+        assert part in text
+        assert part not in result.methods()
+    about = json.loads(json.dumps(result.provenance))
+    about["model"] |= {"verified": False, "revision": "abc", "dtype": "bfloat16"}
+    about["engine"] = "hooks"
+    text = Result(result.datasets, about).methods()
+    for part in ("was not verified", "bfloat16, revision abc", "through the model's hooks"):
+        assert part in text
+    assert "The prompts were read as they are." in ma.run(toy, alone[:3], layers=[0], progress=False).methods()
+
+
+def test_of_merged_and_stored_results(toy, prompts, tmp_path):
+    parts = [ma.run(toy, prompts[:8], layers=[0], places=range(8), progress=False)]
+    parts += [ma.run(toy, prompts[8:], layers=[0], places=range(8, 16), progress=False)]
+    whole = ma.merge_results(parts)
+    ma.save_result(whole, tmp_path / "whole.zarr")
+    text = ma.load_result(tmp_path / "whole.zarr").methods()
+    assert text == whole.methods()
+    assert "8 groups of 16 prompts" in text
+
+
+def test_a_table_of_something_else_is_refused(result):
+    with pytest.raises(OptionError, match="table 0 says not how it was made"):
+        result.methods(result.heads("entropy"))

@@ -1,0 +1,107 @@
+"""What prompts can find: the smallest p and q against enumeration, and simulated effects at the number that is named."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.stats.paired import EXACT, enough, paired, sign_flip
+from mechattn.stats.resolution import resolution
+
+
+def alone(n, tests, seed=0):
+    """The q of one test whose differences are all alike, beside tests that find nothing."""
+    d = np.zeros((n, tests))
+    d[:, 0] = 5 + np.random.default_rng(seed).normal(size=n) * 0.1
+    return paired(d, seed=seed).q[0]
+
+
+@pytest.mark.parametrize("tests", [1, 8, 32])
+def test_a_large_effect_is_found_with_the_fewest_prompts_and_never_with_one_less(tests):
+    fewest = resolution(8, tests).fewest
+    assert fewest <= EXACT, "all patterns are tried"
+    for seed in range(3):
+        assert alone(fewest, tests, seed) < 0.05
+        assert alone(fewest - 1, tests, seed) >= 0.05
+    for n in (fewest - 1, fewest):
+        made = resolution(n, tests)
+        assert made.smallest_q == pytest.approx(alone(n, tests))
+        assert made.chance == float(n == fewest)
+
+
+@pytest.mark.parametrize("n", [3, 5, 8, 12])
+def test_the_smallest_p_is_that_of_all_patterns(n):
+    column = np.arange(1.0, n + 1)
+    exact = stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    assert resolution(n, 4).smallest_p == pytest.approx(exact)
+    assert resolution(n, 4).smallest_p == pytest.approx(sign_flip(column[:, None], 0, np.random.default_rng(0))[0])
+
+
+@pytest.mark.parametrize("n", [14, 16, 19])
+def test_with_drawn_signs_the_chance_is_that_of_draws(n):
+    """784 tests: a single drawn pattern that is that of the data is one too many."""
+    made, patterns = resolution(n, 784), enough(9999, 784)
+    column = np.ones((n, 1))
+    p = np.array([sign_flip(column, patterns, np.random.default_rng(seed))[0] for seed in range(200)])
+    assert np.mean(784 * p < 0.05) == pytest.approx(made.chance, abs=0.08)
+    assert p.min() >= made.smallest_p
+    assert (made.chance >= 0.9) == (n >= made.fewest)
+
+
+def test_how_many_tests_have_to_pass_together():
+    made = resolution(12, 784)
+    assert made.together == 8
+    for many, passes in ((8, True), (7, False)):
+        p = np.ones(784)
+        p[:many] = made.smallest_p
+        assert (stats.false_discovery_control(p)[0] < 0.05) == passes
+    assert resolution(5, 784).together is None, "2 of 32 patterns are 0.0625 of all"
+    assert stats.false_discovery_control(np.full(784, resolution(5, 784).smallest_p)).min() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("n", "tests", "words"),
+    [
+        (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests have to reach it "
+         "together; 19 would do"),
+        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); 19 would do"),
+        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; 19 would do"),
+        (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001)"),
+    ],
+)  # fmt: skip
+def test_what_it_says(n, tests, words):
+    assert str(resolution(n, tests)) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(n=0), "n=0"),
+        (dict(tests=2.5), "tests=2.5"),
+        (dict(level=5), "level=5"),
+        (dict(resamples=0), "resamples=0"),
+    ],
+)
+def test_what_it_refuses(options, message):
+    with pytest.raises(OptionError, match=message):
+        resolution(**(dict(n=8, tests=4) | options))
+
+
+def test_a_result_says_what_it_can_show(slash_result):
+    made = slash_result.resolution()
+    assert (made.n, made.tests, made.unit, made.fewest) == (12, 32, "prompts", 11)
+    table = slash_result.compare("slash")
+    assert table.attrs["resolution"] == str(made)
+    assert table.attrs["smallest_q"] == made.smallest_p == 2**-11
+    assert table.q.min() >= made.smallest_p
+    half = slash_result.resolution("slash", select="half")
+    assert (half.n, half.together) == (6, 21)
+    assert half.tests == 32
+    every = slash_result.resolution(segment=None)
+    assert every.tests == len(slash_result.compare("slash", segment=None))
+    with pytest.raises(OptionError, match="no condition 'dash'"):
+        slash_result.resolution("dash")
+    with pytest.raises(OptionError, match="level=2"):
+        slash_result.resolution(level=2)
+    assert "resolution" in dir(ma.Result)

@@ -1,0 +1,123 @@
+"""Groups of prompts as units: means by a loop, halves that no group spans, and what is lost without them."""
+
+import numpy as np
+import pytest
+
+from mechattn.errors import OptionError
+from mechattn.stats.comparison import against_null, relative_change
+from mechattn.stats.intervals import t_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.units import Units, check_unit
+
+GROUPS = ["b", "a", "b", "c", "a", "b"]
+
+
+def drawn(groups, size, cells, seed, shared=0.0):
+    """Differences with mean 0 [prompt, cell], half of whose variance is that of their group; and the units."""
+    generator = np.random.default_rng(seed)
+
+    def normal(rows):
+        own, common = generator.normal(size=(rows, cells)), generator.normal(size=(rows, 1))
+        return np.sqrt(1 - shared) * own + np.sqrt(shared) * common
+
+    of = np.repeat(np.arange(groups), size)
+    d = np.sqrt(0.5) * normal(groups)[of] + np.sqrt(0.5) * normal(len(of))
+    return d, Units.grouped([str(group) for group in of])
+
+
+def test_means_by_group_are_those_of_a_loop():
+    values = np.random.default_rng(0).normal(size=(6, 2, 3))
+    values[2, 0, 1] = np.nan
+    values[3] = np.nan
+    got = Units.grouped(GROUPS).means(values)
+    for place, name in enumerate(["b", "a", "c"]):
+        for cell in np.ndindex(2, 3):
+            have = [values[i][cell] for i in range(6) if GROUPS[i] == name and not np.isnan(values[i][cell])]
+            expected = sum(have) / len(have) if have else np.nan
+            np.testing.assert_allclose(got[(place, *cell)], expected, rtol=1e-14)
+
+
+def test_each_prompt_by_itself_changes_no_bit():
+    values = np.random.default_rng(0).normal(size=(6, 2))
+    for units in (Units(6), Units.grouped(list("fedcba"))):
+        assert units.means(values) is values
+        assert (units.n, units.unit, units.words) == (6, "prompts", "6 prompts")
+        assert [half.tolist() for half in units.halves()] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_the_inflation_is_the_variance_of_a_mean_of_copies():
+    """Prompts that are copies of their group's: the variance of their mean over that of independent ones."""
+    units = Units.grouped(GROUPS)
+    own = np.random.default_rng(0).normal(size=(200_000, 3))
+    assert units.inflation == pytest.approx((9 + 4 + 1) / 6)
+    assert own[:, units.of].mean(1).var() == pytest.approx(units.inflation / 6, rel=0.02)
+    assert Units(6).inflation == 1
+
+
+def test_what_units_say_and_how_they_are_halved():
+    units = Units.grouped(GROUPS)
+    assert (units.n, units.unit, units.words) == (3, "groups (3 of 6 prompts)", "3 groups of 6 prompts")
+    assert [half.tolist() for half in units.halves()] == [[0, 2, 3, 5], [1, 4]], "b and c; a"
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (Units(2), "there are 2 prompts; give at least 3"),
+        (Units.grouped(["a", "b", "a"]), r'2 groups of 3 prompts; give prompts of at least 3 groups, or unit="prompt"'),
+        (Units.grouped(["a"] * 8), "all 8 prompts are of one group, and no interval can be computed from one"),
+    ],
+)
+def test_too_few_units(units, message):
+    with pytest.raises(OptionError, match=message):
+        units.refuse_below(3)
+    with pytest.raises(OptionError, match="unit='group'"):
+        check_unit("group")
+
+
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not(size):
+    """1,500 cells as so many experiments with 24 groups; the binomial error of coverage is 0.6 points."""
+    d, units = drawn(24, size, 1500, seed=size)
+    made = paired(units.means(d), resamples=199)
+    assert 0.93 < np.mean((made.low < 0) & (made.high > 0)) < 0.97
+    assert 0.93 < np.mean((made.low_bootstrap < 0) & (made.high_bootstrap > 0)) < 0.97
+    ignored = t_interval(d)
+    held = np.mean((ignored.low < 0) & (ignored.high > 0))
+    assert (held > 0.93) if size == 1 else (held < 0.85), "negative control"
+
+
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_false_discoveries_over_groups_stay_at_the_nominal_rate(size):
+    """800 tables of 20 heads that do nothing: how many have a q < 0.05, or a simultaneous interval off 0."""
+    found, apart, ignored = [], [], []
+    for seed in range(800):
+        d, units = drawn(24, size, 20, seed, shared=0.5)
+        made = paired(units.means(d), resamples=399)
+        found.append((made.q < 0.05).any())
+        apart.append(((made.low_simultaneous > 0) | (made.high_simultaneous < 0)).any())
+        if seed < 40 and size > 1:
+            ignored.append((paired(d, resamples=199).q < 0.05).any())
+    assert np.mean(found) < 0.06
+    assert np.mean(apart) < 0.08
+    assert size == 1 or np.mean(ignored) > 0.15, "negative control"
+
+
+def test_relative_changes_and_verdicts_are_of_groups():
+    generator = np.random.default_rng(0)
+    of = np.repeat(np.arange(8), 3)
+    units = Units.grouped([str(group) for group in of])
+    baseline = generator.uniform(0.5, 1.5, (24, 2, 3))
+    values = baseline * np.exp(-0.3 + 0.1 * generator.normal(size=(8, 2, 3))[of])
+    ones = np.ones((24, 2, 1))
+    made = against_null(values, baseline, ones, ones, units=units)
+    assert (made.n, made.unit) == (8, "groups (8 of 24 prompts)")
+    ratio = np.log(values.mean((1, 2)) / baseline.mean((1, 2)))
+    groups = np.array([np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)])
+    np.testing.assert_allclose(made.change, np.expm1(np.array(t_interval(groups))))
+    np.testing.assert_allclose(relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change)
+    each = np.log(values / baseline)
+    by_hand = paired(np.stack([each[of == group].mean(0) for group in range(8)]))
+    np.testing.assert_array_equal(made.beyond, (by_hand.q < 0.05) & (by_hand.difference < 0))
+    alone = against_null(values, baseline, ones, ones)
+    assert float(alone.change.high - alone.change.low) < 0.8 * float(made.change.high - made.change.low)
