@@ -102,6 +102,12 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
     def sdpa(batch: Batch) -> None:
         plain(batch.tokens, use_cache=False, logits_to_keep=1)
 
+    def whole(batch: Batch) -> None:
+        """What users call: token ids in, a result out, with nulls, moments, provenance and the model's own check."""
+        tokens = batch.tokens.clone()
+        tokens[:, 0] = bridge.tokenizer.bos_token_id
+        ma.run(bridge, tokens, progress=False)
+
     def ours(forward: Callable) -> Callable[[Batch], None]:
         def run(batch: Batch) -> None:
             measure_batch(bridge, batch, forward, windows, [ReceivedAttention()], [Nowhere()])
@@ -154,7 +160,8 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
 
     ways = {
         LIMIT: sdpa,
-        "mechattn, streaming": ours(forward_in_blocks),
+        "mechattn, ma.run": whole,
+        "mechattn, the pass alone": ours(forward_in_blocks),
         "mechattn, streaming, layers=[0]": one_layer,
         "mechattn, streaming, every statistic": everything,
         "mechattn, hooks": ours(forward_through_hooks),
