@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class Prompt:
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to be read as they are, in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its template: statistics then
-            take the group as the unit. Give it to all prompts of a run or to none; the model doesn't read it.
+            take the group as the unit. A prompt without one stands alone; the model doesn't read it.
     """
 
     question: str = ""
@@ -93,17 +93,14 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
     repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
         raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")
-    _check_groups(made)
-    return made
+    return _in_groups(made)
 
 
-def _check_groups(prompts: Seq[Prompt]) -> None:
-    without = [prompt.id for prompt in prompts if prompt.group is None]
-    if without and len(without) < len(prompts):
-        raise PromptError(
-            f"{len(without)} of {len(prompts)} prompts have no group, prompt {without[0]} the first; give every prompt "
-            "one (a prompt that stands alone is a group by itself), or none"
-        )
+def _in_groups(prompts: list[Prompt]) -> list[Prompt]:
+    """Where some prompts are of a group, one that is of none is a group by itself."""
+    if not any(prompt.group for prompt in prompts):
+        return prompts
+    return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in prompts]
 
 
 def _from_text(index: int, text: object) -> Prompt:

@@ -10,6 +10,7 @@ from pandas.testing import assert_frame_equal
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptError
+from mechattn.prompts.prompt import as_prompts
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
@@ -170,9 +171,13 @@ def test_one_group_has_no_interval(toy, prompts):
         result.compare("slash", unit="template")
 
 
-def test_prompts_all_have_a_group_or_none_has():
-    with pytest.raises(PromptError, match="1 of 2 prompts have no group, prompt b the first"):
-        ma.run("toy:llama", [ma.Prompt("One.", id="a", group="x"), ma.Prompt("Two.", id="b")])
+def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():
+    given = [ma.Prompt("One.", id="a", group="x"), ma.Prompt("Two.", id="b"), ma.Prompt("Three.", id="c", group="x")]
+    assert [prompt.group for prompt in as_prompts(given)] == ["x", "prompt b alone", "x"]
+    assert as_prompts(given[1:2]) == given[1:2], "where none has one, none gets one"
+
+
+def test_what_is_no_group():
     for group, message in ((3, "group=3"), (" ", "group=' '"), ("a\x00", "cannot be printed")):
         with pytest.raises(PromptError, match=message):
             ma.Prompt("One.", group=group)
