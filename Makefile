@@ -45,7 +45,7 @@ test-all: .venv/dev test-compat
 test-compat: .venv/dev
 	$(INSTALL) --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
-	PYTHONPATH=out/compat $(BIN)/python -m pytest tests/compat
+	PYTHONPATH=out/compat $(PYTEST) tests/compat
 
 fuzz: .venv/dev
 	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
