@@ -54,7 +54,7 @@ def pasted(tmp_path_factory):
     return done
 
 
-def test_the_ten_lines_print_the_verdict(pasted):
+def test_all_blocks_run_in_order_and_the_ten_lines_print_the_verdict(pasted):
     printed, shown, written, result = pasted[0]
     assert README.index("```py") == README.index("```python\n"), "they are the first block"
     assert len(shown) == 1
@@ -63,11 +63,7 @@ def test_the_ten_lines_print_the_verdict(pasted):
     table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
     assert_same_words_and_numbers([verdict, *table.splitlines()], printed.splitlines())
     assert f"9 of its {len(result.compare('slash', resamples=99).columns)} columns" in block("python")
-
-
-def test_all_blocks_run_in_order_in_one_process(pasted):
-    """Each last line gives something."""
-    assert {"pattern.html", "llama.zarr", "explore.html"} <= pasted[-1][2]
+    assert {"pattern.html", "llama.zarr", "explore.html"} <= pasted[-1][2], "all later blocks ran in order too"
 
 
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])

@@ -71,6 +71,7 @@ def processes():
     return found
 
 
+@pytest.mark.slow
 def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path):
     made = ma.run_job(job, tmp_path / "r.zarr", executor="ray", workers=2)
     assert digest(made.datasets) == local

@@ -355,6 +355,7 @@ print(operation, [p.name for p in path.parent.iterdir()])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
 def test_with_a_real_sigkill(chunks, tmp_path):
     """Old and new change places each time, and nothing is put in order between the kills."""

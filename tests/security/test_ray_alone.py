@@ -64,6 +64,7 @@ def started(how, home, **variables):
     return json.loads(out.stdout.partition("FOUND ")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", pytest.param("import ray\n", marks=pytest.mark.slow)])
 def test_a_cluster_of_this_machine_alone(tmp_path, before):
     found = started(before + OURS, tmp_path)

@@ -87,7 +87,7 @@ def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not(size):
     assert (held > 0.93) if size == 1 else (held < 0.85), "negative control"
 
 
-@pytest.mark.parametrize("size", [1, 5, 20])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)])
 def test_false_discoveries_over_groups_stay_at_the_nominal_rate(size):
     """800 tables of 20 heads that do nothing: how many have a q < 0.05, or a simultaneous interval off 0."""
     found, apart, ignored = [], [], []
