@@ -1,4 +1,4 @@
-"""A result beside results of the same run on random weights: the columns that they add to a comparison."""
+"""A result beside results of the same run on random weights: the columns that they add to a table of comparisons."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.random_draws import FEWEST_DRAWS, AgainstDraws, against_draws, false_discovery
 
 if TYPE_CHECKING:
+    import pandas as pd
     import xarray as xr
 
+    from mechattn.results.differences import Differences
     from mechattn.results.result import Result
+    from mechattn.stats.units import Units
 
 MARK = "random: "  # how the provenance of a model that was drawn anew begins to say of its weights
 
@@ -49,38 +52,45 @@ def check_random(random: Any, result: Result, other: Result, conditions: Seq[str
         )
 
 
-def random_columns(
+def beside_random(
+    table: pd.DataFrame,
     random: Seq[Result],
-    difference: xr.DataArray,
+    made: Differences,
     change: Callable[[Result], xr.DataArray],
-    mean: Callable[[np.ndarray], np.ndarray],
+    units: Units,
+    shown: np.ndarray,
     cells: np.ndarray,
-    level: float,
-    rounding: np.ndarray | float,
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The columns null_random, random_low, random_high, p_random and q_random; and what the table says of them.
+) -> pd.DataFrame:
+    """The table with the columns null_random, random_low, random_high, p_random and q_random.
 
     Args:
+        table: What it is compared with.
         random: Results of random models.
-        difference: The result's differences [prompt, *cells].
-        change: The same of another result.
-        mean: Over the prompts that the table shows, or over their groups.
-        cells: Which of them are in the table.
-        level: Of the range.
-        rounding: A distance from the mean of random heads counts as 0 where it is no larger [*cells].
+        made: The result's differences.
+        change: Those of another result [prompt, *cells].
+        units: The prompts, or their groups.
+        shown: Which of these the table shows.
+        cells: Which cells are in the table.
     """
-    dims = list(difference.dims[1:])
+
+    def mean(difference: xr.DataArray) -> np.ndarray:
+        return units.means(difference.values)[shown].mean(0)
+
+    dims = list(made.difference.dims[1:])
     head = dims.index("head") if "head" in dims else None
-    draws = [mean(change(draw).reindex_like(difference).values) for draw in random]
-    made: AgainstDraws = against_draws(mean(difference.values), np.stack(draws), head, level, rounding)
-    p = made.p[cells]
-    columns = {"null_random": made.mean[cells], "random_low": made.low[cells], "random_high": made.high[cells]}
+    draws = np.stack([mean(change(draw).reindex_like(made.difference)) for draw in random])
+    rounding = made.rounding(units, shown)
+    found: AgainstDraws = against_draws(mean(made.difference), draws, head, table.attrs["level"], rounding)
+    p = found.p[cells]
+    columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
     kind = _weights(random[0]).removeprefix(MARK).split(",")[0]
     about = {
-        "null_random": f"random weights ({kind}): {len(random)} draws, {made.compared} heads compared",
-        "smallest_p_random": 1 / (made.compared + 1),
+        "null_random": f"random weights ({kind}): {len(random)} draws, {found.compared} heads compared",
+        "smallest_p_random": 1 / (found.compared + 1),
     }
-    return columns | {"p_random": p, "q_random": false_discovery(p)}, about
+    beside = table.assign(**columns, p_random=p, q_random=false_discovery(p))
+    beside.attrs = table.attrs | about
+    return beside
 
 
 def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:

@@ -29,7 +29,7 @@ def ask(result, *args, **options):
 
 @pytest.fixture(autouse=True)
 def known_conditions(monkeypatch):
-    monkeypatch.setattr("mechattn.results.compare._alike", lambda *of: True)
+    monkeypatch.setattr("mechattn.results.differences._alike", lambda *of: True)
 
 
 def loop(result, one, other, select, splits, seed):

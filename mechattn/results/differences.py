@@ -1,0 +1,167 @@
+"""What a comparison is of: the differences of two conditions, prompt by prompt, and what the null expects of them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.results.quantities import NULLS, Null, values_of, variable_of
+from mechattn.results.stored_conditions import stored_condition
+from mechattn.stats.paired import ROUNDING
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+Scale = Literal["log-ratio", "difference"]
+Parts = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
+NO_NULL = "no null is known; a change may be there by definition"
+_INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text")
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """All [prompt, *cells].
+
+    Args:
+        ours: The values of a condition.
+        theirs: Those of the one that it is compared with.
+        difference: ``log(ours / theirs)``, or ``ours − theirs``.
+        expected: What the null expects of the difference; None where no null is known.
+        null: The null, in words.
+        cells: Which cells have a difference in every prompt [*cells].
+        left_out: The names of the others.
+        scale: "log-ratio" or "difference".
+    """
+
+    ours: xr.DataArray
+    theirs: xr.DataArray
+    difference: xr.DataArray
+    expected: np.ndarray | None
+    null: str
+    cells: np.ndarray
+    left_out: list[str]
+    scale: Scale
+
+    def rounding(self, units: Units, some: np.ndarray) -> np.ndarray:
+        """What counts as no difference over some units [*cells]: what float32 leaves of two equal numbers."""
+        if self.scale == "log-ratio":
+            return np.full(self.cells.shape, ROUNDING)
+        return ROUNDING * units.means(abs(self.theirs.values))[some].mean(0)
+
+
+def differences(
+    result: Result,
+    condition: str,
+    other: Result,
+    to: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    null: Null = "uniform",
+    scale: Scale | None = None,
+) -> Differences:
+    """What :meth:`mechattn.results.result.Result.compare` compares, which explains the arguments.
+
+    Raises:
+        OptionError: There is nothing to compare, or results that were measured otherwise.
+    """
+    parts = aligned(result, condition, other, to, quantity, by, segment, null)
+    scale = scale or _own_scale(variable_of(result, quantity, by))
+    cells, left_out = _compared(parts, quantity, scale)
+    difference, expected = _differences(*parts, scale)
+    expected, words = _null(expected, parts, null, _alike(result, condition, other, to))
+    return Differences(parts[0], parts[1], difference, expected, words, cells, left_out, scale)
+
+
+def aligned(
+    result: Result, condition: str, other: Result, to: str, quantity: str, by: str, segment: str | None, kind: Null
+) -> Parts:
+    """Values and references, and the nulls of both, with the same coordinates."""
+    import xarray as xr
+
+    ours, null = values_of(result, condition, quantity, by, segment, kind)
+    theirs, their_null = values_of(other, to, quantity, by, segment, kind)
+    for dim in ("prompt", "layer", "head"):
+        if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
+            raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
+    options = [variable_of(r, quantity, by).attrs.get("options") for r in (result, other)]
+    if options[0] != options[1]:
+        raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
+    ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
+    if "to_segment" in ours.dims:  # attention to what comes later is 0 in every prompt and condition
+        other_dims = [dim for dim in ours.dims if dim != "to_segment"]
+        some = ((ours != 0) | (theirs != 0)).any(other_dims)
+        ours, theirs = ours.isel(to_segment=some.values), theirs.isel(to_segment=some.values)
+    if null is not None and their_null is not None:
+        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
+    return ours, theirs, null, their_null
+
+
+def _own_scale(variable: xr.DataArray) -> Scale:
+    """How a quantity is compared by default: by its ratio, or by its difference where the baseline may be 0."""
+    return "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
+
+
+def _compared(parts: Parts, quantity: str, scale: Scale) -> tuple[np.ndarray, list[str]]:
+    """The cells that have a difference in every prompt, and the names of those that are left out.
+
+    A value that is 0 or negative has no ratio; one that is NaN in every prompt is not there at all in this layer.
+    """
+    ours = parts[0]
+    cells = np.ones(ours.shape[1:], dtype=bool)
+    for part in parts:
+        if part is not None:
+            cells &= ((part > 0) if scale == "log-ratio" else part.notnull()).all("prompt").values
+    labels = [ours[dim].values for dim in ours.dims[1:]]
+    left_out = [
+        " ".join(f"{dim} {label[i]}" for dim, label, i in zip(ours.dims[1:], labels, at)) for at in np.argwhere(~cells)
+    ]
+    if not cells.any():
+        raise OptionError(
+            f"{quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
+            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
+        )
+    if left_out:
+        shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
+        warnings.warn(
+            f"{len(left_out)} of {cells.size} cells are left out ({shown}): {quantity!r} is not there, or it is 0 or "
+            'negative in some prompt and has no ratio, which scale="difference" needs not',
+            stacklevel=5,
+        )
+    return cells, left_out
+
+
+def _differences(
+    ours: xr.DataArray, theirs: xr.DataArray, null: xr.DataArray | None, their_null: xr.DataArray | None, scale: Scale
+) -> tuple[xr.DataArray, np.ndarray | None]:
+    """What was measured and what the null expects, each prompt's; ratios as their logarithms."""
+
+    def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
+            return np.log(one / other) if scale == "log-ratio" else one - other
+
+    expected = None if null is None or their_null is None else between(null.values, their_null.values)
+    return ours.copy(data=between(ours.values, theirs.values)), expected
+
+
+def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:
+    """What the null expects, each prompt's, None where none is known; and its name."""
+    if expected is not None:
+        return expected, NULLS[null]
+    return (np.zeros(parts[0].shape), "no difference") if alike else (None, NO_NULL)
+
+
+def _alike(one: Result, condition: str, other: Result, to: str) -> bool:
+    """Whether two conditions do the same but for what they insert, so that no change between them is by definition."""
+    made = [stored_condition(r, name) for r, name in ((one, condition), (other, to))]
+    if not all(some.inserts_only and some.kind in _INSERTIONS for some in made):
+        return False
+    origins = [r["sequences"].origin.sel(condition=name).values for r, name in ((one, condition), (other, to))]
+    return np.array_equal(*origins)
