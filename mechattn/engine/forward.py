@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.patch.streaming import See, streaming
+from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
 from mechattn.model.verify.checks import check_streaming
 from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.prompts.pairs import Pairs
@@ -24,17 +24,29 @@ Engine = Literal["auto", "streaming", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
-def chosen_forward(model: HookedModel, engine: Engine) -> tuple[Forward, str]:
+def chosen_forward(model: HookedModel, engine: Engine, captured: Iterable[str] = ()) -> tuple[Forward, str]:
     """The way for this model, and why; streaming is compared with the hooks once a model before it is trusted.
 
+    Args:
+        model: A hooked model.
+        engine: What was asked for.
+        captured: The hooks that have to fire, by their names in a block.
+
     Raises:
-        OptionError: There is no such engine.
+        OptionError: There is no such engine, or not for these hooks.
         ModelError: "streaming" was asked for, and it would give other numbers than the model.
     """
     if engine not in ("auto", "streaming", "hooks"):
         raise OptionError(f'engine={engine!r}: choose "auto", "streaming" or "hooks"')
     if engine == "hooks":
         return forward_through_hooks, "asked for"
+    if silent := next((name for name in captured if not fires_while_streamed(name)), None):
+        if engine == "streaming":
+            raise OptionError(
+                f"an analysis captures {silent!r}, which doesn't fire while attention is streamed; choose "
+                'engine="hooks" or "auto"'
+            )
+        return forward_through_hooks, f"not streamed: {silent} fires with the hooks alone"
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Calibrates
+from mechattn.analysis.analysis import Analysis, Calibrates, CaptureAnalysis
 from mechattn.engine.check import (
     check_captures,
     check_interventions,
@@ -138,7 +138,8 @@ class Plan:
             a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
         ]
         check_captures(self.model, found, self.layers)
-        forward, why = chosen_forward(self.model, self.engine)
+        captured = [name for a in found if isinstance(a, CaptureAnalysis) for name in a.captures]
+        forward, why = chosen_forward(self.model, self.engine, captured)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
 
 

@@ -31,6 +31,7 @@ class Particulars:
             TransformerLens says that there is ALiBi.
         alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
         layer_kinds: The fields of the configuration with the kind of each layer and the width of its window.
+        uses_mask: Whether the model itself does something to the causal mask, which so has to be a tensor.
         masks_edges: Whether it takes a mask of edges while it generates.
         fault: What is wrong with it when it is hooked, and mended in ``patch/mend.py``.
     """
@@ -39,6 +40,7 @@ class Particulars:
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
     alibi_in_bfloat16: bool = False
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
+    uses_mask: bool = False
     masks_edges: bool = True
     fault: Fault | None = None
 
@@ -67,7 +69,7 @@ PARTICULARS: Mapping[str, Particulars] = {
         score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
     ),
     "granitemoehybrid": Particulars(fault="an empty rotary embedding"),
-    "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, masks_edges=False),
+    "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
     "olmo": _FLOAT_COSINES,
     "olmo2": _FLOAT_COSINES,
     "olmo3": _FLOAT_COSINES,

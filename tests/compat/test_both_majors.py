@@ -7,6 +7,7 @@ a process of their own without it.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.analysis.registry import ANALYSES
 from mechattn.analysis.score_decomposition import ScoreDecomposition
+from mechattn.functional import rows
 from mechattn.model.toys import load_tokenizer, toy_folder
+from mechattn.model.verify.checks import check_streaming
 
 TOLERANCE = 1e-5
 TURNS = ("self_share", "first_share", "previous_share")  # a tie of the strongest target may turn
@@ -99,7 +102,7 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     about = result.provenance["model"]
     assert about["verified"]
     assert about["hooked_by"] == made.split(",")[0].replace("load_model", "TransformerBridge")
-    assert result.provenance["engine"] == ("hooks" if about["hooked_by"] == "HookedTransformer" else "streaming")
+    assert result.provenance["engine"] == "streaming"
     for name in (analysis.name for analysis in analyses):
         for quantity, values in newest[name].data_vars.items():
             # Norms and products are no probabilities; shares and counts move by steps where something lies at an edge.
@@ -112,6 +115,58 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
             if quantity == "change_product":  # a cosine's numerator: rounding is that of the norms
                 atol = 1e-4 * float(abs(values).max())
             np.testing.assert_allclose(got, values.values, atol=atol, rtol=rtol, err_msg=quantity)
+
+
+ATTENTIONS = {
+    "ALiBi": {"positional_embedding_type": "alibi"},
+    "grouped heads, a cap": {"n_key_value_heads": 2, "attn_scores_soft_cap": 2.0},
+    "windows": {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": 8},
+    "partial RoPE, no scale": {"positional_embedding_type": "rotary", "rotary_dim": 8, "use_attn_scale": False},
+    "learned sinks": {"use_attention_sinks": True},
+}
+
+
+def tiny_hooked_transformer(**settings):
+    """Of two layers, with random weights that make attention far from uniform."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    cfg = HookedTransformerConfig(
+        **{"n_layers": 2, "d_model": 64, "n_heads": 4, "d_head": 16, "n_ctx": 128, "d_vocab": 784, "act_fn": "relu"},
+        **settings, seed=0, device="cpu", model_name="tiny",
+    )  # fmt: skip
+    model = HookedTransformer(cfg)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.25)
+    model.tokenizer = load_tokenizer("toy:llama")
+    model.cfg.default_prepend_bos = True
+    return model
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_a_hooked_transformer_is_streamed(kind, monkeypatch):
+    """Every kind of attention that it has; a fault in what is streamed is noticed."""
+    model = tiny_hooked_transformer(**ATTENTIONS[kind])
+    check = check_streaming(model)
+    assert check.outcome == "passed", str(check)
+    prompts = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    both = {
+        engine: ma.run(model, prompts, conditions, engine=engine, progress=False) for engine in ("streaming", "hooks")
+    }
+    for quantity in ("received", "received_by_segment"):
+        got, expected = (both[engine]["received_attention"][quantity] for engine in both)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+    def spoilt(attention, see, block, given=rows.attention_by_rows):
+        window = None if attention.window is None else attention.window + 1
+        sinks = None if attention.sinks is None else attention.sinks + 0.5
+        bias = None if attention.bias is None else 2 * attention.bias
+        cap = None if attention.softcap is None else 2 * attention.softcap
+        wrong = {"scale": 1.1 * attention.scale} if kind.startswith("partial") else {}
+        return given(replace(attention, window=window, sinks=sinks, bias=bias, softcap=cap, **wrong), see, block)
+
+    monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
+    assert check_streaming(model).outcome == "limited"
 
 
 def test_the_comparison_would_notice_another_model(newest):

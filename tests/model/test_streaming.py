@@ -1,19 +1,20 @@
 """Streamed models: the same numbers, every other hook, and a model that is left as it was."""
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import pytest
 import torch
 
 import mechattn as ma
-from mechattn.errors import ModelError
+from mechattn.analysis.analysis import AnalysisBase, Quantity
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional import rows as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify.checks import check_streaming
-
-STREAMED = {
-    "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-Next (hybrid)", "Gemma 1", "Gemma 2", "Gemma 3", "BLOOM",
-    "Falcon-RW (ALiBi)", "GPT-2", "OPT", "Phi", "OLMo", "OLMo 2", "Cohere", "GLM", "Granite", "StableLM", "StarCoder2",
-}  # fmt: skip
+from mechattn.model.patch import attention_calls
+from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
+from mechattn.model.verify.checks import _BY_FLAG, check_streaming
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def state(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_streamed_or_said_not_to_be(family, tokenizer):
+def test_each_family_with_attention_is_streamed(family, tokenizer):
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
     if not hooks.attention_layers(model):
         return
     before = state(model)
     check = check_streaming(model)
-    assert (check.outcome == "passed") == (family in STREAMED), str(check)
+    assert check.outcome == "passed", str(check)
     assert check.detail
     assert state(model) == before
 
@@ -72,8 +73,9 @@ def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, tokenizer, mo
     assert not kept
 
 
-def test_gpt_j_would_see_the_future_and_is_noticed(tokenizer):
-    """It never asks for the attention function, and gets no mask."""
+def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(tokenizer, monkeypatch):
+    """GPT-J calls no attention function that transformers can exchange, and is told of no mask either."""
+    monkeypatch.setitem(attention_calls._CALLS, "AttentionBridge", attention_calls._delegated)
     model = ma.load_model(tiny_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
     assert not why_not(model)
     assert "exchangeable" in check_streaming(model).detail
@@ -82,6 +84,84 @@ def test_gpt_j_would_see_the_future_and_is_noticed(tokenizer):
     assert "exchangeable" in result.provenance["engine_reason"]
     with pytest.raises(ModelError, match="cannot be streamed"):
         ma.run(model, "Tom has 3 apples and gives 2 to Mia.", engine="streaming", progress=False)
+
+
+FAULTS = {
+    "window": ("Mistral", lambda a: replace(a, window=a.window + 1)),
+    "no window": ("GPT-Neo", lambda a: replace(a, window=None)),
+    "sinks": ("GPT-OSS", lambda a: replace(a, sinks=None)),
+    "slopes": ("MPT", lambda a: replace(a, bias=2 * a.bias)),
+    "slopes, Falcon": ("Falcon-RW (ALiBi)", lambda a: replace(a, bias=2 * a.bias)),
+    "heads": ("Phi-3", lambda a: replace(a, k=a.k.flip(1))),
+    "values": ("DeepSeek-V3 (latent attention)", lambda a: replace(a, v=a.v.flip(1))),
+    "scale": ("GPT-J", lambda a: replace(a, scale=1.05 * a.scale)),
+    "cap": ("Gemma 2", lambda a: replace(a, softcap=None)),
+    "rotation": ("GPT-NeoX", lambda a: replace(a, q=a.q.roll(1, 2))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_is_streamed_is_noticed(fault, tokenizer, monkeypatch):
+    family, spoil = FAULTS[fault]
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    assert check_streaming(model).outcome == "passed"
+    rows = functional.attention_by_rows
+
+    def spoilt(attention, see, block):
+        return rows(spoil(attention) if fault != "no window" or attention.window else attention, see, block)
+
+    monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
+    assert check_streaming(model).outcome == "limited"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_see_what_they_see_without_streaming(family, tokenizer):
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    if not hooks.attention_layers(model):
+        return
+    plain, streamed = {}, {}
+    names = [n for n in model.hook_dict if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(_BY_FLAG)]
+    tokens = torch.arange(5, 65)[None]
+
+    def seen(by_name):
+        return [(name, lambda value, hook, name=name: by_name.update({name: value})) for name in names]
+
+    with torch.no_grad():
+        model.run_with_hooks(tokens, fwd_hooks=seen(plain))
+        with streaming(model, windows(model), lambda layer, rows: None):
+            model.run_with_hooks(tokens, fwd_hooks=seen(streamed))
+    assert {"blocks.1.attn.hook_z", "blocks.1.hook_resid_post"} <= set(plain)
+    assert set(streamed) == set(plain)
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(streamed[name], value, atol=5e-5, rtol=1e-3)
+
+
+@dataclass(frozen=True)
+class Rotated(AnalysisBase):
+    """An analysis of a hook that no streamed model fires."""
+
+    name: ClassVar[str] = "rotated"
+    captures: ClassVar[tuple[str, ...]] = ("attn.hook_rot_q",)
+    quantities: ClassVar[dict] = {"norm": Quantity(("head",), "", "of the rotated queries")}
+
+    def start(self, batch, heads):
+        return {"norm": torch.zeros(len(batch.tokens), heads)}
+
+    def add_captures(self, sums, captures):
+        sums["norm"] += captures.tensors["attn.hook_rot_q"].norm(dim=(-1, -2))
+
+    def values(self, sums, batch, window):
+        return sums
+
+
+def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(tokenizer):
+    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+    result = ma.run(model, "Tom has 3 apples.", analyses=Rotated(), progress=False)
+    assert (result["rotated"].norm > 0).all()
+    assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires with the hooks alone"
+    with pytest.raises(OptionError, match=r"'attn\.hook_rot_q', which doesn't fire while attention is streamed"):
+        ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming", progress=False)
 
 
 def test_hooks_of_the_parts_still_fire_and_interventions_still_act(model):

@@ -84,8 +84,8 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
 def check_streaming(model: HookedModel) -> Check:
     """Whether attention in row blocks gives the logits and patterns that the hooks give, on the probe.
 
-    Tried before a model is streamed for the first time. GPT-J and GPT-Neo, say, never call the function that computes
-    blocks, and without the mask that it makes superfluous they would see the future.
+    Tried before a model is streamed for the first time. A module that never calls the function which computes blocks
+    would see the future, without the mask that this function makes superfluous.
     """
     if reason := why_not(model):
         return Check("streaming", "limited", detail=reason)
