@@ -1,7 +1,6 @@
 """What is known is found, what is wrong is noticed, and what is not there is not tried."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from mechattn.commands.main import app
 from mechattn.errors import ModelError
 from mechattn.known_answers import handmade, heads, published, spans
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
+from tests.conftest import MODELS
 
-MODELS = Path(os.environ.get("MECHATTN_MODELS", Path(__file__).parents[3] / "shared" / "models"))
 needs_models = pytest.mark.skipif(
     not MODELS.is_dir() and not os.environ.get("CI"), reason=f"the models of others are not at {MODELS}"
 )
