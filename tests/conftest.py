@@ -20,7 +20,9 @@ IMITATED = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) in IMITATED:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", IMITATED[capability])
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+SHARED = Path(__file__).parents[2] / "shared"  # data and models of others, beside the clone
+GSM8K = SHARED / "data" / "gsm8k_test.jsonl"
+MODELS = Path(os.environ.get("MECHATTN_MODELS", SHARED / "models"))
 
 
 def pytest_collection_finish():

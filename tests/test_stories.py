@@ -10,10 +10,10 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.config import read_config
+from tests.conftest import MODELS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stories"
-MODELS = Path(os.environ.get("MECHATTN_MODELS", ROOT.parent / "shared" / "models"))
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ One process, interleaved runs after a warm-up, medians of ratios with intervals;
 its own. The limit is a plain forward pass of transformers with SDPA, without cache and with the logits of one position.
 
     python experiments/benchmarks/bench.py --out experiments/benchmarks/2026-11-22-cpu.md
-    python experiments/benchmarks/bench.py --lengths 256 1024 --kv-heads 12 --engines sdpa streaming
+    python experiments/benchmarks/bench.py --lengths 256 1024 --kv-heads 12 --engines "pass alone" hooks
 """
 
 from __future__ import annotations

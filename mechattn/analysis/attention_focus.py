@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from einops import rearrange
+from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
@@ -132,9 +134,15 @@ class AttentionFocus(AnalysisBase):
         each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
         each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
         for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
-            each[name] = each[name].masked_fill(~has_repeat(batch.tokens, after)[:, None], torch.nan)
+            each[name] = each[name].masked_fill(_no_repeat(batch, after)[:, None], torch.nan)
         means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
         if not self.per_query:
             return means
         each["target"] = sums["target"].masked_fill(~several, torch.nan)
         return means | {f"{name}_at": value for name, value in each.items()}
+
+
+@lru_cache(maxsize=4)  # the layers of a batch share them
+def _no_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
+    """The queries without an earlier place of their own token to look at, or to look behind."""
+    return ~has_repeat(batch.tokens, after)

@@ -72,17 +72,10 @@ def measure(
     real = _real(q, _checked_lengths(q, lengths))
     _check_shapes(q, k, v, {"alibi": alibi, "sinks": sinks}, {"counted": counted, **(segments or {})})
     _check_options(v, segments, window, softcap, statistics)
-    heads, length, width = q.shape[1:]
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    places = torch.arange(length, device=q.device, dtype=wide)
-    attention = Attention(
-        q, k, torch.zeros_like(k[..., :1]) if v is None else v, width**-0.5 if scale is None else float(scale),
-        None if alibi is None else (alibi.to(wide)[:, None] * places)[None], window, softcap, None,
-        None if sinks is None else sinks.to(wide),
-    )  # fmt: skip
+    attention = _attention(q, k, v, scale, window, softcap, alibi, sinks)
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
-    sums = torch.zeros(2, len(q), heads, length, device=q.device, dtype=wide)
+    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=_wide(q))
     found: dict[str, list[Tensor]] = {name: [] for name in statistics if name not in ("received", "output")}
 
     def see(rows: Rows) -> None:
@@ -97,21 +90,13 @@ def measure(
 
     with torch.no_grad():
         out = attention_by_rows(attention, see)
-    absent = ~real[:, None]
-    made = {name: torch.cat(blocks, 2).to(wide) for name, blocks in found.items()}
+    made = {name: torch.cat(blocks, 2).to(_wide(q)) for name, blocks in found.items()}
     if "output" in statistics:
         made["output"] = out
-    made = {
-        name: each.masked_fill(absent if each.ndim == 3 else absent[..., None], torch.nan)
-        for name, each in made.items()
-    }
-    if "previous_mass" in made:
-        made["previous_mass"][..., 0] = torch.nan
     if "received" in statistics:
         attended = sums[0] - sums[1] * asking[:, None]
-        made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, window)).masked_fill(
-            absent, torch.nan
-        )
+        made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, window))
+    made = _where_defined(made, real)
     return {name: made[name] for name in statistics}
 
 
@@ -124,6 +109,42 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
     "distance": lambda rows: focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
     "half_mass_keys": lambda rows: focus.half_mass_keys(rows.pattern),
 }
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return q.dtype if q.dtype == torch.float64 else torch.float32
+
+
+def _attention(
+    q: Float[Tensor, "batch head pos d_head"],
+    k: Float[Tensor, "batch kv_head pos d_head"],
+    v: Float[Tensor, "batch kv_head pos d_value"] | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    alibi: Float[Tensor, " head"] | None,
+    sinks: Float[Tensor, " head"] | None,
+) -> Attention:
+    """What :func:`measure` is given, as blocks of rows are computed from it; one zero a key in place of no values."""
+    length, width = q.shape[2:]
+    places = torch.arange(length, device=q.device, dtype=_wide(q))
+    return Attention(
+        q, k, torch.zeros_like(k[..., :1]) if v is None else v, width**-0.5 if scale is None else float(scale),
+        None if alibi is None else (alibi.to(places.dtype)[:, None] * places)[None], window, softcap, None,
+        None if sinks is None else sinks.to(places.dtype),
+    )  # fmt: skip
+
+
+def _where_defined(made: dict[str, Tensor], real: Bool[Tensor, "batch pos"]) -> dict[str, Tensor]:
+    """NaN at padding, and where a query has no token before it."""
+    absent = ~real[:, None]
+    made = {
+        name: each.masked_fill(absent if each.ndim == 3 else absent[..., None], torch.nan)
+        for name, each in made.items()
+    }
+    if "previous_mass" in made:
+        made["previous_mass"][..., 0] = torch.nan
+    return made
 
 
 def _top(rows: Rows) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.lines import as_lines
 from mechattn.results import provenance
 
 Key = tuple[str, str, int]

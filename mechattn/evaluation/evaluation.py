@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +13,17 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
+from mechattn.evaluation.lines import as_lines, replaceable
+from mechattn.evaluation.units import units_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.whole import check_writable, write_whole
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
-from mechattn.stats.intervals import FEWEST, Interval, t_interval, wilson_interval
+from mechattn.stats.intervals import Interval, t_interval, wilson_interval
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Unit, Units, check_unit
+from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-_NEGLIGIBLE = 1.1  # of a variance: 1.05 of an interval's width
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Evaluation:
         """
         import pandas as pd
 
-        units = self._units(unit)
+        units = units_of(self, unit)
         rows = []
         for name in self.conditions:
             right = self.right(name)
@@ -159,7 +157,7 @@ class Evaluation:
         first, second = self.right(condition), other.right(to)
         place = {prompt: i for i, prompt in enumerate(other._problems())}
         second = second[[place[prompt] for prompt in self._problems()]]  # a file may hold them in another order
-        units = self._units(unit)
+        units = units_of(self, unit)
         if units.of is None and first.shape[1] == second.shape[1] == 1:
             return asdict(paired_accuracy(first[:, 0], second[:, 0]))
         made = paired(units.means(first.mean(1) - second.mean(1)))
@@ -256,7 +254,7 @@ class Evaluation:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
             values = [distinct_ngrams(by_prompt[prompt], n) for prompt in self._problems() if prompt in by_prompt]
-            made = _within(t_interval(self._units(unit).means(np.array(values)), level))
+            made = _within(t_interval(units_of(self, unit).means(np.array(values)), level))
             rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
         return pd.DataFrame(rows)
 
@@ -282,7 +280,7 @@ class Evaluation:
             for each in [k] if isinstance(k, (int, float, str)) else k:
                 if isinstance(each, bool) or not isinstance(each, int):
                     raise OptionError(f"k={each!r}: give whole numbers of answers")
-                made = _within(t_interval(self._units(unit).means(values(name, each)), level))._asdict()
+                made = _within(t_interval(units_of(self, unit).means(values(name, each)), level))._asdict()
                 rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
         return pd.DataFrame(rows)
 
@@ -310,39 +308,9 @@ class Evaluation:
             level: Of the intervals.
             unit: As for :meth:`compare`.
         """
-        import pandas as pd
+        from mechattn.evaluation.mediation import mediation
 
-        units = self._units(unit)
-        base, whole = (units.means(self.right(name).mean(1)) for name in (BASELINE, total))
-        draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
-        all_of_it = (whole - base)[draws].mean(1)
-        whole_change = paired(whole - base)
-        divided = not whole_change.low <= 0 <= whole_change.high
-        rows = []
-        for path, name in through.items():
-            part = units.means(self.right(name).mean(1)) - base
-            share = low = high = float("nan")
-            if divided:
-                share = float(part.mean() / whole_change.difference)
-                drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
-                low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-            change = paired(part)
-            rows.append(
-                {
-                    "path": path,
-                    "condition": name,
-                    "change": float(change.difference),
-                    "change_low": float(change.low),
-                    "change_high": float(change.high),
-                    "share": share,
-                    "low": float(low),
-                    "high": float(high),
-                }
-            )
-        made = pd.DataFrame(rows)
-        ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
-        made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}
-        return made
+        return mediation(self, total, through, resamples, seed, level, unit)
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
         """The prompts with the answers that were generated, in the segment "answer": to be analysed in one pass.
@@ -369,7 +337,7 @@ class Evaluation:
         """
         path = Path(path)
         check_writable(path)
-        if not _replaceable(path):
+        if not replaceable(path):
             raise OutputError(f"{path} exists and is no evaluation; give another name, or move it away")
         text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
@@ -380,22 +348,6 @@ class Evaluation:
         some = sorted((a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt])
         return Evaluation(tuple(some), self.provenance)
 
-    def _units(self, unit: Unit) -> Units:
-        """The problems, or the groups that they are of, in the order of :meth:`right`.
-
-        Where so few share a group that it could widen an interval by 5 % at most, they stay problems: the score
-        interval and McNemar's test are worth more for shares near 0 and 1 than a t interval is.
-        """
-        check_unit(unit)
-        problems, groups = list(self._problems()), self.provenance.get("groups", {})
-        if unit == "prompt" or not groups:
-            return Units(len(problems))
-        units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
-        if units.inflation <= _NEGLIGIBLE:
-            return Units(len(problems))
-        units.refuse_below(FEWEST)
-        return units
-
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
 
@@ -403,25 +355,6 @@ class Evaluation:
 def _within(made: Interval) -> Interval:
     """A share's interval ends at 0 and at 1."""
     return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))
-
-
-def _replaceable(path: Path) -> bool:
-    """Whether there is nothing, or nothing but an evaluation, by its first line."""
-    if not path.exists():
-        return True
-    try:
-        if not path.is_file():
-            return False
-        with open(path, "rb") as stored:
-            first = stored.readline()
-        return not first or set(json.loads(first)) == {"provenance"}
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-
-
-def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-VOCABULARY, POSITIONS, D_HEAD = 48, 72, 128
+from mechattn.known_answers.spans import VOCABULARY
+
+POSITIONS, D_HEAD = 72, 128
 HEADS = {
     (0, 0): "previous token",
     (0, 1): "duplicate token",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ import xarray as xr
 
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.engine.run import run
+from mechattn.interventions.ablation import HeadAblation
+from mechattn.interventions.intervention import on
 from mechattn.known_answers import handmade, trained
 from mechattn.known_answers.answer import KnownAnswer, compared
+from mechattn.known_answers.spans import VOCABULARY, repeated_spans
 from mechattn.model.hooked import HookedModel
 from mechattn.model.lettered import lettered_tokenizer
 from mechattn.model.load import load_model
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.repeated import repeated_random
 from mechattn.stats.paired import paired
 
 _MEASURES = {  # what each hand-made head gives exactly 1 of
@@ -34,10 +37,8 @@ _HALF = 0.5  # of a head's attention, to be called an induction head
 
 def handmade_heads() -> Iterator[KnownAnswer]:
     """Each head that was written by hand does what it was written to do, by both engines."""
-    hooked = _hooked(handmade.handmade_model(), handmade.VOCABULARY)
-    alone = handmade.VOCABULARY - 1  # the first token, and nowhere else
-    spans = repeated_random(_Letters(alone), _PROMPTS, span=(10, 30))
-    prompts = [Prompt(tokens=(alone, *prompt.tokens), id=prompt.id) for prompt in spans]
+    hooked = _hooked(handmade.handmade_model())
+    prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
     by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
     for (layer, head), name in handmade.HEADS.items():
         measure = _MEASURES[name]
@@ -52,8 +53,8 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
     for seed in range(2):
         name = f"{_TRAINED}, seed {seed}"
         model = trained.copying_model(seed, steps)
-        tokens, foreseen = trained.repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
-        hooked = _hooked(model, trained.VOCABULARY)
+        tokens, foreseen = repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
+        hooked = _hooked(model)
         right = _copied(hooked, tokens, foreseen)
         found, words = induction_heads(hooked, tokens)
         layers = {layer for layer, _ in found}
@@ -66,8 +67,8 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
         without = _copied(hooked, tokens, foreseen, found)
         known = "without these heads it does not copy: below 20 %"
         yield KnownAnswer(name, known, f"{without:.1%}", "passed" if found and without < 0.2 else "failed", source)
-    untrained = _hooked(trained.copying_model(0, steps=0), trained.VOCABULARY)
-    tokens, _ = trained.repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
+    untrained = _hooked(trained.copying_model(0, steps=0))
+    tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     found, words = induction_heads(untrained, tokens)
     known = "no induction head is found"
     yield KnownAnswer("the same, not trained", known, words, "failed" if found else "passed", "nothing was learned")
@@ -79,7 +80,7 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
     The test is that of ``Result.compare``: each prompt's mass less what uniform attention would give, signs flipped,
     q over all heads.
     """
-    values = _focus(model, [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())])
+    values = _focus(model, _prompts(tokens))
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values)
     means = mass.mean("prompt").transpose("layer", "head").values
@@ -97,13 +98,9 @@ def _copied(
 ) -> float:
     """The share of tokens that are foreseen, with some heads' outputs set to zero."""
 
-    def zero(z: torch.Tensor, hook: Any) -> torch.Tensor:
-        z[:, :, [head for layer, head in ablated or [] if layer == int(hook.name.split(".")[1])]] = 0.0
-        return z
-
-    hooks = [(f"blocks.{layer}.attn.hook_z", zero) for layer in sorted({layer for layer, _ in ablated or []})]
-    with torch.no_grad():
-        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+    without = on(HeadAblation(tuple(ablated)), model) if ablated else nullcontext()
+    with torch.no_grad(), without:
+        logits = model(tokens)
     return float((logits[:, :-1].argmax(-1) == tokens[:, 1:])[foreseen[:, 1:]].double().mean())
 
 
@@ -112,13 +109,9 @@ def _focus(model: HookedModel, prompts: list[Prompt], engine: str = "auto") -> x
     return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
 
 
-def _hooked(model: Any, vocabulary: int) -> HookedModel:
-    return load_model(model, tokenizer=lettered_tokenizer(vocabulary))
+def _prompts(tokens: torch.Tensor) -> list[Prompt]:
+    return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
-class _Letters:
-    """A vocabulary without the model's last token."""
-
-    def __init__(self, size: int) -> None:
-        self.tokenizer = None
-        self.cfg = type("Config", (), {"d_vocab": size, "default_prepend_bos": False})
+def _hooked(model: Any) -> HookedModel:
+    return load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))

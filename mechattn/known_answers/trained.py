@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
+from mechattn.known_answers.spans import LENGTH, VOCABULARY, repeated_spans
+
 STEPS, BATCH = 600, 64
 
 
@@ -41,18 +42,3 @@ def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
             optimizer.step()
             schedule.step()
     return model.eval()
-
-
-def repeated_spans(count: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [count, 1 + LENGTH], and which of them can be foreseen.
-
-    A token that stands nowhere else, then a span of different tokens again and again until the row is full. Spans
-    differ in length, so that no distance tells where to look.
-    """
-    tokens = torch.full((count, 1 + LENGTH), VOCABULARY - 1)
-    foreseen = torch.ones(count, 1 + LENGTH, dtype=torch.bool)
-    for row, span in enumerate(torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator).tolist()):
-        drawn = torch.randperm(VOCABULARY - 1, generator=generator)[:span]
-        tokens[row, 1:] = drawn.repeat(LENGTH // span + 1)[:LENGTH]
-        foreseen[row, : span + 2] = False
-    return tokens, foreseen

@@ -6,8 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from inspect import signature
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.problems import SYSTEM, word_problems
@@ -18,6 +20,7 @@ from mechattn.prompts.templates import TokenizedModel
 GENERATED, REPEATED = "word-problems", "repeated-random"
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
+_WITHOUT_LIMIT = 64  # prompts, of those that are generated
 _LONGEST = 4 * 2**20  # bytes of a line; beyond a million tokens
 
 
@@ -39,8 +42,8 @@ def load_prompts(
     """Load prompts.
 
     Args:
-        source: "word-problems"; "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`; the path of
-            a .jsonl file; or a hub data set such as "openai/gsm8k".
+        source: "word-problems"; "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which reads
+            limit, seed and model alone; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
         limit: How many, from the beginning; all by default (64 of those that are generated).
         field: The field that holds the question.
         answer_field: The field that holds the answer, where there is one.
@@ -56,28 +59,21 @@ def load_prompts(
 
     Raises:
         PromptError: There is no such source, field or prompt.
+        OptionError: A limit, split or template that cannot be; random tokens without a model, or with an option that
+            only text has.
     """
     check_template(template)
-    if not isinstance(source, (str, os.PathLike)):
-        raise PromptError(
-            f'source={source!r}: give "word-problems", the path of a .jsonl file, or a data set of the hub'
-        )
-    source = os.fspath(source)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise OptionError(f"limit={limit!r}: ask for a whole number of prompts, one at least")
+    source = _checked_source(source)
+    _check_limit(limit)
     if source == REPEATED:
-        if model is None:
-            raise OptionError(
-                'random tokens are drawn from the vocabulary of a model: load_prompts("repeated-random", model=model)'
-            )
-        return repeated_random(model, limit or 64, seed=seed)
+        _refuse_unread(
+            field=field, answer_field=answer_field, group_field=group_field, system=system, template=template,
+            with_answer=with_answer, split=split, subset=subset,
+        )  # fmt: skip
+        return _repeated(model, limit, seed)
+    rows: Iterable[dict]
     if source == GENERATED:
-        if split not in ("train", "test"):
-            raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
-        made = islice(word_problems(split, seed=seed), limit or 64)  # type: ignore[arg-type]
-        rows: Iterable[dict] = [
-            {"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made
-        ]
+        rows = _generated(split, limit, seed, field, answer_field)
         group_field = "template" if group_field is None else group_field
         system = SYSTEM if system is None else system
     elif Path(source).suffix in (".jsonl", ".json") or os.path.exists(source):
@@ -103,6 +99,45 @@ def load_prompts(
     if not prompts:
         raise PromptError(f"{source} holds no prompts")
     return prompts
+
+
+def _checked_source(source: Any) -> str:
+    if not isinstance(source, (str, os.PathLike)):
+        raise PromptError(
+            f'source={source!r}: give "word-problems", the path of a .jsonl file, or a data set of the hub'
+        )
+    return os.fspath(source)
+
+
+def _check_limit(limit: Any) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise OptionError(f"limit={limit!r}: ask for a whole number of prompts, one at least")
+
+
+def _refuse_unread(**given: Any) -> None:
+    """Random tokens have no fields, no text and no answer, so what is said of them would be read by nobody."""
+    known = signature(load_prompts).parameters
+    unread = [f"{name}={value!r}" for name, value in given.items() if value != known[name].default]
+    if unread:
+        raise OptionError(
+            f'{", ".join(unread)}: "repeated-random" draws token ids, which have no field, text, answer or split; '
+            f"leave {'it' if len(unread) == 1 else 'them'} out (it takes limit, seed and model)"
+        )
+
+
+def _repeated(model: TokenizedModel | None, limit: int | None, seed: int) -> list[Prompt]:
+    if model is None:
+        raise OptionError(
+            'random tokens are drawn from the vocabulary of a model: load_prompts("repeated-random", model=model)'
+        )
+    return repeated_random(model, limit or _WITHOUT_LIMIT, seed=seed)
+
+
+def _generated(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict]:
+    if split not in ("train", "test"):
+        raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
+    made = islice(word_problems(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
+    return [{"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
 
 
 def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:

@@ -112,15 +112,8 @@ def _drawn(figure: go.Figure, path: Path) -> None:
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
         ended: Queue[Exception | None] = Queue()
-
-        def attempt(ended: Queue[Exception | None] = ended) -> None:
-            try:
-                figure.write_image(path, scale=scale)
-                ended.put(None)
-            except Exception as failed:
-                ended.put(failed)  # raised again, in the caller's thread
-
-        Thread(target=attempt, daemon=True).start()  # its own threads are daemons too: none keeps Python from ending
+        # A daemon, as its own threads are: none keeps Python from ending.
+        Thread(target=_attempt, args=(figure, path, scale, ended), daemon=True).start()
         try:
             error = ended.get(timeout=_PATIENCE)
         except Empty:
@@ -129,6 +122,15 @@ def _drawn(figure: go.Figure, path: Path) -> None:
             raise error
         return
     raise OutputError(f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again")
+
+
+def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception | None]) -> None:
+    """Draw, and say that it has ended: with what it failed on, which is raised again in the caller's thread."""
+    try:
+        figure.write_image(path, scale=scale)
+        ended.put(None)
+    except Exception as failed:
+        ended.put(failed)
 
 
 def _recoloured(value: Any) -> Any:

@@ -89,14 +89,19 @@ def received_attention(
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
+    return says(figure, _in_words(result, condition, layer, heads, shown, one_based))
+
+
+def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
+    """What the figure shows, in a sentence; none where there is no change to say."""
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
     of = f"Attention received by the question's tokens in {which}"
-    if alone:
-        at = dataset.sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=shown)
+    if condition == BASELINE:
+        at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
         mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
-        return says(figure, f"{of}: {mean}, {len(shown)} prompts; {_uniform_words(at)}.")
-    change = change_words(result, condition, layer=layer, heads=heads, prompts=shown)
-    return says(figure, f"{of} with “{condition}”: {change}, {len(shown)} prompts." if change else "")
+        return f"{of}: {mean}, {len(prompts)} prompts; {_uniform_words(at)}."
+    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts)
+    return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
 
 
 def _uniform_words(at: xr.Dataset) -> str:

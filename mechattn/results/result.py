@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.markup import table
 from mechattn.results.provenance import Provenance
 from mechattn.shown import shown
-from mechattn.stats.comparison import Verdict, against_null
-from mechattn.stats.intervals import FEWEST
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from mechattn.stats.comparison import Verdict
     from mechattn.stats.resolution import Resolution
 
 
@@ -83,31 +80,9 @@ class Result:
         Raises:
             OptionError: No such condition or segment, or fewer than 3 prompts or groups of them.
         """
-        from mechattn.results.units import units_of
+        from mechattn.results.verdict import verdict
 
-        condition = self.condition(condition)
-        dataset = self["received_attention"]
-        if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
-            raise OptionError(
-                "this result lacks the attention of segments, or its null: it was changed since it was made"
-            )
-        if segment not in dataset.segment.values or dataset.received_by_segment.sel(segment=segment).isnull().any():
-            raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
-        dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
-
-        units = units_of(self, dataset.sizes["prompt"], unit)
-        units.refuse_below(FEWEST)
-
-        def values(quantity: str, of: str) -> np.ndarray:
-            return dataset[quantity].sel(condition=of).values.astype(np.float64)
-
-        return against_null(
-            values("received_by_segment", condition),
-            values("received_by_segment", BASELINE),
-            values("received_by_segment_uniform", condition)[..., None],
-            values("received_by_segment_uniform", BASELINE)[..., None],
-            units=units,
-        )
+        return verdict(self, condition, segment, unit)
 
     def compare(
         self,

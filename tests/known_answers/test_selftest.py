@@ -1,7 +1,6 @@
 """What is known is found, what is wrong is noticed, and what is not there is not tried."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import ModelError
-from mechattn.known_answers import handmade, heads, published, trained
+from mechattn.known_answers import handmade, heads, published, spans
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
+from tests.conftest import MODELS
 
-MODELS = Path(os.environ.get("MECHATTN_MODELS", Path(__file__).parents[3] / "shared" / "models"))
 needs_models = pytest.mark.skipif(
     not MODELS.is_dir() and not os.environ.get("CI"), reason=f"the models of others are not at {MODELS}"
 )
@@ -96,7 +95,7 @@ def test_before_it_has_learned_no_induction_head_is_found():
 
 
 def test_what_can_be_foreseen():
-    tokens, foreseen = trained.repeated_spans(8, torch.Generator().manual_seed(0))
+    tokens, foreseen = spans.repeated_spans(8, torch.Generator().manual_seed(0))
     for row, known in zip(tokens.tolist(), foreseen.tolist(), strict=True):
         for place, sure in enumerate(known):
             pair = any(row[p : p + 2] == row[place - 1 : place + 1] for p in range(place - 1))

@@ -62,3 +62,29 @@ def test_bad_input(options, message):
 def test_without_a_model():
     with pytest.raises(OptionError, match=r'load_prompts\("repeated-random", model=model\)'):
         ma.load_prompts("repeated-random")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"field": "text"}, {"answer_field": "reply"}, {"group_field": "kind"}, {"system": ""}, {"template": "chat"},
+        {"with_answer": True}, {"split": "train"}, {"subset": "main"},
+    ],
+)  # fmt: skip
+def test_an_option_that_random_tokens_ignore_is_refused(toy, option):
+    ((name, value),) = option.items()
+    with pytest.raises(OptionError, match=rf'^{name}={value!r}: "repeated-random" draws token ids.* leave it out'):
+        ma.load_prompts("repeated-random", limit=2, model=toy, **option)
+
+
+def test_two_ignored_options_are_named_together(toy):
+    with pytest.raises(OptionError, match=r"^system='Be brief\.', with_answer=True: .* leave them out"):
+        ma.load_prompts("repeated-random", model=toy, system="Be brief.", with_answer=True)
+
+
+def test_options_at_their_defaults_are_taken(toy):
+    """A config hands over all options, most of them at their defaults."""
+    given = {"field": "question", "answer_field": "answer", "group_field": None, "system": None, "template": "plain"}
+    given |= {"with_answer": False, "split": "test", "subset": None}
+    plain = ma.load_prompts("repeated-random", limit=2, seed=3, model=toy)
+    assert ma.load_prompts("repeated-random", limit=2, seed=3, model=toy, **given) == plain

@@ -1,0 +1,27 @@
+"""How an evaluation is kept: one JSON object a line, the first of which says where the answers come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object a line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def replaceable(path: Path) -> bool:
+    """Whether there is nothing, or nothing but an evaluation, by its first line."""
+    if not path.exists():
+        return True
+    try:
+        if not path.is_file():
+            return False
+        with open(path, "rb") as stored:
+            first = stored.readline()
+        return not first or set(json.loads(first)) == {"provenance"}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
