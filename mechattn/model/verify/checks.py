@@ -17,10 +17,12 @@ from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, limited
 from mechattn.model.verify.facts import ModelFacts
+from mechattn.model.verify.kernel import check_kernel, run_native
 from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
-from mechattn.model.verify.native import attention_of, run_native
+from mechattn.model.verify.native import attention_of
 from mechattn.model.verify.neighbours import check_neighbours
 from mechattn.model.verify.verification import Check, Report
 
@@ -43,10 +45,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself.
 
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
-    has attention: logits against native attention; rows of the pattern sum to 1; no mass on keys that a query cannot
-    see, some on every distance that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O =
-    attention output; residual + parts = residual; padded = unpadded; alone = beside a longer row; BOS; every declared
-    hook fires.
+    has attention: logits and patterns against native attention; every field of the configuration that says something
+    of attention is known; rows of the pattern sum to 1; no mass on keys that a query cannot see, some on every distance
+    that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts
+    = residual; padded = unpadded; alone = beside a longer row; BOS; every declared hook fires.
 
     Args:
         model: A hooked model.
@@ -56,9 +58,11 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     tokens = probe_tokens(model, length)
     dtype = _dtype(model)
     captured, logits, fired = _forward(model, tokens)
-    native = _native_logits(facts, tokens)
+    native, kernel = _native(model, facts, tokens, captured, dtype)
     checks = [
         _logits(facts, logits[:1], native, dtype),
+        kernel,
+        check_config(model),
         *_weights(facts, native, dtype),
         _rows(model, captured),
         _mask(model, captured, tokens.shape[1]),
@@ -194,11 +198,14 @@ def _is_captured(name: str) -> bool:
     }
 
 
-def _native_logits(facts: ModelFacts, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos d_vocab"] | None:
+def _native(
+    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, "1 pos"], seen: Seen, dtype: torch.dtype
+) -> tuple[Float[Tensor, "1 pos d_vocab"] | None, Check]:
+    """Logits of the model itself, and whether its patterns are those that the hooks show."""
     if facts.native is None:
-        return None
-    device = next(facts.native.parameters()).device
-    return run_native(facts.native, tokens.to(device)).float().cpu()
+        return None, Check("kernel", "not checked", detail=facts.why_not_native)
+    logits, patterns, how = run_native(facts.native, tokens.to(next(facts.native.parameters()).device))
+    return logits.float().cpu(), check_kernel(model, seen, patterns, how, dtype)
 
 
 def _logits(
