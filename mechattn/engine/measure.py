@@ -24,6 +24,8 @@ from mechattn.analysis.analysis import (
     PairAnalysis,
     RowAnalysis,
     Sums,
+    WholeAnalysis,
+    WholeAttention,
 )
 from mechattn.axes import BASELINE
 from mechattn.engine.collect import check_values
@@ -31,6 +33,7 @@ from mechattn.engine.forward import Forward, PairedLayer, paired_layer
 from mechattn.engine.null import Nulls
 from mechattn.errors import ModelError, RowError
 from mechattn.functional.activation_statistics import minimum_of
+from mechattn.functional.fused import Fused
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Intervention, Target
 from mechattn.model.hooked import HookedModel
@@ -230,8 +233,20 @@ class _Rows:
         self.wanted = bool(self.by_row or self.by_pair)
         self.paired: dict[int, PairedLayer] = {}
 
-    def see(self, layer: int, rows: Rows) -> None:
-        """A block of a layer."""
+    def see(self, layer: int, rows: Rows | Fused) -> None:
+        """A block of a layer, or the whole of it."""
+        if isinstance(rows, Fused):
+            self._see_whole(layer, rows)
+        else:
+            self._see_block(layer, rows)
+
+    def _see_whole(self, layer: int, fused: Fused) -> None:
+        whole = WholeAttention(layer, fused, self.one.placed, self.one.windows[layer])
+        for number, analysis in self.by_row:
+            cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, fused.out.shape[1]), whole)
+            self.sums.seen(number, layer, "rows")
+
+    def _see_block(self, layer: int, rows: Rows) -> None:
         one, window, heads = self.one, self.one.windows[layer], rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
             self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)

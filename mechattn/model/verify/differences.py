@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import Check, Outcome
 
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
@@ -106,3 +107,9 @@ def _judged(
 def limited(check: Check, detail: str) -> Check:
     """A check that, failing, bars some analyses only."""
     return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
+
+
+def dtype_of(model: HookedModel) -> torch.dtype:
+    """The dtype of a model's weights that is held to the least."""
+    kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
+    return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
