@@ -16,7 +16,7 @@ from mechattn.model.verify.verification import Check, Outcome
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
 # 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
 TOLERANCE = {
-    torch.float64: (1e-6, 1e-7),
+    torch.float64: (1e-4, 2e-5),  # norms and softmax are computed in float32 all the same
     torch.float32: (1e-3, 2e-4),
     torch.float16: (3e-2, 2e-2),
     torch.bfloat16: (2.5e-1, 1.5e-1),
