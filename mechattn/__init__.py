@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
     from mechattn.pages.page import page as page
     from mechattn.patching.head_patching import patch_heads as patch_heads
+    from mechattn.patching.head_patching import patch_residual as patch_residual
     from mechattn.patching.table import HeadPatching as HeadPatching
+    from mechattn.patching.table import LayerPatching as LayerPatching
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import Insertion as Insertion
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
@@ -76,6 +78,7 @@ _HOME = {
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadPatching": "patching.table",
+    "LayerPatching": "patching.table",
     "HeadUpdates": "analysis.head_updates",
     "Insertion": "prompts.conditions",
     "Job": "jobs.job",
@@ -109,6 +112,7 @@ _HOME = {
     "measure": "engine.tensors",
     "page": "pages.page",
     "patch_heads": "patching.head_patching",
+    "patch_residual": "patching.head_patching",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",

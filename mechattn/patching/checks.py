@@ -38,14 +38,14 @@ def chosen_heads(model: HookedModel, heads: Seq[Where] | None) -> list[Where]:
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
 
 
-def check_options(model: HookedModel, heads: Any, direction: str, check: Any, rows: Any) -> None:
+def check_options(model: HookedModel, attributed: bool, direction: str, check: Any, rows: Any) -> None:
     """Refuse options that cannot be, and gradients of quantised weights."""
     if direction not in get_args(Direction):
         raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
     for name, value, least in (("check", check, 0), ("rows", rows, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{name}={value!r}: give a whole number, {least} at least")
-    if heads is None and getattr(original_of(model), "is_quantized", False):
+    if attributed and getattr(original_of(model), "is_quantized", False):
         raise ModelError(
             f"the weights of {model.cfg.model_name} are quantised, and no gradient goes through them: name heads, "
             "which are patched without one"

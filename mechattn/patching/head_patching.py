@@ -1,4 +1,4 @@
-"""Which heads carry the effect of a condition: their output in one run, put into the other."""
+"""Which heads and layers carry the effect of a condition: what they give in one run, put into the other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from mechattn.axes import BASELINE
 from mechattn.engine.check import made_sequences, with_baseline
 from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.checks import Direction, check_options, check_sequences, chosen_heads
 from mechattn.patching.metrics import Measured, Metric, metric_of
-from mechattn.patching.runs import Run, Where, Z, gradients, patched_logits, read
-from mechattn.patching.table import CONTROLS, HeadPatching
+from mechattn.patching.runs import Part, Run, Where, Z, gradients, patched_logits, read
+from mechattn.patching.table import CONTROLS, HeadPatching, LayerPatching
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
@@ -82,23 +83,67 @@ def patch_heads(
     """
     model = load_model(as_hooked(model))
     chosen = chosen_heads(model, heads)
-    measured, words = metric_of(metric)
-    check_options(model, heads, direction, check, rows)
-    prompts = as_prompts(prompts)
-    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
-    check_sequences(model, prompts, sequences)
-    of_one = _Prompt(model, measured, chosen, heads is None, rows, seed)
-    pairs = [_ordered(made, direction) for made in sequences]
-    found = [of_one.effects(*each) for each in _progress(_with_others(prompts, pairs), len(prompts), progress)]
-    about = _about(model, prompts, condition, words, direction, heads is None, seed)
-    made = HeadPatching(
-        _dataset(found, prompts, chosen), Units.grouped([p.group or f"\0{p.id}" for p in prompts]), about
-    )
+    check_options(model, heads is None, direction, check, rows)
+    one = _Prompt(model, metric_of(metric)[0], chosen, "z", heads is None, rows, seed)
+    pairs, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
+    made = HeadPatching(dataset, units, about)
     if heads is not None or not check:
         return made
     sample = _sample(made, check, seed)
-    exact = [of_one.exact(*pair, sample) for pair in pairs[:_CHECKED]]
-    return made.compared(exact, sample)
+    return made.compared([one.exact(*pair, sample) for pair in pairs[:_CHECKED]], sample)
+
+
+def patch_residual(
+    model: Any,
+    prompts: Prompt | str | Seq[Prompt | str],
+    condition: Condition,
+    *,
+    layers: Seq[int] | int | None = None,
+    metric: Metric = "logprob",
+    direction: Direction = "denoising",
+    rows: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> LayerPatching:
+    """What the answer gains when the residual stream after a layer comes from the prompt's other run, layer by layer.
+
+    As :func:`patch_heads`, with the whole stream at every original token, patched exactly. After the last layer that is
+    all that the logits are read from, so its effect is the whole one; before, later layers still read the inserted
+    tokens of the run that is patched.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: Prompts with an answer that the model reads.
+        condition: What is compared with the baseline.
+        layers: Layers, from 0; all by default.
+        metric: As for ``patch_heads``.
+        direction: Which run is patched.
+        rows: Patched copies of a prompt in one batch.
+        seed: Of random directions, and of the condition's draws.
+        progress: Show a bar when it takes longer than two seconds.
+
+    Raises:
+        MechattnError: As for ``patch_heads``; or a layer doesn't exist.
+    """
+    model = load_model(as_hooked(model))
+    check_options(model, False, direction, 0, rows)
+    chosen = [(layer, 0) for layer in chosen_layers(model, layers)]
+    one = _Prompt(model, metric_of(metric)[0], chosen, "resid", False, rows, seed)
+    _, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
+    return LayerPatching(dataset.squeeze("head", drop=True), units, about)
+
+
+def _patched(
+    one: _Prompt, prompts: Any, condition: Condition, metric: Metric, direction: Direction, progress: bool
+) -> tuple[list[tuple[Sequence, Sequence]], xr.Dataset, Units, dict[str, Any]]:
+    """Both sequences of each prompt, what was found, the units of replication, and what it is of."""
+    prompts = as_prompts(prompts)
+    sequences = made_sequences(with_baseline({"condition": condition}), prompts, one.model, one.seed)
+    check_sequences(one.model, prompts, sequences)
+    pairs = [_ordered(made, direction) for made in sequences]
+    found = [one.effects(*each) for each in _progress(_with_others(prompts, pairs), len(prompts), progress)]
+    units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group stands alone
+    return pairs, _dataset(found, prompts, one.chosen), units, _about(one, prompts, condition, metric, direction)
 
 
 @dataclass(frozen=True)
@@ -108,6 +153,7 @@ class _Prompt:
     model: HookedModel
     measured: Measured
     chosen: Seq[Where]
+    part: Part
     attributed: bool
     rows: int
     seed: int
@@ -118,7 +164,9 @@ class _Prompt:
 
     def effects(self, prompt: str, receiver: Sequence, donor: Sequence, other: Sequence) -> dict[str, np.ndarray]:
         """The effect of each head, of its controls, and of everything."""
-        run, source, stranger = (read(self.model, sequence, self.layers) for sequence in (receiver, donor, other))
+        run, source, stranger = (
+            read(self.model, sequence, self.layers, self.part) for sequence in (receiver, donor, other)
+        )
         base = source if receiver.inserted.any() else run
         before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
         values = {
@@ -135,7 +183,7 @@ class _Prompt:
 
     def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[Where]) -> np.ndarray:
         """The effect of some heads, patched."""
-        run, source = (read(self.model, sequence, self.layers) for sequence in (receiver, donor))
+        run, source = (read(self.model, sequence, self.layers, self.part) for sequence in (receiver, donor))
         base = source if receiver.inserted.any() else run
         put = {where: _aligned(run, source, where) for where in sample}
         return self._patched(run, base, put) - float(self._measure(run, run.logits, base))
@@ -147,7 +195,7 @@ class _Prompt:
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z]) -> np.ndarray:
         items, found = list(given.items()), []
         for first in range(0, len(items), self.rows):
-            logits = patched_logits(self.model, run, dict(items[first : first + self.rows]))
+            logits = patched_logits(self.model, run, dict(items[first : first + self.rows]), self.part)
             found.append(self._measure(run, logits, base).double().cpu())
         return torch.cat(found).numpy()
 
@@ -201,22 +249,16 @@ def _progress(items: Iterator, total: int, show: bool) -> Iterator:
 
 
 def _about(
-    model: HookedModel,
-    prompts: Seq[Prompt],
-    condition: Condition,
-    metric: str,
-    direction: str,
-    attributed: bool,
-    seed: int,
+    one: _Prompt, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction
 ) -> dict[str, Any]:
     return {
-        "model": provenance.name_of(str(model.cfg.model_name)),
+        "model": provenance.name_of(str(one.model.cfg.model_name)),
         "prompts": provenance.digest(prompts),
         "condition": identity(condition),
-        "metric": metric,
+        "metric": metric_of(metric)[1],
         "direction": direction,
-        "method": "attributed (first order)" if attributed else "patched",
-        "seed": seed,
+        "method": "attributed (first order)" if one.attributed else "patched",
+        "seed": one.seed,
         "versions": provenance.versions(),
     }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from mechattn.model.hooks import keeping_nothing
 from mechattn.model.patch.head_outputs import changing_z
 from mechattn.prompts.sequences import Sequence
 
+Part = Literal["z", "resid"]  # each head's output before W_O; the residual stream after a layer, as one head
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
 
@@ -28,7 +29,7 @@ class Run:
 
     Args:
         sequence: What is read.
-        z: Each head's output before W_O, by layer.
+        z: Each head's output before W_O, by layer; or the residual stream after it, of one head then.
         logits: Before each token of the answer.
     """
 
@@ -47,7 +48,25 @@ class Run:
         return (~self.sequence.inserted).nonzero()[:, 0]
 
 
-def read(model: HookedModel, sequence: Sequence, layers: Seq[int]) -> Run:
+@contextmanager
+def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Call a function with a part of each layer [batch pos head d_head] as it passes; what it returns goes on."""
+    if part == "z":
+        with changing_z(model, layers):
+            yield
+        return
+    with ExitStack() as stack:
+        for layer, change in layers.items():
+            hook = model.hook_dict[f"blocks.{layer}.hook_resid_post"]
+            stack.callback(hook.register_forward_hook(partial(_as_one_head, change)).remove)
+        yield
+
+
+def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, stream: Tensor) -> Tensor:
+    return change(stream.unsqueeze(2)).squeeze(2)
+
+
+def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = "z") -> Run:
     """Read a sequence as it is."""
     seen: dict[int, Z] = {}
 
@@ -55,7 +74,7 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int]) -> Run:
         seen[layer] = z[0].detach()
         return z
 
-    with changing_z(model, {layer: partial(keep, layer) for layer in layers}):
+    with changing(model, part, {layer: partial(keep, layer) for layer in layers}):
         logits = logits_of(model, sequence, 1)
     return Run(sequence, seen, logits)
 
@@ -76,13 +95,16 @@ def logits_of(
     return logits[:, before]
 
 
-def patched_logits(model: HookedModel, receiver: Run, put: Mapping[Where, Z]) -> Float[Tensor, "row answer d_vocab"]:
+def patched_logits(
+    model: HookedModel, receiver: Run, put: Mapping[Where, Z], part: Part = "z"
+) -> Float[Tensor, "row answer d_vocab"]:
     """Logits of the receiver with one head's output exchanged in each row: row i has the i-th of ``put``.
 
     Args:
         model: A hooked model.
         receiver: The run that is changed.
         put: For each (layer, head), what its output is at the receiver's original tokens [original d_head].
+        part: Of what.
     """
     places = receiver.places
     of_layer: dict[int, list[tuple[int, int, Tensor]]] = {}
@@ -95,7 +117,7 @@ def patched_logits(model: HookedModel, receiver: Run, put: Mapping[Where, Z]) ->
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
-    with changing_z(model, {layer: partial(change, changes) for layer, changes in of_layer.items()}):
+    with changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}):
         return logits_of(model, receiver.sequence, len(put))
 
 

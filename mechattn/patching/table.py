@@ -22,20 +22,96 @@ CONTROLS = ("other_prompt", "random")
 
 
 @dataclass(frozen=True, eq=False)
-class HeadPatching:
-    """The effect of each head's output on the answer; ``print(patching)`` shows the largest.
+class Patching:
+    """The effect of what was patched, over prompts.
 
     Args:
-        effects: "effect", "other_prompt" and "random" [prompt layer head], in the units of the metric; NaN for heads
-            that were not asked for. "whole" [prompt]: the metric of the other run, less that of the patched one.
+        effects: "effect", "other_prompt" and "random" [prompt layer head], or [prompt layer], in the units of the
+            metric; NaN for what was not asked for. "whole" [prompt]: the metric of the other run, less that of the
+            patched one.
         units: What counts as one observation.
         about: The model, the prompts, the condition, the metric, the direction, the method.
-        checked: Where all heads are attributed: effects of some of them, exact and attributed, by prompt.
     """
 
     effects: xr.Dataset
     units: Units
     about: Mapping[str, Any]
+
+    @property
+    def whole(self) -> tuple[float, float, float]:
+        """The whole effect, mean over prompts, with its 95 % interval."""
+        found = paired(self.units.means(self.effects.whole.values)[:, None], None)
+        return float(found.difference[0]), float(found.low[0]), float(found.high[0])
+
+    def _table(self, finding: slice, shown: slice, level: float, top: int | None, ranked: bool) -> pd.DataFrame:
+        import pandas as pd
+
+        effect, cells = self._cells("effect")
+        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable")[:top] if ranked else np.arange(len(cells))
+        found = paired(effect[shown][:, order], None, level)
+        controls = {name: self._cells(name)[0][shown][:, order] for name in CONTROLS}
+        beyond = paired(effect[shown][:, order] - controls["random"], None, level)
+        whole = self.units.means(self.effects.whole.values)[shown].mean()
+        dims = self.effects.effect.dims[1:]
+        return pd.DataFrame(
+            {
+                **{str(dim): [cells[i][at] for i in order] for at, dim in enumerate(dims)},
+                "effect": found.difference,
+                "low": found.low,
+                "high": found.high,
+                "q": found.q,
+                "share": found.difference / whole if whole else np.nan,
+                **{name: value.mean(0) for name, value in controls.items()},
+                "beyond_random": beyond.difference,
+                "beyond_random_low": beyond.low,
+                "beyond_random_high": beyond.high,
+                "n": found.n,
+            }
+        )
+
+    def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+        """Values [unit cell] of what was asked for, and the layer (and head) of each cell."""
+        there = ~np.isnan(self.effects.effect.values).any(0)
+        values = self.effects[name].values[:, there]
+        labels = [self.effects[dim].values for dim in self.effects.effect.dims[1:]]
+        cells = [tuple(int(label[i]) for label, i in zip(labels, at, strict=True)) for at in np.argwhere(there)]
+        return self.units.means(values), cells
+
+    def _lines(self, table: pd.DataFrame) -> list[str]:
+        mean, low, high = self.whole
+        return [
+            f"{self.about['metric']}; {self.about['direction']}, {self.about['method']}, {self.units.words}",
+            f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]",
+            table.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPatching(Patching):
+    """The effect of the residual stream after each layer on the answer; ``print(patching)`` shows it."""
+
+    def layers(self, level: float = 0.95) -> pd.DataFrame:
+        """One row a layer, in their order; the columns of :meth:`HeadPatching.heads`.
+
+        Raises:
+            OptionError: Too few prompts, or no probability.
+        """
+        _check_level(level)
+        self.units.refuse_below(FEWEST)
+        return self._table(slice(None), slice(None), level, None, ranked=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(self.layers()))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPatching(Patching):
+    """The effect of each head's output on the answer; ``print(patching)`` shows the largest.
+
+    Args:
+        checked: Where all heads are attributed: effects of some of them, exact and attributed, by prompt.
+    """
+
     checked: pd.DataFrame | None = None
 
     def heads(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
@@ -53,44 +129,14 @@ class HeadPatching:
         Raises:
             OptionError: Too few prompts, or an option that cannot be.
         """
-        import pandas as pd
-
         if select not in (None, "half"):
             raise OptionError(f'select={select!r}: give "half" or None')
-        if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
-            raise OptionError(f"level={level!r}: give a probability such as 0.95")
+        _check_level(level)
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
         self.units.refuse_below(FEWEST if select is None else 2 * FEWEST)
         finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
-        effect, cells = self._cells("effect")
-        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable")[:top]
-        found = paired(effect[shown][:, order], None, level)
-        controls = {name: self._cells(name)[0][shown][:, order] for name in CONTROLS}
-        beyond = paired(effect[shown][:, order] - controls["random"], None, level)
-        whole = self.units.means(self.effects.whole.values)[shown].mean()
-        return pd.DataFrame(
-            {
-                "layer": [cells[i][0] for i in order],
-                "head": [cells[i][1] for i in order],
-                "effect": found.difference,
-                "low": found.low,
-                "high": found.high,
-                "q": found.q,
-                "share": found.difference / whole if whole else np.nan,
-                **{name: value.mean(0) for name, value in controls.items()},
-                "beyond_random": beyond.difference,
-                "beyond_random_low": beyond.low,
-                "beyond_random_high": beyond.high,
-                "n": found.n,
-            }
-        )
-
-    @property
-    def whole(self) -> tuple[float, float, float]:
-        """The whole effect, mean over prompts, with its 95 % interval."""
-        found = paired(self.units.means(self.effects.whole.values)[:, None], None)
-        return float(found.difference[0]), float(found.low[0]), float(found.high[0])
+        return self._table(finding, shown, level, top, ranked=True)
 
     @property
     def agreement(self) -> tuple[float, float] | None:
@@ -123,12 +169,7 @@ class HeadPatching:
         return replace(self, checked=pd.DataFrame(rows))
 
     def __str__(self) -> str:
-        mean, low, high = self.whole
-        lines = [
-            f"{self.about['metric']}; {self.about['direction']}, {self.about['method']}, {self.units.words}",
-            f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]",
-            self.heads(top=8).to_string(index=False, float_format=lambda x: f"{x:.3g}"),
-        ]
+        lines = self._lines(self.heads(top=8))
         if self.agreement is not None and self.checked is not None:
             correlation, error = self.agreement
             lines.append(
@@ -137,9 +178,7 @@ class HeadPatching:
             )
         return "\n".join(lines)
 
-    def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Values [unit cell] of the heads that were asked for, and which they are."""
-        values = self.effects[name].values
-        at = np.argwhere(~np.isnan(self.effects.effect.values).any(0))
-        cells = [(int(self.effects.layer[i]), int(self.effects["head"][j])) for i, j in at]
-        return self.units.means(values[:, at[:, 0], at[:, 1]]), cells
+
+def _check_level(level: Any) -> None:
+    if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+        raise OptionError(f"level={level!r}: give a probability such as 0.95")

@@ -128,11 +128,45 @@ def test_attribution_stands_beside_what_it_was_compared_with():
     assert f"correlation {correlation:.3f}" in str(made)
 
 
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction):
+    """And after an earlier one it is what a hook written by hand makes of it."""
+    model, native = wide
+    some = prompts()
+    made = ma.patch_residual(model, some, SLASH, direction=direction, progress=False)
+    last = int(made.effects.layer[-1])
+    np.testing.assert_allclose(made.effects.effect.sel(layer=last), made.effects.whole, atol=2e-5)
+    assert float(abs(made.effects.effect.sel(layer=0) - made.effects.whole).max()) > 2e-4
+    sequences = [condition.apply(some[0], model, 0) for condition in (SLASH, ma.Baseline())]
+    receiver, donor = sequences if direction == "denoising" else sequences[::-1]
+    blocks = max((m for m in native.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    seen = []
+    handle = blocks[1].register_forward_hook(
+        lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    before = by_hand(native, receiver)[0]
+    by_hand(native, donor)
+    handle.remove()
+
+    def put(module, args, out):
+        stream = (out[0] if isinstance(out, tuple) else out).clone()
+        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        for place, o in enumerate(donor.origin):
+            if o >= 0:
+                stream[0, there[int(o)]] = seen[1][0, place]
+        return (stream, *out[1:]) if isinstance(out, tuple) else stream
+
+    handle = blocks[1].register_forward_hook(put)
+    expected = by_hand(native, receiver)[0] - before
+    handle.remove()
+    assert float(made.effects.effect.sel(layer=1)[0]) == pytest.approx(expected, abs=2e-5)
+
+
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
     made = [{"condition": SLASH.apply(p, model, 0), "baseline": p} for p in some]
     run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
-    one = head_patching._Prompt(model, None, [(1, 2)], False, 4, 7)
+    one = head_patching._Prompt(model, None, [(1, 2)], "z", False, 4, 7)
     value = head_patching._aligned(run, source, (1, 2))
     own = run.z[1][run.places, 2]
     drawn = one._random("a", run, (1, 2), value)
@@ -193,6 +227,16 @@ def test_the_table(tmp_path):
         int(made.effects.layer[first["layer"]]), int(made.effects["head"][first["head"]])
     )  # fmt: skip
     assert halves.n[0] == 4
+
+
+def test_the_table_of_layers():
+    made = ma.patch_residual("toy:llama", prompts(4), SLASH, layers=[1, 3], progress=False)
+    table = made.layers()
+    assert list(table.layer) == [1, 3]
+    assert table.share[1] == pytest.approx(1, abs=1e-4)
+    assert "whole effect" in str(made)
+    with pytest.raises(OptionError, match="layer 9 is out of range"):
+        ma.patch_residual("toy:llama", prompts(4), SLASH, layers=9)
 
 
 def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
