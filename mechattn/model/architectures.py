@@ -31,6 +31,7 @@ class Particulars:
             TransformerLens says that there is ALiBi.
         alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
         layer_kinds: The fields of the configuration with the kind of each layer and the width of its window.
+        logit_factor: What the logits are multiplied with after W_U, from the configuration; 1 by default.
         uses_mask: Whether the model itself does something to the causal mask, which so has to be a tensor.
         masks_edges: Whether it takes a mask of edges while it generates.
         fault: What is wrong with it when it is hooked, and mended in ``patch/mend.py``.
@@ -40,6 +41,7 @@ class Particulars:
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
     alibi_in_bfloat16: bool = False
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
+    logit_factor: Callable[[Any], float] | None = None
     uses_mask: bool = False
     masks_edges: bool = True
     fault: Fault | None = None
@@ -57,18 +59,24 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
 
 
+def _divided_logits(config: Any) -> float:
+    return 1 / config.logits_scaling
+
+
 _FLOAT_COSINES = Particulars(fault="rotated in float32")
 
 # By the model_type of the configuration.
 PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
+    **dict.fromkeys(("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)),
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
     "flex_olmo": _FLOAT_COSINES,
     "gpt2": Particulars(score_scale=_gpt2_scale),
     "gpt_neo": Particulars(
         score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
     ),
-    "granitemoehybrid": Particulars(fault="an empty rotary embedding"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), Particulars(logit_factor=_divided_logits)),
+    "granitemoehybrid": Particulars(logit_factor=_divided_logits, fault="an empty rotary embedding"),
     "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
     "olmo": _FLOAT_COSINES,
     "olmo2": _FLOAT_COSINES,
