@@ -81,7 +81,7 @@ class BlockUpdates(AnalysisBase):
         """
         named = model.hook_dict
         sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
-        # A block that scales what it adds fires hook_attn_out for functions alone that TransformerLens itself has added.
+        # A block that scales what it adds fires hook_attn_out only for functions that TransformerLens has added.
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         outs = _OUTS if factor is None else _BEFORE_SCALING
         for layer in layers:

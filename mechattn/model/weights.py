@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
+from mechattn.model.heads import output_projection
 from mechattn.model.hooked import HookedModel, config_of
 from mechattn.model.values import norm_before_output
 from mechattn.model.verify.facts import facts_of
@@ -30,7 +31,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
             "adds depends on all others: heads have no updates of their own"
         )
     try:
-        w_o = model.blocks[layer].attn.W_O.detach()
+        w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not say what its output weights are
         raise ModelError(f"layer {layer} of {model.cfg.model_name} shows no W_O by head ({error})") from None
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:

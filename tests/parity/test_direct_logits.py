@@ -9,7 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.toys import load_tokenizer
-from tests.parity.plain import models, passed
+from tests.parity.plain import loop_over_experts, models, passed
 
 SLASH = ma.MeaninglessTokens("/", 20)
 GRANITE = {"logits_scaling": 8.0, "residual_multiplier": 0.22}
@@ -21,6 +21,7 @@ SUMMED = {
     "OLMo 2": {},
     "Cohere": {"logit_scale": 0.3},
     "Granite": GRANITE,
+    "DeepSeek-V3 (latent attention)": {},
 }
 
 
@@ -148,6 +149,8 @@ def summed(request, prompts):
     """The model, what the analysis gives [layer, head, pos], the ids and the parts by hand; all in float64."""
     tokenizer, settings = load_tokenizer("toy:llama"), SUMMED[request.param]
     plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
+    loop_over_experts(plain)
+    loop_over_experts(same)
     hooked = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
     result = ma.run(
         hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False

@@ -12,7 +12,8 @@ from mechattn.model.toys import toy_names
 from tests.parity.plain import models, passed
 from tests.parity.test_every_toy import windows
 
-NAMES = [*toy_names(), "BLOOM", "MPT"]
+LATENT = "DeepSeek-V3 (latent attention)"
+NAMES = [*toy_names(), "BLOOM", "MPT", LATENT]
 SLASH = ma.MeaninglessTokens("/", 20)
 ULP = 2.0**-24  # a float32 number is rounded by so much of itself
 ANALYSES = [
