@@ -115,6 +115,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Mixtral": ("MixtralConfig", {**_WIDE, "num_local_experts": 4, "sliding_window": None}),
     "Qwen2": ("Qwen2Config", _GROUPED),
     "Qwen3": ("Qwen3Config", _WIDE),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**_WIDE, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
     "Qwen3-Next (hybrid)": (
         "Qwen3NextConfig",
         {**_WIDE, **_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 32},
