@@ -73,9 +73,8 @@ def rms(x, norm):
     return np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
-def parts_of(plain, ids):
-    """Run the model once, with hooks of torch on its own modules."""
-    blocks = plain.transformer.h if hasattr(plain, "transformer") else plain.model.layers
+def seen_in(plain, blocks, ids):
+    """What hooks of torch on the model's own modules see in a run, and the logits."""
     seen, handles = {}, []
 
     def keep(key, before):
@@ -87,17 +86,23 @@ def parts_of(plain, ids):
 
     for n, block in enumerate(blocks):
         attention = block.attn if hasattr(block, "attn") else block.self_attn
-        out = attention.c_proj if hasattr(attention, "c_proj") else attention.o_proj
+        seen[n, "out"] = attention.c_proj if hasattr(attention, "c_proj") else attention.o_proj
         mlp = getattr(block, "post_feedforward_layernorm", block.mlp)
-        handles.append(out.register_forward_pre_hook(keep((n, "z"), True)))
+        handles.append(seen[n, "out"].register_forward_pre_hook(keep((n, "z"), True)))
         handles.append(mlp.register_forward_hook(keep((n, "mlp"), False)))
         handles.append(block.register_forward_pre_hook(keep((n, "before"), True)))
         handles.append(block.register_forward_hook(keep("stream", False)))
-        seen[n, "out"] = out
     with torch.no_grad():
         logits = plain(torch.tensor([ids])).logits[0].numpy()
     for handle in handles:
         handle.remove()
+    return seen, logits
+
+
+def parts_of(plain, ids):
+    """Of one run, part by part."""
+    blocks = plain.transformer.h if hasattr(plain, "transformer") else plain.model.layers
+    seen, logits = seen_in(plain, blocks, ids)
     count = plain.config.num_attention_heads
     factor = getattr(plain.config, "residual_multiplier", 1.0)
     found = Parts([], [], seen[0, "before"].copy(), seen["stream"], logits)
@@ -108,15 +113,10 @@ def parts_of(plain, ids):
         w_o = weight.reshape(count, -1, weight.shape[-1])
         bias = 0 if getattr(out, "bias", None) is None else out.bias.detach().numpy()
         delta = np.einsum("phd,hdm->phm", z.reshape(len(ids), count, -1), w_o)
-        norm = (
-            getattr(block, "post_attention_layernorm", None) if hasattr(block, "post_feedforward_layernorm") else None
-        )
         whole, alone = delta.sum(1) + bias, delta
-        if norm is not None:
-            delta, alone = (
-                weight_of(norm) * delta / rms(whole, norm)[:, None],
-                weight_of(norm) * delta / rms(delta, norm),
-            )
+        if hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
+            norm = block.post_attention_layernorm
+            delta, alone = (weight_of(norm) * delta / scale for scale in (rms(whole, norm)[:, None], rms(delta, norm)))
         found.heads.append(factor * delta)
         found.alone.append(factor * alone)
         found.rest += factor * (seen[n, "mlp"] + bias)
