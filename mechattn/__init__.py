@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import pattern as pattern
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
     from mechattn.pages.page import page as page
+    from mechattn.patching.head_patching import patch_heads as patch_heads
+    from mechattn.patching.table import HeadPatching as HeadPatching
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import Insertion as Insertion
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
@@ -73,6 +75,7 @@ _HOME = {
     "DirectLogits": "analysis.direct_logits",
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
+    "HeadPatching": "patching.table",
     "HeadUpdates": "analysis.head_updates",
     "Insertion": "prompts.conditions",
     "Job": "jobs.job",
@@ -105,6 +108,7 @@ _HOME = {
     "merge_results": "results.merge",
     "measure": "engine.tensors",
     "page": "pages.page",
+    "patch_heads": "patching.head_patching",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",

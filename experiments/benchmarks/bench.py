@@ -28,7 +28,7 @@ from scipy.stats import binom
 
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
+from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
 from mechattn.engine.measure import measure_batch
 from mechattn.functional import focus, received
 from mechattn.functional.rows import Rows
@@ -59,23 +59,34 @@ def size_of(shape: str) -> tuple[int, int, int]:
     return config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
 
 
-def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> Any:
-    """A Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama") -> Any:
+    """A model of a family with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     layers, heads, width, mlp = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=longest,
-    )
+    usual = {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": longest,
+        "vocab_size": 32_000,
+    }
+    own = {
+        "llama": {"num_key_value_heads": kv_heads},
+        "gpt_neox": {},
+        "gpt_neo": {
+            "num_layers": layers,
+            "num_heads": heads,
+            "attention_types": [[["global", "local"], layers // 2]],
+        },
+        "gemma3_text": {"num_key_value_heads": kv_heads, "head_dim": width // heads, "sliding_window": 512},
+    }[family]
+    if family == "gpt_neo":
+        usual = {name: usual[name] for name in usual if not name.startswith("num_")}
     torch.manual_seed(0)
     with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **usual, **own)).to(dtype).eval()
 
 
 def batch_of(length: int, device: str) -> Batch:
@@ -89,12 +100,14 @@ def batch_of(length: int, device: str) -> Batch:
     return Batch(tokens, origin, segment, torch.tensor([length]), ((0, "baseline"),)).to(device)
 
 
-def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype) -> dict[str, Callable]:
+def runners(
+    shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama"
+) -> dict[str, Callable]:
     """Each way to compute it, as a function of a batch; the hooked and the plain model share their parameters."""
     if shape in toy_names():
         bridge = ma.load_model(shape, device=device, dtype=dtype)
     else:
-        made = new_model(shape, kv_heads, longest, device, dtype)
+        made = new_model(shape, kv_heads, longest, device, dtype, family)
         bridge = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
     plain = bridge._mechattn.native
     windows = {layer: hooks.attention_window(bridge, layer) for layer in hooks.attention_layers(bridge)}
@@ -162,6 +175,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         LIMIT: sdpa,
         "mechattn, ma.run": whole,
         "mechattn, the pass alone": ours(forward_in_blocks),
+        "mechattn, a fused kernel": ours(forward_fused),
         "mechattn, streaming, layers=[0]": one_layer,
         "mechattn, streaming, every statistic": everything,
         "mechattn, hooks": ours(forward_through_hooks),
@@ -170,7 +184,7 @@ def runners(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.d
         "TransformerLens, a hook that reduces": reducing_hook,
     }
     ways |= _updates_and_focus(bridge, windows)
-    return ways if shape in toy_names() else ways | _nnsight(plain, len(windows))
+    return ways if shape in toy_names() or family != "llama" else ways | _nnsight(plain, len(windows))
 
 
 def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str, Callable]:
@@ -299,7 +313,18 @@ def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> t
 
 def peak(args: argparse.Namespace, name: str, length: int) -> tuple[float, float] | None:
     """Peak memory in MiB, and seconds, of one run of one way in a fresh process; None where it fails."""
-    command = [sys.executable, __file__, "--one", name, "--lengths", str(length), "--shape", args.shape]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--lengths",
+        str(length),
+        "--shape",
+        args.shape,
+        "--family",
+        args.family,
+    ]
     command += ["--kv-heads", str(args.kv_heads), "--device", args.device, "--dtype", args.dtype]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -310,7 +335,7 @@ def peak(args: argparse.Namespace, name: str, length: int) -> tuple[float, float
 
 def one(args: argparse.Namespace) -> None:
     """Run one way once and print the peak of this process and the seconds of the run."""
-    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
+    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype), args.family)
     taken = seconds(ways[args.one], batch_of(args.lengths[0], args.device))
     if args.device == "cuda":
         print(torch.cuda.max_memory_allocated() / 2**20, taken)
@@ -349,7 +374,7 @@ def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict,
     head = "| " + " | ".join(["", *(f"{n:,}" for n in found)]) + " |"
     rule = "|---" * (len(found) + 1) + "|"
     lines = [
-        f"{args.shape}: {layers} layers, {heads} query heads, "
+        f"{args.family}, {args.shape}: {layers} layers, {heads} query heads, "
         + ("" if args.shape in toy_names() else f"{args.kv_heads} key-value heads, ")
         + f"d_model {width}, {args.dtype}, "
         f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
@@ -397,6 +422,7 @@ def _versions() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, *toy_names()], default="small")
+    parser.add_argument("--family", choices=["llama", "gpt_neox", "gpt_neo", "gemma3_text"], default="llama")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
@@ -412,7 +438,7 @@ def main() -> None:
     if args.one:
         one(args)
         return
-    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype))
+    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype), args.family)
     names = [n for n in ways if not args.engines or any(part in n for part in [*args.engines, LIMIT])]
     found: dict[int, dict[str, Ratio]] = {}
     limits: dict[int, tuple[float, int]] = {}

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.functional.fused import Fused
 from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.pairs import Pairs
@@ -45,6 +46,23 @@ class AttentionRows:
     window: int | None
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
     null: bool = False
+
+
+@dataclass(frozen=True)
+class WholeAttention:
+    """One layer's attention of which no row is to be had: sums over queries, asked of a fused kernel.
+
+    Args:
+        layer: The layer.
+        fused: What the kernel gave: ``fused.column_sums(weights)`` and ``fused.own``.
+        batch: The sequences, on the same device; queries of padding are present and must not count.
+        window: How many keys a query of this layer sees at most; None for full attention.
+    """
+
+    layer: int
+    fused: Fused
+    batch: Batch
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -206,6 +224,15 @@ class RowAnalysis(Analysis, Protocol):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add a block of query rows to the sums, in place."""
+        ...
+
+
+@runtime_checkable
+class WholeAnalysis(RowAnalysis, Protocol):
+    """A row analysis that needs no rows where a fused kernel gives its sums."""
+
+    def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
+        """Add a layer to the sums, in place, as ``add`` would from all of its rows."""
         ...
 
 

@@ -15,7 +15,7 @@ from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Su
 from mechattn.functional import focus as fn
 from mechattn.functional.received import segment_mean, self_attention, visible_counts
 from mechattn.functional.repeats import has_repeat, repeated_mass
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.sequences import Batch, inserted_span
 
 _UNITS = {
     "self_share": ("share", "share of queries whose strongest target is the query itself"),
@@ -117,7 +117,10 @@ class AttentionFocus(AnalysisBase):
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
         }
-        if inserted.any():  # heads and queries together: a product by head is five times as slow
+        before, beyond = inserted_span(rows.batch)
+        if (
+            before < rows.keys.stop and beyond > first
+        ):  # heads and queries together: a product by head is five times as slow
             rows_of_all = rearrange(pattern, "batch head query key -> batch (head query) key")
             mass = torch.bmm(rows_of_all, inserted[..., None])
             made["inserted_mass"] = rearrange(mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1])

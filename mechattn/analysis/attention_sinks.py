@@ -21,7 +21,7 @@ from mechattn.functional.updates import output_factor, update_norm
 from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch, Sequence, inserted_span
 
 _HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {
@@ -158,9 +158,9 @@ class AttentionSinks(AnalysisBase):
         counted = rows.batch.real[:, rows.queries]
         sums["columns"][..., keys] += column_sums(pattern, counted)
         sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
-        after = _after(rows.batch)
-        if after.any():
-            sums["columns_after"][..., keys] += column_sums(pattern, after[:, rows.queries])
+        first, beyond = inserted_span(rows.batch)
+        if beyond and rows.queries.stop > first:
+            sums["columns_after"][..., keys] += column_sums(pattern, _after(rows.batch)[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """The norm and the rank of what each head gives; the largest activations."""

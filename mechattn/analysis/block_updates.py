@@ -133,5 +133,4 @@ def _added(
     """What was added: the block's output as its hook shows it, where that is it (a difference of large numbers loses
     digits); otherwise (BLOOM adds the residual first) the difference."""
     change = after - before
-    is_it = bool((change - out).norm() < 0.05 * change.norm())
-    return out if is_it else change
+    return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
@@ -74,6 +74,12 @@ class ReceivedAttention(AnalysisBase):
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
         sums["own"][..., rows.queries].add_(fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start))
+
+    def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
+        """The same from a fused kernel."""
+        counted = _counted(self.queries, whole.batch)[..., None].to(sums["columns"].dtype)
+        sums["columns"].add_(whole.fused.column_sums(counted)[..., 0])
+        sums["own"].add_(whole.fused.own)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""

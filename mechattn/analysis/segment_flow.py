@@ -70,7 +70,7 @@ class SegmentFlow(AnalysisBase):
             return (flow / counted).masked_fill(~there, torch.nan)
 
         heads = there[:, None].expand_as(sums["flow"])
-        shown = bool((sums["value_flow"] >= 0).all())
+        shown = (sums["value_flow"] >= 0).all()
         return {
             "flow": mean(sums["flow"], heads),
             "value_flow": mean(sums["value_flow"], heads & shown),

@@ -122,7 +122,7 @@ class Config(_Section):
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: str = "2GiB"
-    engine: Literal["auto", "streaming", "hooks"] = "auto"
+    engine: Literal["auto", "streaming", "fused", "hooks"] = "auto"
     verify: bool = True
     chunk: int = PydanticField(64, ge=1, lt=2**63)
     threads: _Int | None = PydanticField(None, ge=1)

@@ -3,59 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import PairedRows
+from mechattn.analysis.analysis import (
+    Analysis,
+    CaptureAnalysis,
+    PairAnalysis,
+    PairedRows,
+    RowAnalysis,
+    WholeAnalysis,
+)
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.verify.checks import check_streaming
 from mechattn.model.verify.facts import ModelFacts, facts_of
+from mechattn.model.verify.streamed import check_fused, check_streaming
+from mechattn.model.verify.verification import Check
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.sequences import Batch
 
-Engine = Literal["auto", "streaming", "hooks"]
+Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
-def chosen_forward(model: HookedModel, engine: Engine, captured: Iterable[str] = ()) -> tuple[Forward, str]:
+def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()) -> tuple[Forward, str]:
     """The way for this model, and why; streaming is compared with the hooks once a model before it is trusted.
 
     Args:
         model: A hooked model.
         engine: What was asked for.
-        captured: The hooks that have to fire, by their names in a block.
+        analyses: What is measured: some need hooks, some no rows.
 
     Raises:
-        OptionError: There is no such engine, or not for these hooks.
-        ModelError: "streaming" was asked for, and it would give other numbers than the model.
+        OptionError: There is no such engine, or not for these analyses.
+        ModelError: "streaming" or "fused" was asked for, and it would give other numbers than the model.
     """
-    if engine not in ("auto", "streaming", "hooks"):
-        raise OptionError(f'engine={engine!r}: choose "auto", "streaming" or "hooks"')
+    analyses = list(analyses)
+    if engine not in get_args(Engine):
+        raise OptionError(f"engine={engine!r}: choose {', '.join(map(repr, get_args(Engine)))}")
     if engine == "hooks":
         return forward_through_hooks, "asked for"
+    captured = [name for analysis in analyses if isinstance(analysis, CaptureAnalysis) for name in analysis.captures]
     if silent := next((name for name in captured if not fires_while_streamed(name)), None):
-        if engine == "streaming":
+        if engine != "auto":
             raise OptionError(
                 f"an analysis captures {silent!r}, which doesn't fire while attention is streamed; choose "
                 'engine="hooks" or "auto"'
             )
         return forward_through_hooks, f"not streamed: {silent} fires with the hooks alone"
+    check = _streams(model)
+    if check.outcome != "passed":
+        if engine != "auto":
+            raise ModelError(f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"')
+        return forward_through_hooks, f"not streamed: {check.detail}"
+    return _fused_or_in_blocks(model, engine, analyses)
+
+
+def _streams(model: HookedModel) -> Check:
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
-    check = facts.streaming
-    if check.outcome == "passed":
+    return facts.streaming
+
+
+def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
+    rows = [a.name for a in analyses if isinstance(a, (RowAnalysis, PairAnalysis)) and not isinstance(a, WholeAnalysis)]
+    if engine == "fused" and rows:
+        raise OptionError(
+            f'{", ".join(rows)} cannot be had from a fused kernel, which shows no rows; choose engine="streaming" or '
+            '"auto", or measure what needs no rows in a run of its own'
+        )
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    whole = any(isinstance(analysis, WholeAnalysis) for analysis in analyses) and not rows
+    if engine == "streaming" or not whole or (engine == "auto" and not on_gpu):
         return forward_in_blocks, "its numbers are those of the hooks"
-    if engine == "streaming":
-        raise ModelError(f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"')
-    return forward_through_hooks, f"not streamed: {check.detail}"
+    check = check_fused(model)
+    if check.outcome == "passed":
+        return forward_fused, "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+    if engine == "fused":
+        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
+    return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
+
+
+def forward_fused(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
+    """Whole layers from two calls of a fused kernel; blocks of rows where it cannot compute a layer."""
+    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=True):
+        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
 def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -24,6 +24,8 @@ from mechattn.analysis.analysis import (
     PairAnalysis,
     RowAnalysis,
     Sums,
+    WholeAnalysis,
+    WholeAttention,
 )
 from mechattn.axes import BASELINE
 from mechattn.engine.collect import check_values
@@ -31,6 +33,7 @@ from mechattn.engine.forward import Forward, PairedLayer, paired_layer
 from mechattn.engine.null import Nulls
 from mechattn.errors import ModelError, RowError
 from mechattn.functional.activation_statistics import minimum_of
+from mechattn.functional.fused import Fused
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Intervention, Target
 from mechattn.model.hooked import HookedModel
@@ -151,6 +154,7 @@ class _Sums:
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
+        self.finite: list[tuple[int, Tensor]] = []  # which rows of each layer's sums are; asked once, at the end
 
     @property
     def last_layer(self) -> int:
@@ -186,13 +190,19 @@ class _Sums:
         if missing:
             return
         del self.open[number, layer]
-        _refuse_nan(self.one, layer, made)
+        self.finite += [
+            (layer, v.isfinite().reshape(len(v), -1).all(1)) for v in made.values() if v.is_floating_point()
+        ]
         analysis, window = self.analyses[number], self.one.windows[layer]
-        values = analysis.values(made, self.one.placed.at(layer), window)
+        try:
+            values = analysis.values(made, self.one.placed.at(layer), window)
+        except Exception:
+            _refuse_nan(self.one, self.finite)  # where that is why
+            raise
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
         found = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = {name: value.cpu() for name, value in found.items()}
+        self.values[number][layer] = {name: _on_the_way_to_cpu(value) for name, value in found.items()}
         if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 
@@ -210,6 +220,7 @@ class _Sums:
                         f"layer {layer} has run, and not all that {analysis.name} looks at has come "
                         f"({', '.join(sorted(missing))}), so there is nothing to report"
                     )
+        _refuse_nan(self.one, self.finite)  # the one place of a batch where a GPU is waited for
         return self.values
 
 
@@ -222,8 +233,20 @@ class _Rows:
         self.wanted = bool(self.by_row or self.by_pair)
         self.paired: dict[int, PairedLayer] = {}
 
-    def see(self, layer: int, rows: Rows) -> None:
-        """A block of a layer."""
+    def see(self, layer: int, rows: Rows | Fused) -> None:
+        """A block of a layer, or the whole of it."""
+        if isinstance(rows, Fused):
+            self._see_whole(layer, rows)
+        else:
+            self._see_block(layer, rows)
+
+    def _see_whole(self, layer: int, fused: Fused) -> None:
+        whole = WholeAttention(layer, fused, self.one.placed, self.one.windows[layer])
+        for number, analysis in self.by_row:
+            cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, fused.out.shape[1]), whole)
+            self.sums.seen(number, layer, "rows")
+
+    def _see_block(self, layer: int, rows: Rows) -> None:
         one, window, heads = self.one, self.one.windows[layer], rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
             self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
@@ -323,11 +346,18 @@ class _Mlps:
             self.sums.seen(number, layer, "mlps")
 
 
-def _refuse_nan(one: _Pass, layer: int, sums: Sums) -> None:
-    for value in sums.values():
-        if value.is_floating_point() and not value.isfinite().all():
-            row = int((~value.isfinite()).nonzero()[0, 0])
-            raise ModelError(
-                f"layer {layer} of {one.model.cfg.model_name} gives NaN or infinity for {one.name(row)}; try another "
-                "dtype, such as float32"
-            )
+def _on_the_way_to_cpu(value: Tensor) -> Tensor:
+    """There when the work queued before it is done, which nobody waits for yet; copies from a GPU are pinned."""
+    return value.to("cpu", non_blocking=value.is_cuda)
+
+
+def _refuse_nan(one: _Pass, finite: Seq[tuple[int, Bool[Tensor, " batch"]]]) -> None:
+    if not finite:
+        return
+    rows = torch.stack([each for _, each in finite]).cpu()
+    if not rows.all():
+        at, row = (~rows).nonzero()[0].tolist()
+        raise ModelError(
+            f"layer {finite[at][0]} of {one.model.cfg.model_name} gives NaN or infinity for {one.name(row)}; try "
+            "another dtype, such as float32"
+        )

@@ -65,7 +65,7 @@ def record_affine(
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
-    forward, _ = chosen_forward(model, "auto")
+    forward, _ = chosen_forward(model, "auto", [_AffineParts()])
     named = with_baseline({"with tokens": condition})
     sequences = made_sequences(named, prompts, model, seed)
     for prompt, made in zip(prompts, sequences, strict=True):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, Calibrates, CaptureAnalysis
+from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.engine.check import (
     check_captures,
     check_interventions,
@@ -24,7 +24,15 @@ from mechattn.engine.check import (
 )
 from mechattn.engine.collect import Collector, Positions
 from mechattn.engine.describe import described, sequences_dataset
-from mechattn.engine.forward import Engine, Forward, chosen_forward, forward_through_hooks, position_width
+from mechattn.engine.forward import (
+    Engine,
+    Forward,
+    chosen_forward,
+    forward_fused,
+    forward_in_blocks,
+    forward_through_hooks,
+    position_width,
+)
 from mechattn.engine.measure import LayerValues, measure_batch
 from mechattn.engine.plan import Cost, batch_plan, memory_bytes
 from mechattn.errors import ModelError, OptionError
@@ -68,8 +76,9 @@ def run(
         seed: Decides every random draw, together with the prompt's id.
         positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" each prompt's own too.
         memory: The budget for one layer of one batch; the batches follow from it and the lengths.
-        engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "hooks"
-            reduces each layer's pattern as TransformerLens shows it; "auto" streams where that gives the model's
+        engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "fused" takes
+            sums over queries from two calls of a fused kernel, for analyses that need no rows; "hooks" reduces each
+            layer's pattern as TransformerLens shows it; "auto" streams where that gives the model's
             own numbers.
         progress: Show a bar when the run takes longer than two seconds.
         places: Where these prompts are a part of a larger set: the index of each in that set, by which results of its
@@ -138,9 +147,15 @@ class Plan:
             a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
         ]
         check_captures(self.model, found, self.layers)
-        captured = [name for a in found if isinstance(a, CaptureAnalysis) for name in a.captures]
-        forward, why = chosen_forward(self.model, self.engine, captured)
+        forward, why = chosen_forward(self.model, self.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
+
+
+_ENGINES: Mapping[Forward, str] = {
+    forward_in_blocks: "streaming",
+    forward_fused: "fused",
+    forward_through_hooks: "hooks",
+}
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,7 @@ class Run:
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
         about = described(plan.model, prompts, plan.conditions, plan.analyses, plan.layers, plan.paths)
-        about |= {"engine": "hooks" if square else "streaming", "engine_reason": self.why, "seed": plan.seed}
+        about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": plan.seed}
         about |= {"memory": plan.memory, "positions": plan.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -17,8 +18,7 @@ def repeated_mass(
     """What each query gives to the places ``after`` tokens behind the earlier places of its own token.
 
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
-    ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither. Only the pairs
-    that there are, few in a text, are looked up.
+    ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
 
     Args:
         pattern: Probabilities.
@@ -33,7 +33,22 @@ def repeated_mass(
     queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
     same = tokens[:, queries, None] == tokens[:, None, (keys - after).clamp(min=0)]
-    row, query, key = (same & (keys < queries[:, None]) & (keys >= after)).nonzero(as_tuple=True)
+    there = same & (keys < queries[:, None]) & (keys >= after)
+    return masked_mass(pattern, there) if pattern.is_cuda else looked_up_mass(pattern, there)
+
+
+def masked_mass(
+    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
+) -> Float[Tensor, "batch head query"]:
+    """What each query gives to some keys, all keys looked at: on a GPU, which waits for nothing so."""
+    return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
+
+
+def looked_up_mass(
+    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
+) -> Float[Tensor, "batch head query"]:
+    """The same, only these keys looked up: on a CPU, where they are few in a text."""
+    row, query, key = there.nonzero(as_tuple=True)
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
     mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)
     return mass.transpose(1, 2)

@@ -30,7 +30,8 @@ class Particulars:
         slopes: Of ALiBi, from the configuration and the number of heads; those of Press et al. by default, where
             TransformerLens says that there is ALiBi.
         alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
-        layer_kinds: The fields of the configuration with the kind of each layer and the width of its window.
+        layer_kinds: The fields of the configuration with the kind of each layer ("" where all layers that attend are
+            alike) and the width of a window.
         logit_factor: What the logits are multiplied with after W_U, from the configuration; 1 by default.
         uses_mask: Whether the model itself does something to the causal mask, which so has to be a tensor.
         masks_edges: Whether it takes a mask of edges while it generates.
@@ -81,6 +82,7 @@ PARTICULARS: Mapping[str, Particulars] = {
     "olmo": _FLOAT_COSINES,
     "olmo2": _FLOAT_COSINES,
     "olmo3": _FLOAT_COSINES,
+    "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # every layer that attends is alike
 }
 _NONE = Particulars()
 

@@ -21,9 +21,11 @@ from mechattn.model.lettered import lettered_tokenizer
 from mechattn.model.patch.mend import mend
 from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
 from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
-from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, PROBE, check_model, check_streaming
+from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, check_model
 from mechattn.model.verify.facts import ModelFacts, boots, count_boot, facts_of, remember
 from mechattn.model.verify.native import classes_left_alone, native_twin
+from mechattn.model.verify.probe import PROBE
+from mechattn.model.verify.streamed import check_streaming
 from mechattn.model.verify.verification import Report
 
 Dtype = torch.dtype | Literal["auto"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -174,6 +175,13 @@ class Batch:
 
 
 PADDING = -2
+
+
+@lru_cache(maxsize=4)  # blocks and layers share it: on a GPU each answer would be waited for
+def inserted_span(batch: Batch) -> tuple[int, int]:
+    """The first position at which a row has an inserted token, and the one after the last such; (0, 0) for none."""
+    places = batch.inserted.any(0).nonzero()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 
 
 def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: int) -> Batch:

@@ -21,6 +21,7 @@ from mechattn.render.head_figures import across_layers as across_layers
 from mechattn.render.head_figures import meaningless_and_sentence as meaningless_and_sentence
 from mechattn.render.paper import for_paper as for_paper
 from mechattn.render.paper import write_image as write_image
+from mechattn.render.patching_figures import patched_heads as patched_heads
 from mechattn.render.patterns import attention_pattern as attention_pattern
 from mechattn.render.patterns import pattern_difference as pattern_difference
 from mechattn.render.patterns import received_text as received_text

@@ -42,7 +42,11 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
     revision = f", revision {model['revision']}" if model.get("revision") else ""
     by = [f"{name} {_several(versions[name])}" for name in ("mechattn", "transformer-lens", "transformers", "torch")
           if name in versions]  # fmt: skip
-    how = {"streaming": "in blocks of query rows, without storing it", "hooks": "through the model's hooks"}
+    how = {
+        "streaming": "in blocks of query rows, without storing it",
+        "fused": "by two calls of a fused kernel",
+        "hooks": "through the model's hooks",
+    }
     return (
         f"The attention of {model['name']} ({model['parameters']:,} parameters, {model['layers']} layers of "
         f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}."

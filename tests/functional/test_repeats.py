@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformer_lens import head_detector
 
-from mechattn.functional.repeats import has_repeat, repeated_mass
+from mechattn.functional.repeats import has_repeat, looked_up_mass, masked_mass, repeated_mass
 
 LENGTH, HEADS = 23, 3
 PATTERNS = {
@@ -61,3 +61,11 @@ def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
         torch.testing.assert_close(got, expected[..., first_query:stop])
         if first_query:
             assert not torch.allclose(repeated_mass(block, tokens, after), got), "negative control: another place"
+
+
+def test_both_ways_of_adding_up_are_the_same():
+    generator = torch.Generator().manual_seed(3)
+    pattern = torch.rand(3, 4, 7, 9, generator=generator, dtype=torch.float64)
+    there = torch.rand(3, 7, 9, generator=generator) < 0.3
+    torch.testing.assert_close(masked_mass(pattern, there), looked_up_mass(pattern, there), atol=1e-12, rtol=0)
+    assert not torch.allclose(masked_mass(pattern, there), looked_up_mass(pattern, ~there))

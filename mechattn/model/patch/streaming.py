@@ -11,12 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
+from mechattn.functional.fused import Fused, fused_attention, why_not_fused
 from mechattn.functional.rows import BLOCK, Attention, EdgeMask, Rows, attention_by_rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.attention_calls import call_of, called_by_transformers
 
-See = Callable[[int, Rows], None]
+See = Callable[[int, Rows | Fused], None]
 # Hooks of a block that don't fire while it is streamed, in some models, or see another layout.
 _HOOKS_ALONE = (
     *(
@@ -36,6 +37,7 @@ class _Layer:
     see: See | None
     block: int
     edge_mask: EdgeMask | None
+    fused: bool = False
 
     def __call__(
         self,
@@ -54,9 +56,13 @@ class _Layer:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         see, number = self.see, self.number
-        told = None if see is None else lambda rows: see(number, rows)
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
-        return attention_by_rows(attention, told, self.block)
+        if see is None:
+            return attention_by_rows(attention, None, self.block)
+        if self.fused and not why_not_fused(attention):
+            see(number, made := fused_attention(attention))
+            return made.out
+        return attention_by_rows(attention, lambda rows: see(number, rows), self.block)
 
 
 def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
@@ -79,6 +85,7 @@ def streaming(
     see: See,
     block: int = BLOCK,
     edge_masks: Mapping[int, EdgeMask] | None = None,
+    fused: bool = False,
 ) -> Iterator[None]:
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
 
@@ -92,6 +99,7 @@ def streaming(
         see: Takes a layer and a block of its rows.
         block: Rows in a block.
         edge_masks: For some layers, edges that are cut.
+        fused: Whether a layer is handed over as a whole, in place of blocks, where a fused kernel can compute it.
 
     Raises:
         ModelError: The model cannot be streamed.
@@ -102,7 +110,8 @@ def streaming(
     with ExitStack() as stack:
         for number in attending:
             window = layers[number] if number in layers else hooks.attention_window(model, number)
-            layer = _Layer(number, window, see if number in layers else None, block, (edge_masks or {}).get(number))
+            looking = see if number in layers else None
+            layer = _Layer(number, window, looking, block, (edge_masks or {}).get(number), fused)
             attention = model.blocks[number].attn
             if (call := call_of(attention)) is not None:
                 stack.enter_context(call(model, attention, layer))

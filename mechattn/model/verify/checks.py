@@ -13,25 +13,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.heads import output_projection, positions_first, split_heads
 from mechattn.model.hooked import HookedModel
-from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, limited
+from mechattn.model.verify.config_fields import check_config
+from mechattn.model.verify.differences import (
+    PROBABILITY,
+    TOLERANCE,
+    compare,
+    compare_positions,
+    dtype_of,
+    limited,
+)
 from mechattn.model.verify.facts import ModelFacts
+from mechattn.model.verify.kernel import check_kernel, run_native
 from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
-from mechattn.model.verify.native import attention_of, run_native
+from mechattn.model.verify.native import attention_of
 from mechattn.model.verify.neighbours import check_neighbours
+from mechattn.model.verify.probe import probe_tokens
 from mechattn.model.verify.verification import Check, Report
 
 AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
-PROBE = 24
-LONGEST_PROBE = 136
 PADDED = 3
-# Scores in the hundreds, as large models have, are rounded by 3e-5 in float32, and what a layer's rounding changes the
-# next ones enlarge: 4e-5 seen in the third of three wide layers. A wrong mask or scale is 0.01 at least.
-STREAMED = 2e-4
+
 
 # Inputs that TransformerLens fires only when asked to by a flag of cfg.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
@@ -44,10 +48,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself.
 
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
-    has attention: logits against native attention; rows of the pattern sum to 1; no mass on keys that a query cannot
-    see, some on every distance that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O =
-    attention output; residual + parts = residual; padded = unpadded; alone = beside a longer row; BOS; every declared
-    hook fires.
+    has attention: logits and patterns against native attention; every field of the configuration that says something
+    of attention is known; rows of the pattern sum to 1; no mass on keys that a query cannot see, some on every distance
+    that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts
+    = residual; padded = unpadded; alone = beside a longer row; BOS; every declared hook fires.
 
     Args:
         model: A hooked model.
@@ -55,11 +59,13 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         length: Tokens of the probe; as many more as it takes to go beyond a window of at most 128.
     """
     tokens = probe_tokens(model, length)
-    dtype = _dtype(model)
+    dtype = dtype_of(model)
     captured, logits, fired = _forward(model, tokens)
-    native = _native_logits(facts, tokens)
+    native, kernel = _native(model, facts, tokens, captured, dtype)
     checks = [
         _logits(facts, logits[:1], native, dtype),
+        kernel,
+        check_config(model),
         *_weights(facts, native, dtype),
         _rows(model, captured),
         _mask(model, captured, tokens.shape[1]),
@@ -82,81 +88,9 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     )
 
 
-def check_streaming(model: HookedModel) -> Check:
-    """Whether attention in row blocks gives the logits and patterns that the hooks give, on the probe.
-
-    Tried before a model is streamed for the first time. A module that never calls the function which computes blocks
-    would see the future, without the mask that this function makes superfluous.
-    """
-    if reason := why_not(model):
-        return Check("streaming", "limited", detail=reason)
-    tokens = probe_tokens(model, PROBE).to(next(model.parameters()).device)
-    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
-    shown: Seen = {}
-    named = [
-        (hooks.pattern_hook(layer), lambda value, hook: shown.update({hook.name: value.detach().float()}))
-        for layer in windows
-    ]
-    blocks: dict[int, list[Rows]] = {layer: [] for layer in windows}
-
-    def see(layer: int, rows: Rows) -> None:
-        blocks[layer].append(replace(rows, pattern=rows.pattern.clone()))
-
-    options = hooks.keeping_nothing(model)
-    with torch.no_grad():
-        expected = model.run_with_hooks(tokens, fwd_hooks=named, return_type="logits", **options)[0].float()
-        try:
-            with streaming(model, windows, see, block=8):
-                got = model(tokens, return_type="logits", **options)[0].float()
-        except Exception as error:
-            return Check("streaming", "limited", detail=f"it raises {type(error).__name__}: {error}")
-    silent = [layer for layer, seen in blocks.items() if not seen]
-    if silent:
-        return Check(
-            "streaming", "limited", silent[0], detail="its attention is not computed by an exchangeable function"
-        )
-    pairs: Any = {layer: (_assembled(seen), shown[hooks.pattern_hook(layer)].cpu()) for layer, seen in blocks.items()}
-    dtype = _dtype(model)
-    detail = "attention in row blocks against the hooks"
-    tolerance = STREAMED if dtype is torch.float32 else PROBABILITY[dtype]
-    patterns = compare("streaming", pairs, tolerance, f"{detail}: patterns", "", scale=1.0)
-    logits = compare_positions("streaming", got.cpu(), expected.cpu(), TOLERANCE[dtype][0], f"{detail}: logits", "")
-    return next((limited(check, str(check)) for check in (patterns, logits) if check.outcome != "passed"), patterns)
-
-
-def _assembled(blocks: list[Rows]) -> Float[Tensor, "batch head query key"]:
-    """The whole pattern [batch head query key] from its blocks."""
-    length = max(rows.keys.stop for rows in blocks)
-    whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
-    for rows in blocks:
-        whole[:, :, rows.queries, rows.keys] = rows.pattern
-    return whole.cpu()
-
-
 def architecture(model: HookedModel) -> str:
     """The class of the model, as TransformerLens names it."""
     return str(getattr(model.cfg, "architecture", None) or getattr(model.cfg, "original_architecture", None))
-
-
-def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
-    """Random ordinary tokens, the same each time, after a BOS token where the model is used with one."""
-    windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
-    short = [w + 8 for w in windows if w is not None and w + 8 <= LONGEST_PROBE]
-    length = min(max([length, *short]), int(model.cfg.n_ctx or LONGEST_PROBE))
-    tokenizer = getattr(model, "tokenizer", None)
-    special = set(getattr(tokenizer, "all_special_ids", []) or [])
-    size = min(int(model.cfg.d_vocab), len(tokenizer)) if tokenizer is not None else int(model.cfg.d_vocab)
-    drawn = torch.randint(size, (2 * max(length, LONGEST_PROBE),), generator=torch.Generator().manual_seed(0))
-    ordinary = [token for token in drawn.tolist() if token not in special][:length]
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
-        ordinary[0] = bos
-    return torch.tensor([ordinary])
-
-
-def _dtype(model: HookedModel) -> torch.dtype:
-    kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
-    return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
 
 
 def _forward(
@@ -195,11 +129,14 @@ def _is_captured(name: str) -> bool:
     }
 
 
-def _native_logits(facts: ModelFacts, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos d_vocab"] | None:
+def _native(
+    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, "1 pos"], seen: Seen, dtype: torch.dtype
+) -> tuple[Float[Tensor, "1 pos d_vocab"] | None, Check]:
+    """Logits of the model itself, and whether its patterns are those that the hooks show."""
     if facts.native is None:
-        return None
-    device = next(facts.native.parameters()).device
-    return run_native(facts.native, tokens.to(device)).float().cpu()
+        return None, Check("kernel", "not checked", detail=facts.why_not_native)
+    logits, patterns, how = run_native(facts.native, tokens.to(next(facts.native.parameters()).device))
+    return logits.float().cpu(), check_kernel(model, seen, patterns, how, dtype)
 
 
 def _logits(
@@ -235,14 +172,14 @@ def _rows(model: HookedModel, seen: Seen) -> Check:
         sums = pattern[0].sum(-1)
         pairs[layer] = (sums, sums.clamp(0, 1) if sinks else torch.ones_like(sums))
     detail = "rows of the pattern sum to at most 1 (learned sinks)" if sinks else "rows of the pattern sum to 1"
-    tolerance = max(10 * PROBABILITY[_dtype(model)], 1e-4)
+    tolerance = max(10 * PROBABILITY[dtype_of(model)], 1e-4)
     return compare("rows", pairs, tolerance, detail, "hook_pattern shows no probabilities", scale=1.0)
 
 
 def _mask(model: HookedModel, seen: Seen, length: int) -> Check:
     """No mass on keys that a query cannot see; no key masked that it can (where the scores show it)."""
     pairs, beyond = {}, []
-    masked = torch.finfo(_dtype(model)).min / 2
+    masked = torch.finfo(dtype_of(model)).min / 2
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
         window = hooks.attention_window(model, layer)
         if window is not None and window >= length:

@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import Check, Outcome
 
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
 # 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
 TOLERANCE = {
-    torch.float64: (1e-6, 1e-7),
+    torch.float64: (1e-4, 2e-5),  # norms and softmax are computed in float32 all the same
     torch.float32: (1e-3, 2e-4),
     torch.float16: (3e-2, 2e-2),
     torch.bfloat16: (2.5e-1, 1.5e-1),
@@ -106,3 +107,9 @@ def _judged(
 def limited(check: Check, detail: str) -> Check:
     """A check that, failing, bars some analyses only."""
     return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
+
+
+def dtype_of(model: HookedModel) -> torch.dtype:
+    """The dtype of a model's weights that is held to the least."""
+    kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
+    return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
-
 _PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma3.modeling_gemma3")
 
 
@@ -84,9 +81,3 @@ def classes_left_alone() -> Iterator[None]:
     finally:
         for module, function in zip(modules, before, strict=True):
             module.eager_attention_forward = function
-
-
-def run_native(twin: Any, tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "batch pos d_vocab"]:
-    """Logits [batch, pos, vocabulary] of the model itself."""
-    with torch.no_grad():
-        return twin(tokens, use_cache=False).logits

@@ -1,0 +1,135 @@
+"""Every field of a configuration that says something of attention is used, known to be harmless, or refused.
+
+A probe of a few tokens compares patterns with the model's own, so whatever changes the pattern of a short text is found
+there, under whatever name. What it cannot show is what begins later: a window, a chunk, a choice of keys, a scale that
+depends on the position. Such a feature has a field, and a field that nobody here has looked at stops the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mechattn.model.hooked import HookedModel, config_of
+from mechattn.model.verify.verification import Check
+
+_ABOUT_ATTENTION = re.compile(
+    r"attn|attention|window|sliding|rope|rotary|alibi|cap$|capping|head|sink|chunk|mask|causal|prefix|bidirect|qk|query"
+    r"|key|kv|clip|topk$|top_k$|sparse_att|indexer|layer_types|local|global|decoder$|temperature|floor|mscale|ntk"
+)
+_OF_OTHER_PARTS = re.compile(
+    r"mamba|time_step|sinkhorn|altup|^linear_|mlp|moe|expert|router|image|vision|audio|embed|init|lm_head|token"
+)
+_REASONS: Mapping[str, str] = {
+    "used: which keys a query sees (model/hooks.py)": """
+        sliding_window layer_types attention_types attention_layers window_size use_sliding_window max_window_layers
+        sliding_window_pattern _sliding_window_pattern local_attention global_attn_every_n_layers attention_window_size
+    """,
+    "used: what is added to scores, their scale, clips (model/score_terms.py, model/architectures.py)": """
+        alibi attn_config.alibi attn_config.alibi_bias_max attn_config.softmax_scale attn_config.clip_qkv clip_qkv
+        scale_attn_by_inverse_layer_idx
+    """,
+    "turns queries and keys before their product; lengths beyond which it changes are used (model/positions.py)": """
+        rope_parameters rope_scaling rope_theta rope_interleave rope_local_base_freq partial_rotary_factor rotary_dim
+        rotary_pct rotary_emb_base no_rope_layers no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim
+    """,
+    "acts alike at every length, so that the patterns of the probe show it": """
+        attn_logit_softcapping attention_multiplier query_pre_attn_scalar scale_attn_weights attention_in_multiplier
+        attention_out_multiplier key_multiplier attention_k_eq_v use_shared_attention_adapter parallel_attn
+    """,
+    "sizes of the projections, which q, k and v themselves show": """
+        num_attention_heads num_key_value_heads num_kv_heads num_heads n_head n_heads attention_heads head_dim
+        attention_head_dim attention_hidden_size kv_channels kv_lora_rank qk_head_dim v_head_dim num_query_groups
+        multi_query new_decoder_architecture num_attention_heads_per_layer num_kv_shared_layers attn_config.kv_n_heads
+        num_global_key_value_heads global_head_dim
+    """,
+    "biases and norms of the projections, which hook_q, hook_k and hook_v, or the scores, hold": """
+        attention_bias attention_out_bias use_qk_norm qk_layernorm qkv_bias use_qkv_bias use_attention_bias
+        attn_config.qk_ln attn_config.qk_gn
+    """,
+    "dropout, which is off when a model is measured": """
+        attention_dropout attn_pdrop attention_probs_dropout_prob attn_config.attn_pdrop
+    """,
+    "the dtype or the code of the softmax, not what it gives": """
+        reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 attn_config.attn_type
+        attn_config.attn_impl
+    """,
+    "of layers without attention, of which layers have it, or of what is outside it": """
+        attn_layer_indices attn_layer_offset attn_layer_period full_attn_idxs chunk_size final_logit_softcapping
+        logits_soft_cap num_ln_in_parallel_attn mask_token_id keys_to_ignore_at_inference is_decoder add_cross_attention
+    """,
+}
+KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+# Fields that change which keys a query sees, or its scores, in a way that is not known here: the values that are off.
+REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "attention_chunk_size": ("queries see the keys of their own chunk alone", (None,)),
+    "attn_temperature_tuning": ("queries are scaled by their position in long texts", (None, False, 0)),
+    "use_bidirectional_attention": ("queries see the keys after them", (None, False, "vision")),
+    "prefix_lm": ("queries of the prefix see the keys after them", (None, False)),
+    "attn_config.prefix_lm": ("queries of the prefix see the keys after them", (None, False)),
+    "attn_config.attn_uses_sequence_id": ("sequences in one row are kept apart", (None, False)),
+    "index_topk": ("a query sees only the keys that an indexer chooses", (None,)),
+    "is_causal": ("queries see the keys after them", (None, True)),
+}
+_WITH = {  # fields that mean something only beside one of those
+    "attention_chunk_size": ("floor_scale", "attn_scale"),
+    "index_topk": ("index_head_dim", "index_n_heads", "indexer_types", "compress_rope_theta"),
+}
+_LENGTHS = ("chunked_attention",)  # of layer_types: what an attention_chunk_size without such a layer means nothing for
+
+
+def unknown_fields(config: Any) -> dict[str, str]:
+    """The fields of a configuration that may mean another attention than mechattn's, each with what is known of it.
+
+    Args:
+        config: Of the text model of transformers.
+    """
+    found = {}
+    for name, value in _fields(config):
+        if name in REFUSED:
+            what, off = REFUSED[name]
+            if not any(value is each or value == each for each in off) and not _is_idle(name, config):
+                found[name] = what
+        elif name not in KNOWN and not any(name in others for others in _WITH.values()) and not _is_off(value):
+            found[name] = "nobody has looked at what it does to attention"
+    return found
+
+
+def check_config(model: HookedModel) -> Check:
+    """Whether every field that says something of attention is known."""
+    config = config_of(model)
+    if config is None:
+        return Check("config", "not checked", detail=f"a {type(model).__name__} has no configuration of transformers")
+    values, unknown = dict(_fields(config)), unknown_fields(config)
+    detail = f"of {len(values)} fields that speak of attention, those that mechattn does not know"
+    if not unknown:
+        return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
+    said = "; ".join(f"{name} = {values[name]!r} ({what})" for name, what in unknown.items())
+    remedy = "a short probe may not show it, so report it; verify=False measures all the same, and says so"
+    number = float(len(unknown))
+    return Check("config", "failed", None, number, 0.0, number, 0.0, f"{detail}: {said}", remedy)
+
+
+def _fields(config: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of this configuration class that may be about attention, those of a nested ``attn_config`` too."""
+    from transformers import PretrainedConfig
+
+    usual = PretrainedConfig().to_dict()
+    for name, value in config.to_dict().items():
+        if name == "attn_config" and isinstance(value, Mapping):
+            yield from ((f"{name}.{each}", said) for each, said in value.items() if each not in usual)
+        elif name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name):
+            yield name, value
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {}, ())
+
+
+def _is_idle(name: str, config: Any) -> bool:
+    """Whether a field acts in no layer of this model."""
+    if name != "attention_chunk_size":
+        return False
+    kinds = getattr(config, "layer_types", None)
+    return kinds is not None and not set(kinds) & set(_LENGTHS)

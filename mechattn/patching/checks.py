@@ -1,0 +1,77 @@
+"""What is refused before the first forward pass of patching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, get_args
+
+from mechattn.engine.check import check_side, check_variants
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from mechattn.model.hooked import HookedModel, original_of
+from mechattn.model.hooks import attention_layers
+from mechattn.patching.runs import Where
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+
+Direction = Literal["denoising", "noising"]
+
+
+def chosen_heads(model: HookedModel, heads: Seq[Where] | None) -> list[Where]:
+    """The heads that are named, each once; all of them by default.
+
+    Raises:
+        OptionError: One doesn't exist.
+    """
+    layers, count = attention_layers(model), int(model.cfg.n_heads)
+    if heads is None:
+        return [(layer, head) for layer in layers for head in range(count)]
+    given: list[Any] = list(heads) if isinstance(heads, (tuple, list)) else [heads]
+    if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
+        raise OptionError(f"heads={heads!r}: give (layer, head) pairs such as [(1, 4)], or None for all")
+    for layer, head in given:
+        if layer not in layers or not 0 <= head < count:
+            raise OptionError(
+                f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to {count - 1} in "
+                f"layers {', '.join(map(str, layers))}"
+            )
+    return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
+
+
+def check_options(model: HookedModel, heads: Any, direction: str, check: Any, rows: Any) -> None:
+    """Refuse options that cannot be, and gradients of quantised weights."""
+    if direction not in get_args(Direction):
+        raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
+    for name, value, least in (("check", check, 0), ("rows", rows, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"{name}={value!r}: give a whole number, {least} at least")
+    if heads is None and getattr(original_of(model), "is_quantized", False):
+        raise ModelError(
+            f"the weights of {model.cfg.model_name} are quantised, and no gradient goes through them: name heads, "
+            "which are patched without one"
+        )
+
+
+def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:
+    """Refuse prompts without an answer, conditions that do more than insert, and what does not fit the model."""
+    if len(prompts) < 2:
+        raise OptionError("one prompt: give two at least, as another prompt's output is the control of each")
+    for prompt, made in zip(prompts, sequences, strict=True):
+        changed = made["condition"]
+        if not changed.of_segment("answer").any():
+            raise PromptError(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer that the model reads: '
+                "load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+            )
+        if changed.edge_mask is not None or changed.interventions:
+            raise OptionError(
+                "the condition hides tokens or acts inside the model; patching compares two runs that differ in their "
+                "tokens alone"
+            )
+        if len(changed) > int(model.cfg.n_ctx):
+            raise PromptTooLong(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has {len(changed):,} tokens with the condition; '
+                f"{model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
+            )
+        check_side(prompt, dict(made), model)
+    check_variants(model, [dict(made) for made in sequences])

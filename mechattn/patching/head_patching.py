@@ -1,0 +1,248 @@
+"""Which heads carry the effect of a condition: their output in one run, put into the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.axes import BASELINE
+from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.model.hooked import HookedModel
+from mechattn.model.load import as_hooked, load_model
+from mechattn.patching.checks import Direction, check_options, check_sequences, chosen_heads
+from mechattn.patching.metrics import Measured, Metric, metric_of
+from mechattn.patching.runs import Run, Where, Z, gradients, patched_logits, read
+from mechattn.patching.table import CONTROLS, HeadPatching
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Sequence
+from mechattn.results import provenance
+from mechattn.results.identity import identity
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_CHECKED = 4  # prompts on which attribution is compared with patching
+
+
+def patch_heads(
+    model: Any,
+    prompts: Prompt | str | Seq[Prompt | str],
+    condition: Condition,
+    *,
+    heads: Seq[Where] | None = None,
+    metric: Metric = "logprob",
+    direction: Direction = "denoising",
+    check: int = 8,
+    rows: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> HeadPatching:
+    """What the answer gains when one head's output comes from the prompt's other run, head by head.
+
+    In "denoising" the model reads each prompt under the condition, and the output z of a head at every original token
+    (before W_O) is that of the same token in the baseline's run, aligned by origin as the two differ in length; in
+    "noising" the baseline is read with the condition's z. ``effect = metric(patched) − metric(unpatched)``; the whole
+    effect is ``metric(the other run) − metric(unpatched)``. Named heads are patched exactly, one pass a head. All heads
+    at once are attributed: ``Σ ∂metric/∂z · (z_other − z)``, first order, two forward passes and one backward a prompt,
+    and compared with patching on a sample.
+
+    Two controls stand beside each head: the z of another prompt's run, and a step of equal norm in a random direction.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
+        condition: What is compared with the baseline.
+        heads: (layer, head) pairs, from 0, patched exactly; all heads by default, attributed.
+        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits;
+            "kl" from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that gives
+            a number a row [row].
+        direction: Which run is patched.
+        check: Heads on which attribution is compared with patching, half of them the largest; 0 for none.
+        rows: Patched copies of a prompt in one batch.
+        seed: Of random directions, of the condition's draws and of the heads that are checked.
+        progress: Show a bar when it takes longer than two seconds.
+
+    Raises:
+        MechattnError: A prompt has no answer, a head doesn't exist, a condition hides tokens or acts inside the model,
+            or gradients are asked of quantised weights; found before the first forward pass.
+
+    Source:
+        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. z comes after the softmax, so that none
+        has to be computed again.
+    """
+    model = load_model(as_hooked(model))
+    chosen = chosen_heads(model, heads)
+    measured, words = metric_of(metric)
+    check_options(model, heads, direction, check, rows)
+    prompts = as_prompts(prompts)
+    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
+    check_sequences(model, prompts, sequences)
+    of_one = _Prompt(model, measured, chosen, heads is None, rows, seed)
+    pairs = [_ordered(made, direction) for made in sequences]
+    found = [of_one.effects(*each) for each in _progress(_with_others(prompts, pairs), len(prompts), progress)]
+    about = _about(model, prompts, condition, words, direction, heads is None, seed)
+    made = HeadPatching(
+        _dataset(found, prompts, chosen), Units.grouped([p.group or f"\0{p.id}" for p in prompts]), about
+    )
+    if heads is not None or not check:
+        return made
+    sample = _sample(made, check, seed)
+    exact = [of_one.exact(*pair, sample) for pair in pairs[:_CHECKED]]
+    return made.compared(exact, sample)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What is asked of each prompt."""
+
+    model: HookedModel
+    measured: Measured
+    chosen: Seq[Where]
+    attributed: bool
+    rows: int
+    seed: int
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({layer for layer, _ in self.chosen})
+
+    def effects(self, prompt: str, receiver: Sequence, donor: Sequence, other: Sequence) -> dict[str, np.ndarray]:
+        """The effect of each head, of its controls, and of everything."""
+        run, source, stranger = (read(self.model, sequence, self.layers) for sequence in (receiver, donor, other))
+        base = source if receiver.inserted.any() else run
+        before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
+        values = {
+            "effect": {where: _aligned(run, source, where) for where in self.chosen},
+            "other_prompt": {where: _aligned(run, stranger, where) for where in self.chosen},
+        }
+        values["random"] = {where: self._random(prompt, run, where, values["effect"][where]) for where in self.chosen}
+        if self.attributed:
+            _, by_z = gradients(self.model, run, self.layers, lambda logits: self._measure(run, logits, base))
+            made = {name: _attributed(run, by_z, given) for name, given in values.items()}
+        else:
+            made = {name: self._patched(run, base, given) - before for name, given in values.items()}
+        return made | {"whole": np.array(after - before)}
+
+    def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[Where]) -> np.ndarray:
+        """The effect of some heads, patched."""
+        run, source = (read(self.model, sequence, self.layers) for sequence in (receiver, donor))
+        base = source if receiver.inserted.any() else run
+        put = {where: _aligned(run, source, where) for where in sample}
+        return self._patched(run, base, put) - float(self._measure(run, run.logits, base))
+
+    def _measure(self, run: Run, logits: Float[Tensor, "row answer d_vocab"], base: Run) -> Float[Tensor, " row"]:
+        wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base.logits)]
+        return self.measured(wide[0], run.answer.to(logits.device), wide[1])
+
+    def _patched(self, run: Run, base: Run, given: Mapping[Where, Z]) -> np.ndarray:
+        items, found = list(given.items()), []
+        for first in range(0, len(items), self.rows):
+            logits = patched_logits(self.model, run, dict(items[first : first + self.rows]))
+            found.append(self._measure(run, logits, base).double().cpu())
+        return torch.cat(found).numpy()
+
+    def _random(self, prompt: str, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
+        layer, head = where
+        own = run.z[layer][run.places.to(value.device), head]
+        keys = token_keys(
+            self.seed, [prompt], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
+        )
+        draw = torch.special.ndtri(keyed_uniform(keys[0], own.shape[-1]).clamp(min=2**-25)).to(own)
+        step = (value - own).norm(dim=-1, keepdim=True)
+        return own + step * draw / draw.norm(dim=-1, keepdim=True)
+
+
+def _aligned(run: Run, source: Run, where: Where) -> Float[Tensor, "original d_head"]:
+    """A head's output in another run at the receiver's original tokens; where that has fewer, the receiver's own."""
+    layer, head = where
+    own = run.z[layer][run.places.to(run.z[layer].device), head].clone()
+    given = source.z[layer][source.places.to(own.device), head][: len(own)]
+    own[: len(given)] = given
+    return own
+
+
+def _attributed(run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z]) -> np.ndarray:
+    made = []
+    for (layer, head), value in given.items():
+        places = run.places.to(value.device)
+        step = value.double() - run.z[layer][places, head].double()
+        made.append(float((by_z[layer][places, head].double() * step).sum()))
+    return np.array(made)
+
+
+def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequence, Sequence]:
+    """The run that is patched, and the one that it is patched from."""
+    changed, baseline = made["condition"], made[BASELINE]
+    return (changed, baseline) if direction == "denoising" else (baseline, changed)
+
+
+def _with_others(
+    prompts: Seq[Prompt], pairs: Seq[tuple[Sequence, Sequence]]
+) -> Iterator[tuple[str, Sequence, Sequence, Sequence]]:
+    """Each prompt's two sequences, and another prompt's of the second kind."""
+    for i, (prompt, (receiver, donor)) in enumerate(zip(prompts, pairs, strict=True)):
+        yield prompt.id, receiver, donor, pairs[i - 1][1]
+
+
+def _progress(items: Iterator, total: int, show: bool) -> Iterator:
+    from tqdm.auto import tqdm
+
+    yield from tqdm(items, desc="patching", total=total, unit="prompt", delay=2, disable=not show)
+
+
+def _about(
+    model: HookedModel,
+    prompts: Seq[Prompt],
+    condition: Condition,
+    metric: str,
+    direction: str,
+    attributed: bool,
+    seed: int,
+) -> dict[str, Any]:
+    return {
+        "model": provenance.name_of(str(model.cfg.model_name)),
+        "prompts": provenance.digest(prompts),
+        "condition": identity(condition),
+        "metric": metric,
+        "direction": direction,
+        "method": "attributed (first order)" if attributed else "patched",
+        "seed": seed,
+        "versions": provenance.versions(),
+    }
+
+
+def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[Prompt], chosen: Seq[Where]) -> xr.Dataset:
+    """By layer and head; NaN for heads that nobody asked for."""
+    import xarray as xr
+
+    layers, heads = (sorted({pair[i] for pair in chosen}) for i in (0, 1))
+    of_layer = np.array([layers.index(layer) for layer, _ in chosen])
+    of_head = np.array([heads.index(head) for _, head in chosen])
+    made: dict[str, Any] = {}
+    for name in ("effect", *CONTROLS):
+        values = np.full((len(prompts), len(layers), len(heads)), np.nan)
+        values[:, of_layer, of_head] = np.stack([each[name] for each in found])
+        made[name] = (("prompt", "layer", "head"), values)
+    made["whole"] = (("prompt",), np.array([float(each["whole"]) for each in found]))
+    return xr.Dataset(made, {"prompt": [p.id for p in prompts], "layer": layers, "head": heads})
+
+
+def _sample(made: HeadPatching, check: int, seed: int) -> list[Where]:
+    """Heads on which attribution is checked: those that are largest, and as many drawn at random."""
+    mean = abs(made.effects.effect.mean("prompt"))
+    every = [(int(layer), int(head)) for layer in mean.layer for head in mean["head"]]
+    order = np.argsort(-mean.values.ravel(), kind="stable")
+    largest = [every[i] for i in order[: (check + 1) // 2]]
+    rest = [where for where in every if where not in largest]
+    drawn = np.random.default_rng(seed).permutation(len(rest))[: check // 2]
+    return [*largest, *(rest[i] for i in drawn)]

@@ -1,0 +1,145 @@
+"""What patching found, as a table: effect, interval, q, share of the whole effect, and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import paired
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+CONTROLS = ("other_prompt", "random")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPatching:
+    """The effect of each head's output on the answer; ``print(patching)`` shows the largest.
+
+    Args:
+        effects: "effect", "other_prompt" and "random" [prompt layer head], in the units of the metric; NaN for heads
+            that were not asked for. "whole" [prompt]: the metric of the other run, less that of the patched one.
+        units: What counts as one observation.
+        about: The model, the prompts, the condition, the metric, the direction, the method.
+        checked: Where all heads are attributed: effects of some of them, exact and attributed, by prompt.
+    """
+
+    effects: xr.Dataset
+    units: Units
+    about: Mapping[str, Any]
+    checked: pd.DataFrame | None = None
+
+    def heads(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
+        """One row a head, the largest effect first.
+
+        ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over heads); ``share`` of
+        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect less that of a
+        random direction of the same norm, with its interval.
+
+        Args:
+            top: How many heads; all by default.
+            select: "half" ranks heads on one half of the prompts and reports them on the other.
+            level: Of the intervals.
+
+        Raises:
+            OptionError: Too few prompts, or an option that cannot be.
+        """
+        import pandas as pd
+
+        if select not in (None, "half"):
+            raise OptionError(f'select={select!r}: give "half" or None')
+        if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+            raise OptionError(f"level={level!r}: give a probability such as 0.95")
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
+            raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
+        self.units.refuse_below(FEWEST if select is None else 2 * FEWEST)
+        finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
+        effect, cells = self._cells("effect")
+        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable")[:top]
+        found = paired(effect[shown][:, order], None, level)
+        controls = {name: self._cells(name)[0][shown][:, order] for name in CONTROLS}
+        beyond = paired(effect[shown][:, order] - controls["random"], None, level)
+        whole = self.units.means(self.effects.whole.values)[shown].mean()
+        return pd.DataFrame(
+            {
+                "layer": [cells[i][0] for i in order],
+                "head": [cells[i][1] for i in order],
+                "effect": found.difference,
+                "low": found.low,
+                "high": found.high,
+                "q": found.q,
+                "share": found.difference / whole if whole else np.nan,
+                **{name: value.mean(0) for name, value in controls.items()},
+                "beyond_random": beyond.difference,
+                "beyond_random_low": beyond.low,
+                "beyond_random_high": beyond.high,
+                "n": found.n,
+            }
+        )
+
+    @property
+    def whole(self) -> tuple[float, float, float]:
+        """The whole effect, mean over prompts, with its 95 % interval."""
+        found = paired(self.units.means(self.effects.whole.values)[:, None], None)
+        return float(found.difference[0]), float(found.low[0]), float(found.high[0])
+
+    @property
+    def agreement(self) -> tuple[float, float] | None:
+        """Correlation of attributed and exact effects of the heads that were checked, and the error.
+
+        The error is ``rms(attributed − exact) / rms(exact)``. None where nothing was checked.
+        """
+        if self.checked is None:
+            return None
+        exact, made = self.checked.exact.values, self.checked.attributed.values
+        error = np.sqrt(np.mean((made - exact) ** 2) / max(float(np.mean(exact**2)), 1e-300))
+        varies = exact.std() > 0 and made.std() > 0
+        return (float(np.corrcoef(exact, made)[0, 1]) if varies else float("nan")), float(error)
+
+    def compared(self, exact: Seq[np.ndarray], sample: Seq[tuple[int, int]]) -> HeadPatching:
+        """The same with the effects of some heads on the first prompts patched exactly."""
+        import pandas as pd
+
+        rows = [
+            {
+                "prompt": str(prompt),
+                "layer": layer,
+                "head": head,
+                "exact": value,
+                "attributed": float(self.effects.effect.sel(prompt=prompt, layer=layer, head=head)),
+            }
+            for prompt, values in zip(self.effects.prompt.values, exact, strict=False)
+            for (layer, head), value in zip(sample, values, strict=True)
+        ]
+        return replace(self, checked=pd.DataFrame(rows))
+
+    def __str__(self) -> str:
+        mean, low, high = self.whole
+        lines = [
+            f"{self.about['metric']}; {self.about['direction']}, {self.about['method']}, {self.units.words}",
+            f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]",
+            self.heads(top=8).to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+        ]
+        if self.agreement is not None and self.checked is not None:
+            correlation, error = self.agreement
+            lines.append(
+                f"attributed against exact on {len(self.checked)} pairs of head and prompt: correlation "
+                f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
+            )
+        return "\n".join(lines)
+
+    def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Values [unit cell] of the heads that were asked for, and which they are."""
+        values = self.effects[name].values
+        at = np.argwhere(~np.isnan(self.effects.effect.values).any(0))
+        cells = [(int(self.effects.layer[i]), int(self.effects["head"][j])) for i, j in at]
+        return self.units.means(values[:, at[:, 0], at[:, 1]]), cells

@@ -1,0 +1,62 @@
+"""The effect of each head's output on the answer, as a map of layers and heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.render.theme import headed
+from mechattn.render.words import says
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from mechattn.patching.table import HeadPatching
+
+
+def patched_heads(patching: HeadPatching) -> go.Figure:
+    """Layer × head: the mean effect of each head; a dot where q < 0.05 (Benjamini-Hochberg, the map).
+
+    Red: the answer's metric rose; blue: it fell. Heads that were not asked for stay empty.
+
+    Args:
+        patching: What ``patch_heads`` gives.
+    """
+    import plotly.graph_objects as go
+
+    table = patching.heads()
+    names = ("effect", "low", "high", "q", "share", "random")
+    wide = {name: table.pivot(index="layer", columns="head", values=name) for name in names}
+    effect, sure = wide["effect"], wide["q"] < 0.05
+    reach = float(np.nanmax(abs(effect.values))) or 1.0
+    heat = go.Heatmap(
+        z=effect.values, x=effect.columns, y=effect.index, zmin=-reach, zmax=reach, colorscale="RdBu_r", name="effect",
+        meta=list(names[1:]), customdata=np.dstack([wide[name].values for name in names[1:]]),
+        hovertemplate="layer %{y} head %{x}<br>effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]"
+        "<br>q = %{customdata[2]:.2g}; %{customdata[3]:.1%} of the whole effect"
+        "<br>random direction %{customdata[4]:.3g}<extra></extra>",
+        colorbar=dict(title="effect"),
+    )  # fmt: skip
+    layer, head = np.nonzero(sure.values)
+    marks = go.Scatter(
+        x=effect.columns.values[head], y=effect.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
+        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
+    )  # fmt: skip
+    about, (whole, low, high) = patching.about, patching.whole
+    note = (
+        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
+        f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
+    )
+    figure = go.Figure([heat, marks])
+    title = f"{about['model']}: what each head carries of the effect"
+    figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
+    figure.update_xaxes(title_text="head")
+    figure.update_yaxes(title_text="layer", autorange="reversed")
+    top = table.iloc[0]
+    return says(
+        figure,
+        f"{int(sure.values.sum())} of {len(table)} heads at q < 0.05. Largest: layer {top.layer:.0f} head "
+        f"{top['head']:.0f}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}], {top.share:.0%} of the whole effect; "
+        'it was picked as the largest, so its interval is too optimistic (heads(select="half") gives an honest one).',
+    )

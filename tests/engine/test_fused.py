@@ -1,0 +1,74 @@
+"""The engine that takes sums over queries from a fused kernel: the numbers of the row kernel, on every family."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional import fused as functional
+from mechattn.model import hooks
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.verify.streamed import check_fused
+
+PROMPTS = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
+CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(9)}
+OPTIONS = [{}, {"queries": "question"}, {"queries": "all", "include_self": True}, {"skip_first": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("toy", ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
+def test_every_toy_gives_the_numbers_of_the_row_kernel(toy, options):
+    """Gemma's windowed layers come in rows, beside its full ones."""
+    both = [
+        ma.run(toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine, progress=False)
+        for engine in ("fused", "streaming")
+    ]
+    assert [result.provenance["engine"] for result in both] == ["fused", "streaming"]
+    assert "fused kernel" in both[0].provenance["engine_reason"]
+    for name, values in both[1]["received_attention"].data_vars.items():
+        np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_checked_before_it_is_trusted(family, tokenizer):
+    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    if hooks.attention_layers(model):
+        check = check_fused(model)
+        assert check.outcome == "passed", str(check)
+
+
+@pytest.mark.parametrize("fault", ["sinks", "bias", "k"])
+def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
+    family = {"sinks": "GPT-OSS", "bias": "BLOOM", "k": "Llama"}[fault]
+    settings = {"layer_types": ["full_attention"] * 2} if fault == "sinks" else {}
+    model = ma.load_model(tiny_model(family, len(tokenizer), **settings), tokenizer=tokenizer)
+    kernel = functional._kernel
+    if fault == "k":
+        monkeypatch.setattr(functional, "_kernel", lambda q, k, v, scale: kernel(q, k.flip(1), v, scale))
+    else:
+        from dataclasses import replace
+
+        fused = functional.fused_attention
+        monkeypatch.setattr(
+            "mechattn.model.patch.streaming.fused_attention", lambda given: fused(replace(given, **{fault: None}))
+        )
+    assert check_fused(model).outcome == "limited"
+    with pytest.raises(ModelError, match='choose engine="streaming" or "auto"'):
+        ma.run(model, PROMPTS, analyses=ma.ReceivedAttention(), engine="fused", progress=False)
+
+
+def test_what_needs_rows_is_refused_and_streamed_by_itself():
+    with pytest.raises(OptionError, match="attention_focus cannot be had from a fused kernel, which shows no rows"):
+        ma.run("toy:llama", PROMPTS, analyses=[ma.ReceivedAttention(), ma.AttentionFocus()], engine="fused")
+    result = ma.run("toy:llama", PROMPTS, progress=False)
+    expected = "streaming" if not torch.cuda.is_available() else "fused"
+    assert result.provenance["engine"] == expected, "the default on a CPU, where two calls cost more than rows"
+
+
+def test_masked_tokens_come_in_rows():
+    """A fused kernel has no mask for edges that are cut."""
+    masked = {"masked": ma.MeaninglessTokens("/", 20).masked()}
+    both = [ma.run("toy:llama", PROMPTS, masked, engine=engine, progress=False) for engine in ("fused", "streaming")]
+    for name, values in both[1]["received_attention"].data_vars.items():
+        np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)

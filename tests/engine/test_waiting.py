@@ -1,0 +1,59 @@
+"""How often a pass asks a tensor for its value, which on a GPU waits for all that is queued: not once a layer."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mechattn as ma
+from mechattn.analysis.registry import ANALYSES
+from mechattn.functional import repeats
+
+ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
+BY_TOKEN = (ma.MlpActivations,)  # goes through tokens of each layer, whose numbers it asks for
+NO_SCORES = (ma.ScoreDecomposition,)  # undefined under RoPE
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return ma.load_model("toy:llama")
+
+
+class Asked(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.times = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in ASKS:
+            self.times[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def asked(model, prompts, analyses, layers):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    with Asked() as found:
+        ma.run(model, prompts, conditions, analyses, layers=layers, progress=False)
+    return found.times
+
+
+@pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
+def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, llama, monkeypatch):
+    monkeypatch.setattr(repeats, "looked_up_mass", repeats.masked_mass)  # as on a GPU
+    prompts = ma.load_prompts("word-problems", limit=2)
+    asked(llama, prompts, [make()], [3])  # what is asked once a model
+    assert asked(llama, prompts, [make()], [3]) == asked(llama, prompts, [make()], [0, 1, 2, 3])
+
+
+def test_the_count_would_notice_a_layer_that_waits(llama, monkeypatch):
+    values = ma.ReceivedAttention.values
+
+    def waiting(self, sums, batch, window):
+        assert batch.real.any()
+        return values(self, sums, batch, window)
+
+    monkeypatch.setattr(ma.ReceivedAttention, "values", waiting)
+    prompts = ma.load_prompts("word-problems", limit=2)
+    one, four = (asked(llama, prompts, [ma.ReceivedAttention()], layers) for layers in ([3], [0, 1, 2, 3]))
+    assert sum(four.values()) >= sum(one.values()) + 3

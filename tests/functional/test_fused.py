@@ -1,0 +1,109 @@
+"""Sums over queries from two calls of a fused kernel, against loops in float64."""
+
+import math
+
+import pytest
+import torch
+
+from mechattn.functional.fused import fused_attention, why_not_fused
+from mechattn.functional.rows import Attention, EdgeMask, attention_by_rows
+
+KINDS = ["plain", "ALiBi", "sinks", "both"]
+
+
+def made(kind, length, dtype=torch.float32, seed=0):
+    """Six heads that read three, and three groups of queries, padding among those that count in none."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, length, width, generator=draw) for heads, width in ((6, 12), (3, 12), (3, 20)))
+    slopes = torch.rand(1, 6, 1, generator=draw) / 8
+    bias = slopes * torch.arange(length) if kind in ("ALiBi", "both") else None
+    sinks = torch.randn(6, generator=draw) if kind in ("sinks", "both") else None
+    q, k, v = (part.to(dtype) for part in (q, k, v))
+    weights = (torch.rand(2, length, 3, generator=draw) < 0.5).float()
+    weights[1, length // 2 :] = 0
+    return Attention(2 * q, k, v, 0.4, bias, sinks=sinks), weights
+
+
+def by_hand(attention, weights):
+    """Row by row: output, column sums of each group, and each query's attention to itself."""
+    q, k, v = (part.double() for part in (attention.q, attention.k, attention.v))
+    batch, heads, length, _ = q.shape
+    out = torch.zeros(batch, heads, length, v.shape[-1], dtype=torch.float64)
+    columns = torch.zeros(batch, heads, length, weights.shape[-1], dtype=torch.float64)
+    own = torch.zeros(batch, heads, length, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for query in range(length):
+                scores = [float(attention.scale * (q[b, h, query] @ k[b, h // 2, key])) for key in range(query + 1)]
+                if attention.bias is not None:
+                    scores = [s + float(attention.bias[0, h, key]) for key, s in enumerate(scores)]
+                most = max(scores)
+                left = 0.0 if attention.sinks is None else math.exp(float(attention.sinks[h]) - most)
+                total = sum(math.exp(s - most) for s in scores) + left
+                for key, s in enumerate(scores):
+                    probability = math.exp(s - most) / total
+                    out[b, h, query] += probability * v[b, h // 2, key]
+                    columns[b, h, key] += probability * weights[b, query].double()
+                own[b, h, query] = probability
+    return out, columns, own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 17])
+def test_float64_agrees_with_loops(kind, length):
+    attention, weights = made(kind, length)
+    wide = Attention(
+        *(part.double() for part in (attention.q, attention.k, attention.v)),
+        attention.scale,
+        None if attention.bias is None else attention.bias.double(),
+        sinks=None if attention.sinks is None else attention.sinks.double(),
+    )
+    fused, expected = fused_attention(wide), by_hand(wide, weights)
+    for got, value in zip((fused.out, fused.column_sums(weights), fused.own), expected, strict=True):
+        torch.testing.assert_close(got, value, atol=1e-12, rtol=1e-12)
+    assert (fused.column_sums(1 - weights) - expected[1]).abs().max() > 0.1, "the loops would notice other queries"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-3)])
+def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
+    attention, weights = made(kind, 300, dtype)
+    columns = torch.zeros(2, 6, 300, 3)
+
+    def see(rows):
+        columns[:, :, rows.keys] += rows.pattern.mT @ weights[:, None, rows.queries]
+
+    attention_by_rows(attention, see)
+    got = fused_attention(attention).column_sums(weights)
+    assert got.dtype == torch.float32
+    assert float((got - columns).abs().max()) < tolerance * float(columns.max())
+
+
+def test_many_groups_take_several_calls():
+    attention, _ = made("plain", 40)
+    weights = torch.eye(40)[None].expand(2, -1, -1)  # each query a group: the whole pattern, transposed
+    whole = torch.zeros(2, 6, 40, 40)
+
+    def see(rows):
+        whole[:, :, rows.queries, rows.keys] = rows.pattern
+
+    attention_by_rows(attention, see)
+    torch.testing.assert_close(fused_attention(attention).column_sums(weights), whole.mT, atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
+    attention, weights = made("plain", 300, torch.bfloat16)
+    right = fused_attention(attention).column_sums(weights)
+    monkeypatch.setattr("mechattn.functional.fused._in_parts", lambda number, dtype: number.to(dtype)[..., None])
+    wrong = fused_attention(attention).column_sums(weights)
+    assert float((wrong - right).abs().max()) > 0.01 * float(right.max())
+
+
+def test_what_a_fused_kernel_cannot_do_is_said():
+    attention, _ = made("plain", 17)
+    assert why_not_fused(attention) == ""
+    mask = EdgeMask(torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 17, dtype=torch.bool))
+    for changed, reason in (({"softcap": 5.0}, "capped"), ({"window": 4}, "window"), ({"edge_mask": mask}, "cut")):
+        parts = {"scale": 0.4} | changed
+        assert reason in why_not_fused(Attention(attention.q, attention.k, attention.v, **parts))
+    assert why_not_fused(Attention(attention.q, attention.k, attention.v, 0.4, window=17)) == ""

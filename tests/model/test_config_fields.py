@@ -1,0 +1,76 @@
+"""The fields of a configuration that say something of attention: known, or refused."""
+
+import warnings
+
+import pytest
+import transformers
+from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import mechattn as ma
+from mechattn.errors import ModelError
+from mechattn.model import hooks
+from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.verify.config_fields import KNOWN, REFUSED, unknown_fields
+
+KINDS = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+# What they do to attention shows beyond a probe's length, or in texts of another kind, and mechattn has no null for it.
+REFUSED_KINDS = {
+    "deepseek_v4": "index_topk",
+    "glm_moe_dsa": "index_topk",
+    "hrm_text": "prefix_lm",
+    "llama4_text": "attention_chunk_size",
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS[name] for name in SUPPORTED_ARCHITECTURES if name in KINDS))
+def test_every_architecture_that_transformer_lens_knows_is_known_or_refused(kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = CONFIG_MAPPING[kind]()
+    unknown = unknown_fields(getattr(config, "text_config", None) or config)
+    assert set(unknown) >= ({REFUSED_KINDS[kind]} if kind in REFUSED_KINDS else set())
+    assert bool(unknown) == (kind in REFUSED_KINDS), unknown
+
+
+def test_no_field_is_both_and_each_has_a_reason():
+    assert not set(KNOWN) & set(REFUSED)
+    assert all(KNOWN.values())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("attention_gap", 3), ("use_bidirectional_attention", True), ("index_topk", 2048)]
+)
+def test_a_field_that_nobody_has_looked_at_stops_the_model(field, value, tokenizer):
+    given = tiny_model("Llama", len(tokenizer))
+    setattr(given.config, field, value)
+    with pytest.raises(ModelError, match=rf"{field} = {value}.*verify=False measures all the same"):
+        ma.load_model(given, tokenizer=tokenizer)
+    given = tiny_model("Llama", len(tokenizer))
+    setattr(given.config, field, value)
+    taken = ma.load_model(given, tokenizer=tokenizer, verify=False)
+    assert ma.verify_model(taken)["config"].outcome == "failed"
+
+
+def test_a_field_that_is_off_stops_nothing(tokenizer):
+    given = tiny_model("Llama", len(tokenizer))
+    given.config.attention_gap, given.config.index_topk, given.config.attention_chunk_size = 0, None, None
+    assert unknown_fields(given.config) == {"attention_gap": "nobody has looked at what it does to attention"}
+    given.config.attention_gap = False
+    assert unknown_fields(given.config) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_passes(family, tokenizer):
+    config = tiny_model(family, len(tokenizer)).config
+    assert unknown_fields(config) == {}
+
+
+def test_the_window_of_recurrent_gemma_is_read():
+    """It has another name there, and all layers that attend have it."""
+
+    class Model:
+        original_model = type("Original", (), {"config": transformers.RecurrentGemmaConfig(attention_window_size=7)})
+
+    assert hooks.attention_window(Model(), 2) == 7

@@ -1,0 +1,223 @@
+"""Patching across runs of other lengths, against plain forward passes of transformers with hooks written by hand."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from mechattn.errors import OptionError, PromptError
+from mechattn.model.toys import toy_folder, toy_names
+from mechattn.patching import head_patching
+from mechattn.patching.runs import read
+
+SLASH = ma.MeaninglessTokens("/", count=9)
+HEADS = [(0, 1), (2, 0), (3, 3), (0, 2)]
+
+
+def prompts(count=2):
+    return ma.load_prompts("word-problems", limit=count, with_answer=True)
+
+
+@pytest.fixture(scope="module", params=toy_names())
+def wide(request):
+    """A toy in float64, hooked, and as transformers has it; both compute norms in float32."""
+    native = AutoModelForCausalLM.from_pretrained(
+        toy_folder(request.param), dtype=torch.float64, attn_implementation="sdpa"
+    )
+    return ma.load_model(request.param, dtype=torch.float64), native.eval()
+
+
+def projection(native, layer):
+    """W_O of a layer."""
+    named = dict(native.named_modules())
+    return next(
+        named[name]
+        for name in named
+        if f".{layer}." in name and name.endswith(("self_attn.o_proj", "self_attention.dense"))
+    )
+
+
+def by_hand(native, sequence, at=None, put=None):
+    """Log-probability of the answer, and what each W_O is given; with one head's input exchanged at some tokens."""
+    given, handles = {}, []
+    heads = native.config.num_attention_heads
+
+    def hook(layer):
+        def see(module, args):
+            z = args[0].clone()
+            width = z.shape[-1] // heads
+            if at is not None and at[0] == layer:
+                for place, value in put.items():
+                    z[0, place, at[1] * width : (at[1] + 1) * width] = value
+            given[layer] = z[0].reshape(-1, heads, width)
+            return (z,)
+
+        return see
+
+    for layer in range(native.config.num_hidden_layers):
+        handles.append(projection(native, layer).register_forward_pre_hook(hook(layer)))
+    with torch.no_grad():
+        logits = native(sequence.tokens[None], use_cache=False).logits[0]
+    for handle in handles:
+        handle.remove()
+    total = 0.0
+    for place in range(1, len(sequence)):
+        if sequence.of_segment("answer")[place]:
+            scores = logits[place - 1].double()
+            total += float(scores[sequence.tokens[place]] - scores.exp().sum().log())
+    return total, given
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_patched_heads_against_hooks_written_by_hand(wide, direction):
+    model, native = wide
+    some = prompts()
+    patched = ma.patch_heads(model, some, SLASH, heads=HEADS, direction=direction, rows=3, progress=False)
+    misaligned = []
+    for prompt in some:
+        made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
+        receiver, donor = made if direction == "denoising" else made[::-1]
+        (before, _), (after, source) = by_hand(native, receiver), by_hand(native, donor)
+        assert float(patched.effects.whole.sel(prompt=prompt.id)) == pytest.approx(after - before, abs=2e-5)
+        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        for layer, head in HEADS:
+            put = {there[int(o)]: source[layer][place, head] for place, o in enumerate(donor.origin) if o >= 0}
+            expected = by_hand(native, receiver, (layer, head), put)[0] - before
+            got = float(patched.effects.effect.sel(prompt=prompt.id, layer=layer, head=head))
+            assert got == pytest.approx(expected, abs=2e-5)
+            shifted = {place + 1: value for place, value in put.items() if place + 1 < len(receiver)}
+            misaligned.append(abs(by_hand(native, receiver, (layer, head), shifted)[0] - before - got))
+    assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
+
+
+def test_attribution_is_the_derivative(wide, monkeypatch):
+    """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
+    model, _ = wide
+    some = prompts()
+    attributed = ma.patch_heads(model, some, SLASH, check=0, progress=False)
+    aligned = head_patching._aligned
+
+    def small(run, source, where):
+        layer, head = where
+        own = run.z[layer][run.places, head]
+        return own + 1e-2 * (aligned(run, source, where) - own)
+
+    monkeypatch.setattr(head_patching, "_aligned", small)
+    exact = ma.patch_heads(model, some, SLASH, heads=HEADS, progress=False)
+    for layer, head in HEADS:
+        got, expected = (each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact))
+        np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
+
+
+def test_attribution_stands_beside_what_it_was_compared_with():
+    some = prompts(5)
+    made = ma.patch_heads("toy:llama", some, SLASH, check=6, progress=False)
+    assert len(made.checked) == 4 * 6
+    pairs = sorted({(row.layer, row["head"]) for _, row in made.checked.iterrows()})
+    exact = ma.patch_heads("toy:llama", some, SLASH, heads=pairs, progress=False)
+    for _, row in made.checked.iterrows():
+        at = {"prompt": row.prompt, "layer": row.layer, "head": row["head"]}
+        assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
+        assert row.attributed == pytest.approx(float(made.effects.effect.sel(at)))
+    largest = abs(made.effects.effect.mean("prompt")).argmax(("layer", "head"))
+    assert (int(largest["layer"]), int(largest["head"])) in pairs
+    correlation, error = made.agreement
+    assert correlation == pytest.approx(np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1])
+    assert error > 0
+    assert f"correlation {correlation:.3f}" in str(made)
+
+
+def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
+    model, some = ma.load_model("toy:llama"), prompts(3)
+    made = [{"condition": SLASH.apply(p, model, 0), "baseline": p} for p in some]
+    run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
+    one = head_patching._Prompt(model, None, [(1, 2)], False, 4, 7)
+    value = head_patching._aligned(run, source, (1, 2))
+    own = run.z[1][run.places, 2]
+    drawn = one._random("a", run, (1, 2), value)
+    torch.testing.assert_close((drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4)
+    assert torch.equal(drawn, one._random("a", run, (1, 2), value))
+    assert not torch.equal(drawn, one._random("b", run, (1, 2), value))
+    cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
+    assert cosine.abs().mean() < 0.5
+    assert len(made) == 3
+    shorter = read(model, ma.Baseline().apply(some[1], model, 0), [1])
+    mixed = head_patching._aligned(run, shorter, (1, 2))
+    count = min(len(own), len(shorter.places))
+    torch.testing.assert_close(mixed[:count], shorter.z[1][:count, 2])
+    torch.testing.assert_close(mixed[count:], own[count:])
+
+
+def test_metrics_against_their_formulas():
+    model, some = ma.load_model("toy:llama"), prompts(3)
+    found = {m: ma.patch_heads(model, some, SLASH, heads=[(1, 2)], metric=m, progress=False) for m in ("margin", "kl")}
+    for prompt in some:
+        runs = [read(model, c.apply(prompt, model, 0), [1]) for c in (SLASH, ma.Baseline())]
+        margins, divergences = [], []
+        for run in runs:
+            logits = run.logits[0].double()
+            each = [
+                float(row[t] - max(row[w] for w in range(len(row)) if w != t)) for row, t in zip(logits, run.answer)
+            ]
+            margins.append(sum(each) / len(each))
+            expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
+            divergences.append(float((expected.exp() * (expected - own)).sum(-1).mean()))
+        for name, (changed, base) in (("margin", margins), ("kl", divergences)):
+            assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(base - changed, abs=1e-4)
+        assert divergences[1] == 0
+
+
+def test_a_metric_of_ones_own():
+    def first_token(logits, answer):
+        return logits[:, 0, answer[0]]
+
+    made = ma.patch_heads("toy:llama", prompts(3), SLASH, metric=first_token, check=2, progress=False)
+    assert made.about["metric"] == "first_token"
+    assert made.effects.whole.notnull().all()
+
+
+def test_the_table(tmp_path):
+    made = ma.patch_heads("toy:llama", prompts(8), SLASH, heads=HEADS, progress=False)
+    table = made.heads()
+    assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
+    for _, row in table.iterrows():
+        each = made.effects.effect.sel(layer=int(row.layer), head=int(row["head"])).values
+        assert row.effect == pytest.approx(each.mean())
+        assert row.share == pytest.approx(each.mean() / made.effects.whole.values.mean())
+        assert row.low < row.effect < row.high
+    assert (abs(table.effect).diff().dropna() <= 0).all()
+    halves = made.heads(select="half", top=1)
+    first = abs(made.effects.effect[::2].mean("prompt")).argmax(("layer", "head"))
+    assert (int(halves.layer[0]), int(halves["head"][0])) == (
+        int(made.effects.layer[first["layer"]]), int(made.effects["head"][first["head"]])
+    )  # fmt: skip
+    assert halves.n[0] == 4
+
+
+def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
+    monkeypatch.setattr(head_patching, "read", lambda *_: pytest.fail("a pass was made"))
+    some = prompts(3)
+    for given, error, said in (
+        (
+            {"prompts": ma.load_prompts("word-problems", limit=2)},
+            PromptError,
+            "no reference answer that the model reads",
+        ),
+        ({"heads": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
+        ({"heads": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
+        ({"heads": []}, OptionError, r"give \(layer, head\) pairs"),
+        ({"heads": 3}, OptionError, r"give \(layer, head\) pairs"),
+        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
+        ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
+        ({"check": -1}, OptionError, "check=-1"),
+        ({"condition": SLASH.masked()}, OptionError, "hides tokens or acts inside the model"),
+        ({"prompts": some[:1]}, OptionError, "one prompt"),
+    ):
+        named = {"prompts": some, "condition": SLASH} | given
+        with pytest.raises(error, match=said):
+            ma.patch_heads("toy:llama", named.pop("prompts"), named.pop("condition"), **named)
+    model = ma.load_model("toy:llama")
+    monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
+    with pytest.raises(ma.MechattnError, match="no gradient goes through them: name heads"):
+        ma.patch_heads(model, some, SLASH)
