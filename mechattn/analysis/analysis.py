@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.functional.fused import Fused
+from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.prompt import Prompt
@@ -141,11 +141,8 @@ class Captures:
     window: int | None
 
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-        """What passed a hook, head by head; some bridges hand it over with all heads in a row."""
-        found = self.tensors[name]
-        if found.ndim == 4:
-            return found
-        return rearrange(found, "batch pos (head d_head) -> batch pos head d_head", head=heads)
+        """What passed a hook, head by head; some bridges hand it over with all heads in a row, or split otherwise."""
+        return split_heads(self.tensors[name], heads)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -19,8 +19,9 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
 
 BLOCKS = ("attention", "mlp")
-_NEEDED = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
-_MIDDLE = "hook_resid_mid"
+_AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
+_OUTS = ("hook_attn_out", "hook_mlp_out")
+_BEFORE_SCALING = ("attn.hook_out", "mlp.hook_out")
 _UNITS = {
     "block_magnitude": ("ratio", "|what the block adds| / |residual stream before it|"),
     "block_orientation": ("cosine", "cosine of what the block adds and the residual stream before it"),
@@ -34,7 +35,8 @@ class BlockUpdates(AnalysisBase):
     """Magnitude and orientation of the update that the whole attention block, and the MLP, makes in each layer.
 
     ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, norms after the block included; in a layer that
-    runs both side by side, both are compared with resid_pre. Means over the tokens of each segment.
+    runs both side by side, both are compared with resid_pre. What a model multiplies its blocks' outputs with
+    (Granite's residual multiplier) is part of Δ. Means over the tokens of each segment.
 
     Args:
         per_query: Keep magnitude and orientation of each token too, as ``…_at``.
@@ -42,6 +44,8 @@ class BlockUpdates(AnalysisBase):
 
     per_query: bool = False
     sequential: bool = True
+    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # hooks of what the blocks give
+    factor: float = field(default=1.0, repr=False, compare=False)  # of what these hooks show
 
     name = "block_updates"
 
@@ -67,21 +71,25 @@ class BlockUpdates(AnalysisBase):
     @property
     def captures(self) -> Seq[str]:
         """The residual stream around both blocks, and what each gives."""
-        return (*_NEEDED, _MIDDLE) if self.sequential else _NEEDED
+        return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With whether the blocks run one after the other.
+        """With whether the blocks run one after the other, and which hooks show what they give.
 
         Raises:
             ModelError: A layer doesn't show what its blocks give.
         """
         named = model.hook_dict
+        sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
+        # A block that scales what it adds fires hook_attn_out only for functions that TransformerLens has added.
+        factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
+        outs = _OUTS if factor is None else _BEFORE_SCALING
         for layer in layers:
-            if lacking := [name for name in _NEEDED if f"blocks.{layer}.{name}" not in named]:
+            if lacking := [name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named]:
                 raise ModelError(
                     f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so its blocks can't be told"
                 )
-        return replace(self, sequential=all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers))
+        return replace(self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""
@@ -89,12 +97,13 @@ class BlockUpdates(AnalysisBase):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products, token by token."""
-        before, attention, mlp, after = (captures.tensors[name].float() for name in _NEEDED)
-        middle = captures.tensors[_MIDDLE].float() if self.sequential else None
-        if middle is None:
-            pairs = [(before, attention), (before, mlp)]
-        else:
+        before, after = (captures.tensors[name].float() for name in _AROUND)
+        attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
+        if self.sequential:
+            middle = captures.tensors[_MIDDLE].float()
             pairs = [(before, _added(before, attention, middle)), (middle, _added(middle, mlp, after))]
+        else:
+            pairs = [(before, attention), (before, mlp)]
         sums["stream"] = torch.stack([stream.norm(dim=-1) for stream, _ in pairs], 1)
         sums["norm"] = torch.stack([added.norm(dim=-1) for _, added in pairs], 1)
         sums["product"] = torch.stack([torch.linalg.vecdot(stream, added) for stream, added in pairs], 1)
@@ -122,6 +131,6 @@ def _added(
     after: Float[Tensor, "batch pos d_model"],
 ) -> Float[Tensor, "batch pos d_model"]:
     """What was added: the block's output as its hook shows it, where that is it (a difference of large numbers loses
-    digits); otherwise (BLOOM adds the residual first, Granite scales) the difference."""
+    digits); otherwise (BLOOM adds the residual first) the difference."""
     change = after - before
     return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

@@ -12,22 +12,33 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
+from mechattn.errors import ModelError
 from mechattn.functional.received import segment_mean
 from mechattn.functional.updates import update_product
+from mechattn.model.frozen_norm import FrozenNorm, frozen_norm
 from mechattn.model.hooked import HookedModel
-from mechattn.model.weights import output_weights, unembedding, wide
+from mechattn.model.unembedding import unembedding
+from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
+
+_Z, _POST = "attn.hook_z", "ln1_post.hook_in"
 
 
 @dataclass(frozen=True)
 class DirectLogits(AnalysisBase):
     """Direct logit attribution: what each head adds to the logit of the token that comes next in the text.
 
-    ``⟨z W_O, γ · (W_U[:, next] − mean over the vocabulary)⟩ / σ``, in logits above the mean logit; γ is the weight of
-    the final norm and σ its scale at this token (in a LayerNorm the mean is taken off first). Added over all heads of
-    all layers, and the same for the embedding, the MLPs and the biases, it gives the logit. The model runs to its end,
-    whatever the layers. Means over the tokens of each segment; the last token has no next.
+    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit; Δ is what the head
+    adds to the residual stream, γ the weight of the final norm and σ its scale at this token (in a LayerNorm the mean
+    is taken off first), f the factor of the logits (Cohere, Granite; 1 in most models). ``Δ = z W_O``; where a norm
+    follows attention (Gemma 2 and 3, OLMo 2), ``Δ = γ' · z W_O / σ'`` with the scale σ' of the whole block's output at
+    this token: both scales are held as they are. Added over all heads of all layers, and the same for the embedding,
+    the MLPs and the biases, it gives the logit; of a model that caps its logits (Gemma 2), the logit before the cap.
+    The model runs to its end, whatever the layers. Means over the tokens of each segment; the last token has no next.
+
+    Args:
+        per_query: Keep the number of each token too, as ``next_token_logit_at``.
 
     Source:
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
@@ -35,14 +46,17 @@ class DirectLogits(AnalysisBase):
 
     per_query: bool = False
     weights: Any = field(default=None, repr=False, compare=False)
-    reads: Any = field(default=None, repr=False, compare=False)
+    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
+    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
 
     name = "direct_logits"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Of each head."""
-        about = "direct contribution to the logit of the next token, above the mean over the vocabulary"
+        about = (
+            "direct contribution to the logit of the next token (before any cap), above the mean over the vocabulary"
+        )
         mean = Quantity(("head", "segment"), "logits", f"{about}, mean over the tokens of the segment", "difference")
         made = {"next_token_logit": mean}
         if self.per_query:
@@ -51,17 +65,17 @@ class DirectLogits(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """Each head's output before W_O."""
-        return ("attn.hook_z",)
+        """Each head's output before W_O; what the norm after attention is given, where there is one."""
+        return (_Z, _POST) if self.norms else (_Z,)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, and the unembedding.
+        """With W_O of the layers, the norms after attention, and the unembedding.
 
         Raises:
-            ModelError: A head's update does not reach the logits as it is.
+            ModelError: A head's update is not known, or how it reaches the logits.
         """
         weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model))
+        return replace(self, weights=weights, reads=unembedding(model), norms=_norms_after(model, layers))
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""
@@ -71,10 +85,14 @@ class DirectLogits(AnalysisBase):
         """The product of each head's update with the direction of the next token, before the final norm's scale."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
-        w_o = wide(self.weights[captures.layer])
-        following = captures.batch.tokens.roll(-1, 1)
-        toward = self.reads.direction(following).to(w_o.dtype)
-        sums["product"] = update_product(captures.by_head("attn.hook_z", len(w_o)).to(w_o.dtype), w_o, toward)
+        w_o, norm = wide(self.weights[captures.layer]), (self.norms or {}).get(captures.layer)
+        z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
+        toward = self.reads.direction(captures.batch.tokens.roll(-1, 1)).to(w_o.dtype)
+        if norm is None:
+            sums["product"] = update_product(z, w_o, toward)
+            return
+        scale = norm.scale(captures.tensors[_POST]).to(w_o.dtype)
+        sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """The scale of the final norm."""
@@ -88,3 +106,19 @@ class DirectLogits(AnalysisBase):
         each = (sums["product"] / sums["scale"]).masked_fill((last | ~batch.real)[:, None], torch.nan)
         made = {"next_token_logit": segment_mean(each, batch.members())}
         return made | ({"next_token_logit_at": each} if self.per_query else {})
+
+
+def _norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
+    """The norms between attention and the residual stream."""
+    found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
+    norms = {layer: norm for layer, norm in found.items() if norm is not None}
+    named = model.hook_dict if norms else {}
+    for layer in norms:
+        if f"blocks.{layer}.{_POST}" not in named:
+            raise ModelError(
+                f"layer {layer} of {model.cfg.model_name} does not show what the norm after attention is given, so its "
+                "scale is not known"
+            )
+    return {
+        layer: frozen_norm(model, norm, f"the norm after attention of layer {layer}") for layer, norm in norms.items()
+    }

@@ -43,8 +43,8 @@ class HeadUpdates(AnalysisBase):
     """Magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
 
     ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. All updates
-    of a layer and b_O add up to the output of attention (in Gemma 2 and 3, before the norm that follows it). Means
-    over the tokens of each segment; counts of the original tokens in fixed bins, which add up over prompts.
+    of a layer and b_O add up to the output of attention (in Gemma 2 and 3 and OLMo 2, before the norm that follows
+    it). Means over the tokens of each segment; counts of the original tokens in fixed bins, which add up over prompts.
 
     Args:
         per_query: Keep magnitude and orientation of each token too, as ``…_at``.

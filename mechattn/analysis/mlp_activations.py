@@ -19,9 +19,11 @@ from mechattn.errors import OptionError
 from mechattn.functional import activation_statistics as fn
 from mechattn.functional.received import segment_mean
 from mechattn.functional.redistribution import KAPPA
+from mechattn.model.experts import Routing
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
-from mechattn.model.patch.nonlinearities import at_nonlinearity
+from mechattn.model.patch.mixtures import routing_now
+from mechattn.model.patch.nonlinearities import at_nonlinearity, mixture_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -34,6 +36,7 @@ _METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis"
 _CALIBRATION = 16  # prompts
 _CALIBRATION_SEED = 977  # of word problems that nobody measures by default
 _TOKENS = 64  # at a time, of all conditions of a prompt
+_ENTRIES = 2**22  # of these tokens in one condition: the experts of a layer have many channels together
 _LEAST = 1e-4  # of a token's activations: a smaller change may be rounding
 _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many lie, is the middle of a bin
 
@@ -45,6 +48,10 @@ class MlpActivations(AnalysisBase):
     Means over the tokens of each segment of what :mod:`mechattn.functional.activation_statistics` gives for one token;
     the near-zero share also by the class of the question's tokens; a histogram of the question's activations; and the
     change of each original token from the baseline.
+
+    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, w being the
+    router's weight, and of the shared one (:mod:`mechattn.model.experts`). A change is over the channels of all
+    experts, 0 in those that a token is not routed to.
 
     "Near zero" is ``|x| ≤ threshold``, the threshold of a layer fixed before the run on calibration prompts in the
     baseline condition, and recorded. The rule gives one number a prompt; the threshold is their median:
@@ -67,6 +74,7 @@ class MlpActivations(AnalysisBase):
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] | None = field(default=None, repr=False)
     classes: Any = field(default=None, repr=False, compare=False)  # Int[Tensor, " d_vocab"], once calibrated
+    mixtures: Any = field(default=None, repr=False, compare=False)  # of each layer, its Mixture of experts or None
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
@@ -134,7 +142,8 @@ class MlpActivations(AnalysisBase):
 
         Warns where the calibration prompts are among the measured ones.
         """
-        made = replace(self, classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)))
+        mixtures = {layer: mixture_of(model, layer) for layer in layers}
+        made = replace(self, classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)), mixtures=mixtures)
         if self.rule == "absolute":
             return replace(made, thresholds=dict.fromkeys(layers, float(self.value)))
         prompts = self._calibration(model)
@@ -204,7 +213,9 @@ class MlpActivations(AnalysisBase):
                 sums[name][row, :length] = value
             counts = fn.counts_between(x[asks[row, :length]], edges)
             sums["histogram"][row] = counts / counts.sum()
-        for rows, at, change, norm, question in _changes(activations):
+        mixture = (self.mixtures or {}).get(activations.layer)
+        routing = None if mixture is None else routing_now(mixture)
+        for rows, at, change, norm, question in _changes(activations, routing):
             size = change.norm(dim=-1)
             for row, places, value in zip(rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True):
                 sums["change"][row, places] = value
@@ -230,20 +241,30 @@ class MlpActivations(AnalysisBase):
         }
 
 
-def _changes(activations: Activations) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
+def _changes(
+    activations: Activations, routing: Routing | None
+) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
     """For each prompt, some original tokens at a time: its rows, where the tokens stand in each, and their changes.
 
     Rows; places [row token]; changes from the baseline [row token d_mlp]; norms in the baseline [token]; which tokens
     are the question's [token].
     """
-    pairs = activations.pairs
+    pairs, shape = activations.pairs, activations.batch.tokens.shape
+    experts = None if routing is None else routing.experts.unflatten(0, shape)
+    wide = activations.post.shape[-1] if routing is None else routing.count * routing.width
+    at_once = max(1, min(_TOKENS, _ENTRIES // wide))
+
+    def channels(row: int, at: Any) -> Float[Tensor, "token channel"]:
+        x = activations.post[row, at].float()
+        return x if routing is None or experts is None else replace(routing, experts=experts[row, at]).by_expert(x)
+
     for first in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == first).nonzero().flatten().tolist()
-        for tokens in torch.arange(int(pairs.original[first].sum())).split(_TOKENS):
+        for tokens in torch.arange(int(pairs.original[first].sum())).split(at_once):
             some = slice(int(tokens[0]), int(tokens[-1]) + 1)
-            before = activations.post[first, some].float()
+            before = channels(first, some)
             places = pairs.place[rows, some]
-            after = torch.stack([activations.post[row, at] for row, at in zip(rows, places, strict=True)]).float()
+            after = torch.stack([channels(row, at) for row, at in zip(rows, places, strict=True)])
             question = pairs.segment[first, some] == SEGMENTS.index("question")
             yield rows, places, after - before, before.norm(dim=-1), question
 

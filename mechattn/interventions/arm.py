@@ -16,7 +16,7 @@ from mechattn.errors import OptionError
 from mechattn.functional import redistribution as fn
 from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
-from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 
 _ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
 
@@ -27,7 +27,9 @@ class ARM:
 
     A token's random numbers depend on the seed, its prompt's id, its original position, the layer and the channel, and
     with ``scope="token"`` on nothing else: a run gives the same numbers whatever the batches are. That the share of
-    near-zero activations falls is so by construction, and no evidence of anything; see ``control``.
+    near-zero activations falls is so by construction, and no evidence of anything; see ``control``. In a mixture of
+    experts the channels are those of the token's experts, activations times the router's weights
+    (:mod:`mechattn.model.experts`).
 
     Args:
         c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share that is moved. The released code has
@@ -80,7 +82,7 @@ class ARM:
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Every layer has an MLP whose nonlinearity is known."""
         for layer in self.which:
-            nonlinearity_of(model, layer)
+            plain_nonlinearity(model, layer)
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""

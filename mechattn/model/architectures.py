@@ -32,6 +32,7 @@ class Particulars:
         alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
         layer_kinds: The fields of the configuration with the kind of each layer ("" where all layers that attend are
             alike) and the width of a window.
+        logit_factor: What the logits are multiplied with after W_U, from the configuration; 1 by default.
         uses_mask: Whether the model itself does something to the causal mask, which so has to be a tensor.
         masks_edges: Whether it takes a mask of edges while it generates.
         fault: What is wrong with it when it is hooked, and mended in ``patch/mend.py``.
@@ -41,6 +42,7 @@ class Particulars:
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
     alibi_in_bfloat16: bool = False
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
+    logit_factor: Callable[[Any], float] | None = None
     uses_mask: bool = False
     masks_edges: bool = True
     fault: Fault | None = None
@@ -58,18 +60,24 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
 
 
+def _divided_logits(config: Any) -> float:
+    return 1 / config.logits_scaling
+
+
 _FLOAT_COSINES = Particulars(fault="rotated in float32")
 
 # By the model_type of the configuration.
 PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
+    **dict.fromkeys(("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)),
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
     "flex_olmo": _FLOAT_COSINES,
     "gpt2": Particulars(score_scale=_gpt2_scale),
     "gpt_neo": Particulars(
         score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
     ),
-    "granitemoehybrid": Particulars(fault="an empty rotary embedding"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), Particulars(logit_factor=_divided_logits)),
+    "granitemoehybrid": Particulars(logit_factor=_divided_logits, fault="an empty rotary embedding"),
     "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
     "olmo": _FLOAT_COSINES,
     "olmo2": _FLOAT_COSINES,
@@ -109,6 +117,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Mixtral": ("MixtralConfig", {**_WIDE, "num_local_experts": 4, "sliding_window": None}),
     "Qwen2": ("Qwen2Config", _GROUPED),
     "Qwen3": ("Qwen3Config", _WIDE),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**_WIDE, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
     "Qwen3-Next (hybrid)": (
         "Qwen3NextConfig",
         {**_WIDE, **_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 32},

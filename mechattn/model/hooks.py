@@ -16,6 +16,7 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import EdgeMask
 from mechattn.model.architectures import particulars_of
+from mechattn.model.heads import positions_first
 from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.norms import norms_once
 from mechattn.model.values import as_mixed
@@ -189,7 +190,7 @@ def forward_with_patterns(
             values[layer] = v.detach()
 
         def reduce(pattern: Float[Tensor, "batch head query key"], hook: Any) -> None:
-            v = _by_head(values.pop(layer, None), pattern)
+            v = _by_head(model, layer, values.pop(layer, None), pattern)
             if v is not None:
                 v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
             see(layer, pattern.detach(), v)
@@ -219,9 +220,10 @@ def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
 
 
 def _by_head(
-    v: Float[Tensor, ...] | None, pattern: Float[Tensor, "batch head query key"]
+    model: HookedModel, layer: int, v: Float[Tensor, ...] | None, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch pos kv_head d_head"] | None:
     """Values [batch pos kv_head d_head]; None if they have another layout."""
+    v = None if v is None else positions_first(model, layer, v)
     if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
         return None
     return v

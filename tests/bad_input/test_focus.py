@@ -73,10 +73,33 @@ def test_options_of_sinks(option):
         ma.AttentionSinks(**option)
 
 
-@pytest.mark.parametrize("family", ["Gemma 3", "OLMo 2", "Cohere"])
-def test_models_in_which_a_heads_logit_is_not_defined(tokenizer, family):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
-    with pytest.raises(ModelError, match=r"not defined without fixing|scaled or capped"):
+def scaled_unlike_its_configuration(plain):
+    plain.logit_scale = 0.5
+
+
+def capped_unlike_its_configuration(plain):
+    plain.lm_head.register_forward_hook(lambda module, given, out: 2 * torch.tanh(out / 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("Cohere", scaled_unlike_its_configuration), ("Llama", capped_unlike_its_configuration)],
+)
+def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, change):
+    plain = tiny_model(family, len(tokenizer))
+    change(plain)
+    model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
+    with pytest.raises(
+        ModelError, match=r"are not W_U · norm\(residual stream\), nor that times a factor or under a cap"
+    ):
+        ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
+
+
+def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
+    """A part of what a tanh is given adds nothing of its own to what it gives."""
+    model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
+    monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
+    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is no norm of the form γ · x / σ"):
         ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
 
 

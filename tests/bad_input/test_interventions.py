@@ -9,6 +9,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional.redistribution import known_form
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model
+from mechattn.model.hooked import original_of
 
 PROMPT = "Tom has 3 apples."
 
@@ -91,12 +92,46 @@ def test_the_baseline_stays_the_baseline(no_forward):
         ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.ARM())}, progress=False)
 
 
-def test_models_without_an_mlp_that_is_known(tokenizer):
+def both_refuse(model, message):
+    with pytest.raises(ModelError, match=message):
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
+    with pytest.raises(ModelError, match=message):
+        ma.run(model, PROMPT, analyses=ma.MlpActivations("absolute", 0.01), progress=False)
+
+
+@pytest.mark.parametrize("flag", ["has_post_expert_norm", "_is_expert_parallel"])
+def test_experts_in_a_form_that_is_not_known(tokenizer, flag):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
-    with pytest.raises(ModelError, match="mixture of experts"):
-        ma.run(mixture, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
-    with pytest.raises(ModelError, match="mixture of experts"):
-        ma.run(mixture, PROMPT, analyses=ma.MlpActivations(), progress=False)
+    setattr(experts_of(mixture), flag, True)
+    both_refuse(mixture, r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know")
+
+
+def test_experts_that_make_something_else_of_their_activations(tokenizer):
+    """Gates and ups are read the wrong way round, as of experts that store them so and don't say it."""
+    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
+    experts_of(mixture).is_concatenated = False
+    original_of(mixture).set_experts_implementation("eager")
+    both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not what the mixture gives")
+
+
+def test_experts_that_are_not_called(tokenizer, monkeypatch):
+    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
+    whole = mixture.blocks[0].mlp.original_component
+    monkeypatch.setattr(whole, "forward", lambda x: x)
+    both_refuse(mixture, r"layer 0 has run without calling its experts")
+
+
+def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
+    for family, message in (("Mixtral", "has an MLP beside its mixture of experts"), ("Llama", "has several MLPs")):
+        plain = tiny_model(family, len(tokenizer))
+        plain.model.layers[0].another = torch.nn.Module()
+        plain.model.layers[0].another.act_fn = torch.nn.SiLU()
+        with pytest.raises(ModelError, match=f"layer 0 {message}"):
+            ma.ARM().check(plain, ["0"])
+
+
+def experts_of(model):
+    return model.blocks[0].mlp.original_component.experts
 
 
 def test_folded_weights_compute_the_nonlinearity_elsewhere():

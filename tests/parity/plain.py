@@ -24,7 +24,14 @@ def models(name):
         plain, same = (tiny_model(name, len(tokenizer), **TWELVE.get(name, {})) for _ in range(2))
         plain, hooked = plain.double(), ma.load_model(same, tokenizer=tokenizer)
     plain.set_attn_implementation("eager")
+    loop_over_experts(plain)
     return plain, hooked
+
+
+def loop_over_experts(plain):
+    """A mixture of experts computes one after the other: the grouped product has no float64."""
+    if hasattr(plain.config, "_experts_implementation"):
+        plain.set_experts_implementation("eager")
 
 
 @dataclass
@@ -34,7 +41,7 @@ class Passed:
     pattern: list  # head query key
     v: list  # query head: head key d_head
     q: list  # with bias, before any rotation: head pos d_head
-    k: list
+    k: list  # of latent attention the part that is not rotated
     z: list  # pos head d_head
     w_o: list  # head d_head d_model
     resid: list  # pos d_model, before each block; after the last norm at the end of the list
@@ -71,7 +78,11 @@ def passed(plain, ids, monkeypatch):
 
     for n, block in enumerate(blocks):
         one = module_of(block, "query_key_value", "Wqkv", "c_attn")
-        if one is not None:
+        latent = module_of(block, "kv_b_proj")
+        if latent is not None:
+            handles.append(module_of(block, "q_b_proj").register_forward_hook(keep((n, "q"))))
+            handles.append(latent.register_forward_hook(keep((n, "kv"))))
+        elif one is not None:
             handles.append(one.register_forward_hook(keep((n, "qkv"))))
         else:
             for part in "qkv":
@@ -91,7 +102,11 @@ def passed(plain, ids, monkeypatch):
     found = Passed([], [], [], [], [], [], [], [], made.logits[0].numpy())
     for n in range(len(blocks)):
         found.pattern.append(made.attentions[n][0].numpy())
-        if (n, "qkv") in seen:
+        if (n, "kv") in seen:  # of each head, the part of the key that is not rotated, then the value
+            widths = [config.qk_nope_head_dim, config.v_head_dim]
+            k, v = seen[n, "kv"][0].view(len(ids), heads, sum(widths)).transpose(0, 1).split(widths, -1)
+            q = seen[n, "q"][0].view(len(ids), heads, -1).transpose(0, 1)
+        elif (n, "qkv") in seen:
             how = "by head" if config.model_type in ("falcon", "bloom") else "in turn"
             q, k, v = fused(seen[n, "qkv"][0], heads, how)
         else:

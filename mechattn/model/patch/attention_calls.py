@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -23,6 +23,7 @@ from mechattn.model.values import clip_of
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"
 
 
+@runtime_checkable  # for checks of types at run time
 class Attend(Protocol):
     """What is put in the place of a layer's attention."""
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.heads import split_heads
 from mechattn.model.hooks import blocks_of, chosen_layers
 
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in the models of transformers
@@ -87,10 +87,7 @@ class _Changed:
 
     def __call__(self, z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
         self.called = True
-        by_head = (
-            z if z.ndim == 4 else rearrange(z, "batch pos (head d_head) -> batch pos head d_head", head=self.heads)
-        )
-        return self.change(by_head).to(z.dtype).reshape(z.shape)
+        return self.change(split_heads(z, self.heads)).to(z.dtype).reshape(z.shape)
 
     def check(self, block: Any, given: Any, out: Any) -> None:
         """When the layer has run: was this called?"""

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.attributes import attribute_set
+from mechattn.model.experts import Mixture, mixture_in
 from mechattn.model.hooks import blocks_of
+from mechattn.model.patch.mixtures import watching
 
 _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
 _WRAPPER_NAMES = ("_activation_fn",)  # of a bridge that splits a fused gate and up projection, and runs it itself
@@ -27,7 +29,8 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
     """Call a function with ``pre`` and ``act(pre)`` of a layer's MLP at each forward pass; ``act(gate)`` in gated MLPs.
 
     What the function returns goes on in place of ``act(pre)``. Nested, the outer functions come first. The model is
-    put back as it was at the end, also after an exception.
+    put back as it was at the end, also after an exception. Of a mixture of experts, the gates and the weighted
+    activations of each token's experts, one after the other (:mod:`mechattn.model.experts`).
 
     Args:
         model: A hooked model, or a model of transformers.
@@ -38,6 +41,9 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
     """
     with ExitStack() as stack:
         for layer, see in layers.items():
+            if (mixture := mixture_of(model, layer)) is not None:
+                stack.enter_context(watching(model, mixture, layer, see))
+                continue
             owner, name = nonlinearity_of(model, layer)
             watched = _Watched(getattr(owner, name), layer, see)
             stack.enter_context(attribute_set(owner, name, watched))
@@ -45,38 +51,70 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
         yield
 
 
+def mixture_of(model: Any, layer: int) -> Mixture | None:
+    """The mixture of experts of a layer; None where it has an MLP.
+
+    Raises:
+        ModelError: The layer does not exist; or it has a mixture in another form than is known, or an MLP beside it.
+    """
+    block = _block(model, layer)
+    mixture = mixture_in(block, layer)
+    if mixture is not None and any(True for _ in _nonlinearities(block, beside=mixture)):
+        raise ModelError(f"layer {layer} has an MLP beside its mixture of experts, which is not looked at yet")
+    return mixture
+
+
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     """The module of a layer that owns the nonlinearity of its MLP, and the attribute that holds it.
 
     Raises:
-        ModelError: There is none, it is one of a mixture of experts, or there are several.
+        ModelError: There is none, or there are several.
     """
-    blocks = blocks_of(model)
-    if not 0 <= layer < len(blocks):
-        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
-    block = getattr(blocks[layer], "original_component", None) or blocks[layer]
     found: dict[int, tuple[Any, str]] = {}
-    for path, module in block.named_modules():
-        parts = path.lower().split(".")
-        if parts[-1] in _NAMES or any("attention" in part or "attn" in part for part in parts):
-            continue
-        for name in _WRAPPER_NAMES if _is_wrapper(module) else _NAMES:
-            if callable(getattr(module, name, None)):
-                found.setdefault(id(getattr(module, name)), (module, name))
+    for place in _nonlinearities(_block(model, layer)):
+        found.setdefault(id(getattr(*place)), place)
     if not found:
         raise ModelError(f"layer {layer} has no MLP whose nonlinearity is known to mechattn, so it cannot be looked at")
     owner, name = next(iter(found.values()))
     if len(found) > 1 or "expert" in type(owner).__name__.lower():
-        raise ModelError(f"layer {layer} is a mixture of experts or has several MLPs, which are not looked at yet")
+        raise ModelError(
+            f"layer {layer} has several MLPs, or experts in a form that mechattn does not know, so its activations "
+            "cannot be looked at"
+        )
     return owner, name
 
 
 def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
-    """The function itself, whoever looks at it now."""
+    """The function itself, whoever looks at it now.
+
+    Raises:
+        ModelError: There is none that is known.
+    """
+    if (mixture := mixture_of(model, layer)) is not None:
+        return mixture.act
     found = getattr(*nonlinearity_of(model, layer))
     while isinstance(found, _Watched):
         found = found.original
     return found
+
+
+def _block(model: Any, layer: int) -> Any:
+    blocks = blocks_of(model)
+    if not 0 <= layer < len(blocks):
+        raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
+    return getattr(blocks[layer], "original_component", None) or blocks[layer]
+
+
+def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple[Any, str]]:
+    """Where nonlinearities of MLPs are held in a block: module and attribute."""
+    inside = set() if beside is None else {id(module) for module in beside.whole.modules()}
+    for path, module in block.named_modules():
+        parts = path.lower().split(".")
+        if parts[-1] in _NAMES or any("attention" in part or "attn" in part for part in parts) or id(module) in inside:
+            continue
+        for name in _WRAPPER_NAMES if _is_wrapper(module) else _NAMES:
+            if callable(getattr(module, name, None)):
+                yield module, name
 
 
 def _is_wrapper(module: Any) -> bool:

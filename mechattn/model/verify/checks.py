@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mechattn.functional.received import visible_keys
 from mechattn.model import hooks
+from mechattn.model.heads import output_projection, positions_first, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.differences import (
@@ -211,9 +212,11 @@ def _scores(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
 def _values(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     layers = {}
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
-        shown = {name: seen.get(f"blocks.{layer}.attn.{name}") for name in ("hook_v", "hook_z", *GATES)}
-        v, z, *gates = (None if value is None else value[0] for value in shown.values())
-        layers[layer] = LayerProbe(pattern[0], v, z, next((gate for gate in gates if gate is not None), None))
+        shown = [seen.get(f"blocks.{layer}.attn.{name}") for name in ("hook_v", "hook_z", *GATES)]
+        v, z, *gates = (None if value is None else value[:1] for value in shown)
+        v = None if v is None else positions_first(model, layer, v)[0]
+        z = None if z is None else _by_head(model, z)[0]
+        layers[layer] = LayerProbe(pattern[0], v, z, next((gate[0] for gate in gates if gate is not None), None))
     check = check_values(model, layers, TOLERANCE[dtype][1])
     if check.outcome != "failed":
         return check
@@ -223,7 +226,8 @@ def _values(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
 
 def _heads(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     pairs, other = {}, ""
-    for layer, z in _each_layer(model, seen, "attn.hook_z"):
+    for layer, shown in _each_layer(model, seen, "attn.hook_z"):
+        z = _by_head(model, shown)
         parts = _sum_of_heads(model, layer, z)
         # Where the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
         outs = [
@@ -241,10 +245,9 @@ def _heads(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
-    attention = model.blocks[layer].attn
     try:
-        w_o = attention.W_O.detach().float().cpu()
-        b_o = getattr(attention, "b_O", None)
+        w_o = output_projection(model, layer).float().cpu()
+        b_o = getattr(model.blocks[layer].attn, "b_O", None)
     except Exception:  # an adapter that does not say what its output weights are
         return None
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
@@ -303,6 +306,12 @@ def _hooks(model: HookedModel, fired: set[str]) -> Check:
 def _each_layer(model: HookedModel, seen: Seen, name: str) -> list[tuple[int, Tensor]]:
     named = ((layer, seen.get(f"blocks.{layer}.{name}")) for layer in hooks.attention_layers(model))
     return [(layer, value) for layer, value in named if value is not None]
+
+
+def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """z of each head; as it is where its numbers don't share out among the heads."""
+    heads = int(model.cfg.n_heads)
+    return z if z[0, 0].numel() % heads else split_heads(z, heads)
 
 
 def _shape(tensor: Float[Tensor, ...]) -> str:

@@ -1,0 +1,93 @@
+"""A norm whose scale is held at each token's own value: what is left is linear, so parts of what it is given add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.errors import ModelError
+from mechattn.model.hooked import HookedModel
+from mechattn.model.weights import wide
+
+_TRIED = 4  # vectors
+_FINE, _COARSE = 1e-3, 3e-2  # the largest error that rounding explains, in float32 and in half precision
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ − mean) / σ(x)``.
+
+    Args:
+        gamma: γ, its weight.
+        centres: Whether it takes off the mean (LayerNorm, not RMSNorm).
+        eps: Added to the variance under the root.
+    """
+
+    gamma: Float[Tensor, " d_model"]
+    centres: bool
+    eps: float
+
+    def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The direction ahead of the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
+        made = direction * self.gamma
+        return made - made.mean(-1, keepdim=True) if self.centres else made
+
+    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+        """σ of all that the norm is given, ``√(variance + ε)``; in an RMSNorm the mean square is the variance."""
+        x = wide(x)
+        if self.centres:
+            x = x - x.mean(-1, keepdim=True)
+        return (x.square().mean(-1) + self.eps).sqrt()
+
+
+@torch.no_grad()
+def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
+    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1.
+
+    Args:
+        model: The model.
+        norm: The module.
+        name: What it is called in messages.
+
+    Raises:
+        ModelError: It is no norm of this form, tried on a few vectors.
+    """
+    parameter = next(model.parameters())
+
+    def called(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        return wide(norm(x.to(parameter.dtype)[None])[0])
+
+    ones = torch.ones(int(model.cfg.d_model), device=parameter.device)
+    signs = ones.clone()
+    signs[1::2] = -1
+    shown = called(torch.stack([signs, 0 * signs, ones]))
+    eps = _eps(norm, float(getattr(model.cfg, "eps", 1e-5)))
+    gamma = (shown[0] - shown[1]) * signs * (1 + eps) ** 0.5
+    centres = bool((shown[2] - shown[1]).abs().max() < 1e-2 * gamma.abs().max())
+    made = FrozenNorm(gamma, centres, eps)
+    drawn = (
+        torch.randn(_TRIED, len(ones), generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-1, 2, _TRIED)[:, None]
+    )
+    x = wide(drawn.to(parameter.device, parameter.dtype))
+    less = x - x.mean(-1, keepdim=True) if centres else x
+    off = called(x) - shown[1] - gamma * less / made.scale(x)[:, None]
+    if not float(off.norm()) < (_FINE if parameter.dtype in (torch.float32, torch.float64) else _COARSE) * float(
+        called(x).norm()
+    ):
+        raise ModelError(
+            f"{model.cfg.model_name}: {name} is no norm of the form γ · x / σ, so what a part of its input adds to its "
+            "output is not defined"
+        )
+    return made
+
+
+def _eps(norm: Any, otherwise: float) -> float:
+    """ε as the module itself has it, under whatever name."""
+    module = getattr(norm, "original_component", None) or norm
+    found = [getattr(module, name, None) for name in ("eps", "variance_epsilon")]
+    return next((float(eps) for eps in found if eps is not None), otherwise)

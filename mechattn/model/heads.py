@@ -1,0 +1,52 @@
+"""Heads as bridges show them, told apart: z, values and W_O by head, also where a bridge splits them another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mechattn.model.hooked import HookedModel
+from mechattn.model.values import attention_module
+
+
+def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
+    """Queries, keys, values or z of each head, however a bridge has split what comes after the position.
+
+    Some hand all heads over in a row. With latent attention hook_z is split into pieces as wide as the configuration's
+    ``head_dim``, which is that of the rotated part of a key, while a head's z is as wide as its values.
+    """
+    if shown.ndim == 4 and shown.shape[2] == heads:
+        return shown
+    return rearrange(shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads)
+
+
+def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """What hook_v shows as [batch pos kv_head d_head]; with latent attention heads come before positions."""
+    if v.ndim == 4 and is_latent(model, layer):
+        return rearrange(v, "batch head pos d_head -> batch pos head d_head")
+    return v
+
+
+def is_latent(model: HookedModel, layer: int) -> bool:
+    """Whether keys and values of a layer come out of a latent of lower rank (DeepSeek's MLA)."""
+    return getattr(attention_module(model, layer), "kv_lora_rank", None) is not None
+
+
+def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O by head, as it is stored.
+
+    Raises:
+        Exception: Whatever an adapter raises that does not say what its output weights are.
+    """
+    attention: Any = model.blocks[layer].attn
+    if not is_latent(model, layer):
+        return attention.W_O.detach()
+    linear = getattr(attention.o, "original_component", attention.o)
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"the output projection is a {type(linear).__name__}")
+    return rearrange(
+        linear.weight.detach(), "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads)
+    )

@@ -1,0 +1,86 @@
+"""Heads of latent attention, which TransformerLens splits another way, are those of the model itself."""
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model.architectures import tiny_model
+from mechattn.model.heads import output_projection, positions_first, split_heads
+from mechattn.model.patch.head_outputs import changing_z
+from mechattn.model.verify.facts import facts_of
+
+FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
+TOKENS = torch.arange(5, 25)[None]
+SLASH = ma.MeaninglessTokens("/", 20)
+
+
+@pytest.fixture(scope="module")
+def latent(tokenizer):
+    return ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
+
+
+def test_all_is_verified(latent):
+    outcomes = {check.name: check.outcome for check in facts_of(latent).report.checks}
+    assert {outcomes[name] for name in ("values", "heads", "residual", "logits")} == {"passed"}
+
+
+def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
+    """Σ_h z W_O is the same however z is split; pattern · v is not."""
+    cut = torch.arange(HEADS * WIDTH).roll(WIDTH // 2)
+
+    def elsewhere(shown, heads):
+        return split_heads(shown.flatten(2)[..., cut.to(shown.device)], heads)
+
+    monkeypatch.setattr("mechattn.model.verify.checks.split_heads", elsewhere)
+    with pytest.raises(ma.MechattnError, match="values failed"):
+        ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_a_head_is_taken_away_alone(latent, tokenizer, head):
+    """As from the model of transformers whose W_O has no such rows."""
+    plain = tiny_model(FAMILY, len(tokenizer))
+    for n, layer in enumerate(plain.model.layers):
+        weight = layer.self_attn.o_proj.weight
+        got = output_projection(latent, n)[head]
+        torch.testing.assert_close(got, weight.detach()[:, head * WIDTH : (head + 1) * WIDTH].T)
+    with torch.no_grad():
+        plain.model.layers[0].self_attn.o_proj.weight[:, head * WIDTH : (head + 1) * WIDTH] = 0
+        expected = plain(TOKENS).logits
+
+    def without(other):
+        def change(z):
+            assert z.shape == (1, TOKENS.shape[1], HEADS, WIDTH)
+            return torch.cat([z[:, :, :other], 0 * z[:, :, other : other + 1], z[:, :, other + 1 :]], 2)
+
+        with torch.no_grad(), changing_z(latent, {0: change}):
+            return latent(TOKENS)
+
+    torch.testing.assert_close(without(head), expected, atol=1e-4, rtol=1e-4)
+    assert (without((head + 1) % HEADS) - expected).abs().max() > 0.1, "negative control: the next head"
+
+
+def test_positions_and_heads_are_told_apart_where_there_are_as_many(latent, toy):
+    v = torch.randn(1, HEADS, HEADS, WIDTH)
+    assert torch.equal(positions_first(latent, 0, v), v.transpose(1, 2))
+    assert positions_first(toy, 0, v) is v
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24), (2, 3, 4, 6), (2, 3, 8, 3)])
+def test_heads_in_a_row_and_split_otherwise(shape):
+    flat = torch.arange(144.0).reshape(2, 3, 24)
+    assert torch.equal(split_heads(flat.reshape(shape), 4), flat.reshape(2, 3, 4, 6))
+
+
+def test_both_engines_give_the_same(latent, prompts):
+    analyses = [ma.HeadUpdates(), ma.TopTargetUpdates(), ma.DirectLogits(), ma.AttentionSinks(), ma.AffineShift()]
+    made = [
+        ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine, progress=False)
+        for engine in ("streaming", "hooks")
+    ]
+    for analysis in analyses:
+        for name, one in made[0][analysis.name].items():
+            if one.dtype.kind == "f" and "counts" not in str(name):
+                other = made[1][analysis.name][name]
+                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=f"{analysis.name} {name}")

@@ -1,0 +1,186 @@
+"""`DirectLogits` against plain transformers in float64: each head by hand, and all parts together, which are the logit."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.model.architectures import tiny_model
+from mechattn.model.toys import load_tokenizer
+from tests.parity.plain import loop_over_experts, models, passed
+
+SLASH = ma.MeaninglessTokens("/", 20)
+GRANITE = {"logits_scaling": 8.0, "residual_multiplier": 0.22}
+SUMMED = {
+    "Llama": {},
+    "GPT-2": {},
+    "Gemma 2": {"final_logit_softcapping": 4.0},
+    "Gemma 3": {},
+    "OLMo 2": {},
+    "Cohere": {"logit_scale": 0.3},
+    "Granite": GRANITE,
+    "DeepSeek-V3 (latent attention)": {},
+}
+
+
+@pytest.mark.parametrize("name", ["toy:llama", "toy:qwen2", "toy:falcon", "BLOOM", "MPT"])
+def test_each_head(name, prompts, monkeypatch):
+    """Each head's Δ taken through the final norm with the scale of this text, by hand."""
+    plain, hooked = models(name)
+    result = ma.run(
+        hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False
+    )
+    sequence = SLASH.apply(prompts[0], hooked)
+    ids = sequence.tokens.tolist()
+    made = passed(plain, ids, monkeypatch)
+    norm = next(m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f"))
+    w_u = plain.get_output_embeddings().weight.detach().numpy()
+    w_u = w_u - w_u.mean(0)
+    stream = made.resid[-1]
+    centres = type(norm).__name__ == "LayerNorm"
+    eps = norm.eps if centres else norm.variance_epsilon
+    scale = np.sqrt(stream.var(-1) + eps) if centres else np.sqrt((stream**2).mean(-1) + eps)
+    for layer, (z, w_o) in enumerate(zip(made.z, made.w_o, strict=True)):
+        delta = np.einsum("phd,hdm->phm", z, w_o)
+        delta = delta - delta.mean(-1, keepdims=True) if centres else delta
+        mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash", layer=layer)[0].values
+        for p in range(len(ids) - 1):
+            expected = delta[p] @ (norm.weight.detach().numpy() * w_u[ids[p + 1]]) / scale[p]
+            np.testing.assert_allclose(mine[:, p], expected, rtol=1e-3, atol=2e-4)
+        assert np.isnan(mine[:, len(ids) - 1]).all()
+
+
+@dataclass
+class Parts:
+    """What a model of transformers adds to the residual stream at each token [pos, d_model], and what it makes of it."""
+
+    heads: list  # of each layer [pos, head, d_model]
+    alone: list  # the same, where the norm after attention is of each head by itself: a mistake
+    rest: np.ndarray  # embedding, MLPs and biases
+    stream: np.ndarray
+    logits: np.ndarray
+
+
+def weight_of(norm):
+    """γ; Gemma's is stored less 1."""
+    return norm.weight.detach().numpy() + (1 if "Gemma" in type(norm).__name__ else 0)
+
+
+def rms(x, norm):
+    eps = next(getattr(norm, n) for n in ("eps", "variance_epsilon") if hasattr(norm, n))
+    return np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def seen_in(plain, blocks, ids):
+    """What hooks of torch on the model's own modules see in a run, and the logits."""
+    seen, handles = {}, []
+
+    def keep(key, before):
+        def take(module, given, out=None):
+            value = given[0] if before else out
+            seen[key] = (value[0] if isinstance(value, tuple) else value)[0].detach().numpy()
+
+        return take
+
+    for n, block in enumerate(blocks):
+        attention = block.attn if hasattr(block, "attn") else block.self_attn
+        seen[n, "out"] = attention.c_proj if hasattr(attention, "c_proj") else attention.o_proj
+        mlp = getattr(block, "post_feedforward_layernorm", block.mlp)
+        handles.append(seen[n, "out"].register_forward_pre_hook(keep((n, "z"), True)))
+        handles.append(mlp.register_forward_hook(keep((n, "mlp"), False)))
+        handles.append(block.register_forward_pre_hook(keep((n, "before"), True)))
+        handles.append(block.register_forward_hook(keep("stream", False)))
+    with torch.no_grad():
+        logits = plain(torch.tensor([ids])).logits[0].numpy()
+    for handle in handles:
+        handle.remove()
+    return seen, logits
+
+
+def parts_of(plain, ids):
+    """Of one run, part by part."""
+    blocks = plain.transformer.h if hasattr(plain, "transformer") else plain.model.layers
+    seen, logits = seen_in(plain, blocks, ids)
+    count = plain.config.num_attention_heads
+    factor = getattr(plain.config, "residual_multiplier", 1.0)
+    found = Parts([], [], seen[0, "before"].copy(), seen["stream"], logits)
+    for n, block in enumerate(blocks):
+        out, z = seen[n, "out"], seen[n, "z"]
+        weight = out.weight.detach().numpy()
+        weight = weight if type(out).__name__ == "Conv1D" else weight.T
+        w_o = weight.reshape(count, -1, weight.shape[-1])
+        bias = 0 if getattr(out, "bias", None) is None else out.bias.detach().numpy()
+        delta = np.einsum("phd,hdm->phm", z.reshape(len(ids), count, -1), w_o)
+        whole, alone = delta.sum(1) + bias, delta
+        if hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
+            norm = block.post_attention_layernorm
+            delta, alone = (weight_of(norm) * delta / scale for scale in (rms(whole, norm)[:, None], rms(delta, norm)))
+        found.heads.append(factor * delta)
+        found.alone.append(factor * alone)
+        found.rest += factor * (seen[n, "mlp"] + bias)
+    return found
+
+
+def read(plain, delta, stream, ids):
+    """What parts [pos, …, d_model] give to the logit of the next token, with the final norm's scale of the stream."""
+    norm = plain.transformer.ln_f if hasattr(plain, "transformer") else plain.model.norm
+    w_u = plain.get_output_embeddings().weight.detach().numpy()
+    w_u = (w_u - w_u.mean(0))[ids[1:]]
+    centred = "LayerNorm" in type(norm).__name__
+    less = delta - delta.mean(-1, keepdims=True) if centred else delta
+    whole = stream - stream.mean(-1, keepdims=True) if centred else stream
+    scale = rms(whole, norm).reshape(len(ids), *[1] * (delta.ndim - 1))
+    factor = getattr(plain.config, "logit_scale", 1.0) / getattr(plain.config, "logits_scaling", 1.0)
+    return factor * np.einsum("p...m,pm->p...", (weight_of(norm) * less / scale)[:-1], w_u)
+
+
+def biases_read(plain, ids):
+    """What the final norm's bias gives to the logit of the next token."""
+    norm = plain.transformer.ln_f if hasattr(plain, "transformer") else plain.model.norm
+    w_u = plain.get_output_embeddings().weight.detach().numpy()
+    bias = getattr(norm, "bias", None)
+    return 0 if bias is None else (w_u - w_u.mean(0))[ids[1:]] @ bias.detach().numpy()
+
+
+@pytest.fixture(scope="module", params=SUMMED)
+def summed(request, prompts):
+    """The model, what the analysis gives [layer, head, pos], the ids and the parts by hand; all in float64."""
+    tokenizer, settings = load_tokenizer("toy:llama"), SUMMED[request.param]
+    plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
+    loop_over_experts(plain)
+    loop_over_experts(same)
+    hooked = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
+    result = ma.run(
+        hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False
+    )
+    ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
+    mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash").isel(prompt=0).values
+    return plain, mine[..., : len(ids) - 1], ids, parts_of(plain, ids)
+
+
+def test_all_parts_are_the_logit(summed):
+    """Heads as measured; embedding, MLPs and biases by hand. Of capped logits, those before the cap."""
+    plain, mine, ids, parts = summed
+    cap = getattr(plain.config, "final_logit_softcapping", None)
+    logits = cap * np.arctanh(parts.logits / cap) if cap else parts.logits
+    expected = (logits - logits.mean(-1, keepdims=True))[np.arange(len(ids) - 1), ids[1:]]
+    got = mine.sum((0, 1)) + read(plain, parts.rest, parts.stream, ids) + biases_read(plain, ids)
+    size = abs(expected).max()
+    assert abs(got - expected).max() < 1e-5 * size
+    assert abs(got - mine[0, 0] - expected).max() > 1e-2 * size, "negative control: a head is left out"
+    if cap:
+        capped = (parts.logits - parts.logits.mean(-1, keepdims=True))[np.arange(len(ids) - 1), ids[1:]]
+        assert abs(got - capped).max() > 0.1 * size, "negative control: the logits after the cap"
+
+
+def test_each_head_of_the_sum(summed):
+    plain, mine, ids, parts = summed
+    for layer, delta in enumerate(parts.heads):
+        expected = read(plain, delta, parts.stream, ids).T
+        np.testing.assert_allclose(mine[layer], expected, rtol=1e-5, atol=1e-5 * abs(expected).max())
+        assert abs(mine[layer] - expected[::-1]).max() > 0.1 * abs(expected).max(), "negative control: another head's"
+        if parts.alone[layer] is not delta and abs(parts.alone[layer] - delta).max() > 1e-12:
+            alone = read(plain, parts.alone[layer], parts.stream, ids).T
+            assert abs(mine[layer] - alone).max() > 0.1 * abs(expected).max(), "negative control: each head normed"
