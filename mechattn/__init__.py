@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
+    from mechattn.analysis.segment_logits import SegmentLogits as SegmentLogits
     from mechattn.engine.random_runs import run_random as run_random
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
@@ -96,6 +97,7 @@ _HOME = {
     "Result": "results.result",
     "ScoreDecomposition": "analysis.score_decomposition",
     "SegmentFlow": "analysis.segment_flow",
+    "SegmentLogits": "analysis.segment_logits",
     "Sequence": "prompts.sequences",
     "ShuffledSentence": "prompts.conditions",
     "TopTargetUpdates": "analysis.head_updates",

@@ -22,7 +22,7 @@ from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
 
-_Z, _POST = "attn.hook_z", "ln1_post.hook_in"
+_Z, POST = "attn.hook_z", "ln1_post.hook_in"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DirectLogits(AnalysisBase):
     @property
     def captures(self) -> Seq[str]:
         """Each head's output before W_O; what the norm after attention is given, where there is one."""
-        return (_Z, _POST) if self.norms else (_Z,)
+        return (_Z, POST) if self.norms else (_Z,)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, the norms after attention, and the unembedding.
@@ -75,7 +75,7 @@ class DirectLogits(AnalysisBase):
             ModelError: A head's update is not known, or how it reaches the logits.
         """
         weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model), norms=_norms_after(model, layers))
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing measured yet."""
@@ -91,7 +91,7 @@ class DirectLogits(AnalysisBase):
         if norm is None:
             sums["product"] = update_product(z, w_o, toward)
             return
-        scale = norm.scale(captures.tensors[_POST]).to(w_o.dtype)
+        scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
         sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
@@ -108,13 +108,17 @@ class DirectLogits(AnalysisBase):
         return made | ({"next_token_logit_at": each} if self.per_query else {})
 
 
-def _norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
-    """The norms between attention and the residual stream."""
+def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
+    """The norms between attention and the residual stream, by layer.
+
+    Raises:
+        ModelError: One is not shown, or is no norm whose scale can be held.
+    """
     found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
     norms = {layer: norm for layer, norm in found.items() if norm is not None}
     named = model.hook_dict if norms else {}
     for layer in norms:
-        if f"blocks.{layer}.{_POST}" not in named:
+        if f"blocks.{layer}.{POST}" not in named:
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} does not show what the norm after attention is given, so its "
                 "scale is not known"

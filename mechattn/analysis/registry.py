@@ -16,6 +16,7 @@ from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.analysis.segment_flow import SegmentFlow
+from mechattn.analysis.segment_logits import SegmentLogits
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
     ReceivedAttention,
@@ -27,6 +28,7 @@ ANALYSES: tuple[Callable[[], Analysis], ...] = (
     TopTargetUpdates,
     BlockUpdates,
     DirectLogits,
+    SegmentLogits,
     AttentionSinks,
     ScoreDecomposition,
     AttentionMap,

@@ -116,7 +116,7 @@ def test_a_dtype_that_is_none(options):
 
 
 def test_an_engine_that_is_none(toy):
-    with pytest.raises(OptionError, match='"auto", "streaming" or "hooks"'):
+    with pytest.raises(OptionError, match="choose 'auto', 'streaming', 'fused', 'hooks'"):
         ma.run(toy, "Tom has 3 apples.", engine="fast", progress=False)
 
 

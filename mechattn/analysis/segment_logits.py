@@ -1,0 +1,146 @@
+"""Where a head reads what it adds to the logit of the next token: its direct contribution by segment of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
+from mechattn.analysis.direct_logits import POST, norms_after
+from mechattn.axes import SEGMENTS
+from mechattn.errors import ModelError
+from mechattn.functional.grouped import for_each_head
+from mechattn.functional.received import visible_keys
+from mechattn.model.hooked import HookedModel
+from mechattn.model.unembedding import unembedding
+from mechattn.model.verify.facts import facts_of
+from mechattn.model.weights import output_weights, wide
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch
+
+_NO_NULL = "it depends on the values"
+
+
+@dataclass(frozen=True)
+class SegmentLogits(AnalysisBase):
+    """What each head reads from the keys of each segment, as its direct contribution to the logit of the next token.
+
+    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is what :class:`DirectLogits`
+    makes of an update Δ at query q: the final norm's scale, and that of a norm after attention, held as they are. Over
+    all segments it adds up to ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the
+    last token has no next.
+
+    ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The difference of two segments
+    is the contrast of a needle with the rest of its context (LOCOS).
+
+    Source:
+        arXiv:2607.01002, whose answer tokens are here the next tokens of the text.
+    """
+
+    weights: Any = field(default=None, repr=False, compare=False)
+    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
+    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
+
+    name = "segment_logits"
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """From the queries of a segment to the keys of each."""
+        dims = ("head", "segment", "to_segment")
+        about = "direct contribution to the logit of the next token, read from the keys of to_segment"
+        mean = ", mean over the queries of the segment"
+        return {
+            "next_token_logit_from": Quantity(dims, "logits", about + mean, "difference", _NO_NULL),
+            "next_token_logit_per_key": Quantity(
+                dims, "logits", f"{about}, per key seen{mean}", "difference", _NO_NULL
+            ),
+        }
+
+    @property
+    def captures(self) -> Seq[str]:
+        """What the norm after attention is given; in a model without one, z, which nothing is made of."""
+        return (POST,) if self.norms else ("attn.hook_z",)
+
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """With W_O of the layers, the norms after attention, and the unembedding.
+
+        Raises:
+            ModelError: A head's update is not known, or how it reaches the logits; or what attention mixes passes a
+                gate or a norm before it is z, so that no key's share of it is what the head adds.
+        """
+        facts = facts_of(model)
+        if facts is not None and facts.report is not None and "values" in facts.report.limited:
+            raise ModelError(
+                f"{model.cfg.model_name}: {facts.report.limited['values']}; so a key's share of what a head adds is "
+                "not A · v W_O"
+            )
+        weights = {layer: output_weights(model, layer) for layer in layers}
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Nothing read yet."""
+        shape = (len(batch.rows), heads, batch.tokens.shape[1], len(SEGMENTS))
+        return {"read": torch.zeros(shape, device=batch.tokens.device)}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """What these queries read from each segment, before the scales of norms."""
+        assert self.weights is not None, "calibrated() comes first"
+        assert self.reads is not None, "calibrated() comes first"
+        if rows.v is None:
+            raise ModelError(
+                f"layer {rows.layer} shows no hook_v by head, so what a head reads from a key is not known"
+            )
+        w_o, norm = wide(self.weights[rows.layer]), (self.norms or {}).get(rows.layer)
+        toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
+        toward = toward if norm is None else norm.toward(toward)
+        asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
+        values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
+        each = rows.pattern * (asked @ rearrange(values, "batch head key d_head -> batch head d_head key"))
+        members = rows.batch.members()[..., rows.keys].to(each.dtype)
+        sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """The scale of the norm after attention."""
+        norm = (self.norms or {}).get(captures.layer)
+        if norm is not None:
+            sums["post"] = norm.scale(captures.tensors[POST])[:, None]
+
+    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+        """The scale of the final norm."""
+        assert self.reads is not None, "calibrated() comes first"
+        sums["scale"] = self.reads.scale(stream)[:, None]
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries of each segment that have a next token."""
+        scale = sums["scale"] * sums.get("post", torch.ones_like(sums["scale"]))
+        read = sums["read"] / scale[..., None]
+        last = batch.real & ~batch.real.roll(-1, 1)
+        last[:, -1] |= batch.real[:, -1]
+        asking = (batch.members() & ~last[:, None]).to(read.dtype)
+        count = asking.sum(-1)[:, None, :, None]
+        seen = _keys_seen(batch, window).to(read.dtype)[:, None]
+        per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
+        some = rearrange(asking, "batch segment query -> batch 1 segment query")
+        those = some @ (seen > 0).to(read.dtype)  # queries of the segment that see a key of to_segment
+        there = (count > 0) & (those > 0)
+        return {
+            "next_token_logit_from": (some @ read / count).masked_fill(~there, torch.nan),
+            "next_token_logit_per_key": (some @ per_key / those).masked_fill(~there, torch.nan),
+        }
+
+
+def _keys_seen(batch: Batch, window: int | None) -> Float[Tensor, "batch query segment"]:
+    """How many keys of each segment each query sees."""
+    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    seen = visible_keys(places, len(places), window)[None]
+    if batch.edge_mask is not None:
+        seen = seen & ~batch.edge_mask.unseen(places.expand(len(batch.rows), -1), slice(0, len(places)))
+    members = rearrange(batch.members().float(), "batch segment key -> batch key segment")
+    return seen.float() @ members
