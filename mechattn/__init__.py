@@ -47,17 +47,19 @@ if TYPE_CHECKING:
     from mechattn.patching.table import HeadPatching as HeadPatching
     from mechattn.patching.table import LayerPatching as LayerPatching
     from mechattn.prompts.conditions import Baseline as Baseline
+    from mechattn.prompts.conditions import Counting as Counting
     from mechattn.prompts.conditions import Insertion as Insertion
     from mechattn.prompts.conditions import MeaninglessTokens as MeaninglessTokens
     from mechattn.prompts.conditions import RandomSentence as RandomSentence
     from mechattn.prompts.conditions import RandomTokens as RandomTokens
     from mechattn.prompts.conditions import RepeatedWord as RepeatedWord
+    from mechattn.prompts.conditions import RepeatQuestion as RepeatQuestion
     from mechattn.prompts.conditions import ShuffledSentence as ShuffledSentence
     from mechattn.prompts.conditions import Text as Text
-    from mechattn.prompts.conditions import sweep as sweep
     from mechattn.prompts.datasets import load_prompts as load_prompts
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
+    from mechattn.prompts.sweeps import sweep as sweep
     from mechattn.results.adjust import adjust as adjust
     from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.reading import load_result as load_result
@@ -76,6 +78,7 @@ _HOME = {
     "Baseline": "prompts.conditions",
     "BlockUpdates": "analysis.block_updates",
     "DirectLogits": "analysis.direct_logits",
+    "Counting": "prompts.conditions",
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
     "HeadPatching": "patching.table",
@@ -93,6 +96,7 @@ _HOME = {
     "RandomSentence": "prompts.conditions",
     "RandomTokens": "prompts.conditions",
     "ReceivedAttention": "analysis.received_attention",
+    "RepeatQuestion": "prompts.conditions",
     "RepeatedWord": "prompts.conditions",
     "Result": "results.result",
     "ScoreDecomposition": "analysis.score_decomposition",
@@ -125,7 +129,7 @@ _HOME = {
     "run_job": "jobs.chunks",
     "run_random": "engine.random_runs",
     "save_result": "results.storage",
-    "sweep": "prompts.conditions",
+    "sweep": "prompts.sweeps",
     "verify_model": "model.load",
 }
 __all__ = sorted(_HOME)

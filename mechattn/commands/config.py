@@ -23,6 +23,7 @@ from mechattn.interventions.arm import ARM
 from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
+from mechattn.prompts.sweeps import sweep
 
 CONDITIONS = {
     kind.__name__: kind
@@ -34,6 +35,8 @@ CONDITIONS = {
         kinds.RandomTokens,
         kinds.RandomSentence,
         kinds.ShuffledSentence,
+        kinds.Counting,
+        kinds.RepeatQuestion,
     )
 }
 ANALYSES = {kind.__name__: kind for kind in KINDS}
@@ -126,7 +129,7 @@ def _varied(section: Condition, count: int | None, where: str) -> dict[str, kind
     made = made.unshifted() if section.unshifted else made
     if acts := section.intervention:
         made = made.under(_made(INTERVENTIONS, acts.kind, acts.options, f"{where}.intervention"))
-    return kinds.sweep(made, **swept) if swept else {"": made}
+    return sweep(made, **swept) if swept else {"": made}
 
 
 def made_analyses(config: Config) -> list[Analysis]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
@@ -322,45 +320,51 @@ class ShuffledSentence(RandomSentence):
         return tokens
 
 
-def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
-    """Conditions that differ in one option or more, named after them: what ``run`` takes, in one call.
-
-    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is
-    the baseline, which is always run. With several options all combinations.
+@dataclass(frozen=True)
+class Counting(Insertion):
+    """Numbers in order, "1 2 3 …", cut to exactly ``count`` tokens: filler that says nothing of the question.
 
     Args:
-        condition: What is varied.
-        options: The values of each option of the condition.
+        count: How many tokens are inserted.
+        place: As for :class:`MeaninglessTokens`.
 
-    Raises:
-        OptionError: The condition has no such option, or a value cannot be.
+    Source:
+        The filler under which large models without reasoning answer better (Greenblatt, December 2025).
     """
-    if isinstance(condition, Variant):
-        return {
-            name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()
-        }
-    have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
-    for name in options:
-        if name not in have:
-            raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
-    for name, values in options.items():
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
-    options = {name: list(values) for name, values in options.items()}
-    if not options or not all(options.values()):
-        raise OptionError("a sweep needs an option with its values, such as count=[10, 25, 40]")
-    made = {}
-    for values in product(*options.values()):
-        varied = dict(zip(options, values, strict=True))
-        if varied.get("count") != 0:
-            name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
-            made[name] = replace(condition, **varied)  # type: ignore[type-var]
-    return made
+
+    count: int = 55
+    place: Place = "before_answer"
+
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The tokens of the numbers."""
+        numbers = " ".join(map(str, range(1, self.count + 1)))  # one token each at least
+        return require_tokenizer(model)(numbers, add_special_tokens=False)["input_ids"][: self.count]
 
 
-def _printable(value: Any) -> str:
-    """A value as a part of a name: a newline as "\\n"."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+@dataclass(frozen=True)
+class RepeatQuestion(Insertion):
+    """The question's own tokens once more, or several times: what is inserted is as long as the question.
+
+    Args:
+        times: How often it is repeated.
+        place: As for :class:`MeaninglessTokens`; after the question by default.
+
+    Source:
+        As good as counting, or better, in large models without reasoning (Greenblatt, December 2025).
+    """
+
+    times: int = 1
+    place: Place = "before_answer"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or not isinstance(self.times, int) or self.times < 1:
+            raise OptionError(f"times={self.times!r}: give a whole number, 1 at least; the baseline is always run")
+        check_place(self.place)
+
+    def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
+        """The tokens of the question."""
+        sequence = tokenize(prompt, model)
+        return sequence.tokens[sequence.of_segment("question")].tolist() * self.times
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 Scale = Literal["log-ratio", "difference"]
 Parts = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
 NO_NULL = "no null is known; a change may be there by definition"
-_INSERTIONS = ("MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text")
+_INSERTIONS = (
+    "MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text", "Counting",
+    "RepeatQuestion",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

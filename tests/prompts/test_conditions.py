@@ -10,6 +10,7 @@ import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
+from mechattn.errors import OptionError
 from mechattn.prompts.sequences import insert
 from mechattn.prompts.templates import tokenize
 
@@ -297,3 +298,25 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     assert twice.tokens[twice.inserted].tolist() == [7, 7, 7, 8, 8]
     assert torch.equal(twice.tokens[~twice.inserted], ma.Baseline().apply(PROMPT, toy).tokens)
     assert twice.origin[~twice.inserted].tolist() == list(range(len(once) - 3))
+
+
+def test_counting_is_cut_to_the_count(toy):
+    sequence = ma.Counting(count=11).apply(PROMPT, toy)
+    assert int(sequence.inserted.sum()) == 11
+    assert toy.tokenizer.decode(sequence.tokens[sequence.inserted]).strip().startswith("1 2 3 4")
+    assert int(sequence.inserted.nonzero()[0]) > int(sequence.of_segment("question").nonzero()[-1])
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_the_question_is_repeated_token_by_token(toy, times):
+    sequence = ma.RepeatQuestion(times).apply(PROMPT, toy)
+    question = sequence.tokens[sequence.of_segment("question")].tolist()
+    assert sequence.tokens[sequence.inserted].tolist() == question * times
+    assert sequence.tokens[~sequence.inserted].equal(ma.Baseline().apply(PROMPT, toy).tokens)
+    assert int(sequence.inserted.nonzero()[0]) > int(sequence.of_segment("question").nonzero()[-1])
+
+
+@pytest.mark.parametrize("times", [0, 1.5, True, "2"])
+def test_a_question_repeated_no_times(times):
+    with pytest.raises(OptionError, match="give a whole number, 1 at least"):
+        ma.RepeatQuestion(times)

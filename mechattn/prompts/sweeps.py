@@ -1,0 +1,52 @@
+"""Conditions that differ in one option or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from itertools import product
+from typing import Any
+
+from mechattn.errors import OptionError
+from mechattn.prompts.conditions import Condition, Variant
+
+
+def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
+    """Conditions that differ in one option or more, named after them: what ``run`` takes, in one call.
+
+    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is
+    the baseline, which is always run. With several options all combinations.
+
+    Args:
+        condition: What is varied.
+        options: The values of each option of the condition.
+
+    Raises:
+        OptionError: The condition has no such option, or a value cannot be.
+    """
+    if isinstance(condition, Variant):
+        return {
+            name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()
+        }
+    have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
+    for name in options:
+        if name not in have:
+            raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
+    for name, values in options.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
+    options = {name: list(values) for name, values in options.items()}
+    if not options or not all(options.values()):
+        raise OptionError("a sweep needs an option with its values, such as count=[10, 25, 40]")
+    made = {}
+    for values in product(*options.values()):
+        varied = dict(zip(options, values, strict=True))
+        if varied.get("count") != 0:
+            name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
+            made[name] = replace(condition, **varied)  # type: ignore[type-var]
+    return made
+
+
+def _printable(value: Any) -> str:
+    """A value as a part of a name: a newline as "\\n"."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
