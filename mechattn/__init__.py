@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mechattn.evaluation.evaluate import evaluate as evaluate
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
     from mechattn.evaluation.noise import baseline_noise as baseline_noise
+    from mechattn.evaluation.trend import trend as trend
     from mechattn.interventions.ablation import HeadAblation as HeadAblation
     from mechattn.interventions.affine_attention import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
@@ -130,6 +131,7 @@ _HOME = {
     "run_random": "engine.random_runs",
     "save_result": "results.storage",
     "sweep": "prompts.sweeps",
+    "trend": "evaluation.trend",
     "verify_model": "model.load",
 }
 __all__ = sorted(_HOME)

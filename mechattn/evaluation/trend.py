@@ -1,0 +1,63 @@
+"""Does attention, or accuracy, rise or fall with how much is inserted, or with where?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.units import units_of
+from mechattn.results.compare import what_is_tested
+from mechattn.results.result import Result
+from mechattn.stats.trend import Trend
+from mechattn.stats.trend import trend as trend_of
+from mechattn.stats.units import Unit
+
+
+def trend(
+    measured: Result | Evaluation,
+    conditions: Seq[str],
+    quantity: str = "received",
+    segment: str | None = "question",
+    *,
+    layer: int | None = None,
+    unit: Unit = "auto",
+    resamples: int = 9999,
+    seed: int = 0,
+) -> Trend:
+    """Whether a quantity, or accuracy, rises or falls over conditions in their order, such as a sweep of counts.
+
+    Page's test over prompts, two-sided, by permutations of each prompt's values, beside the mean of Spearman's ρ within
+    prompts. Of a result it tests each prompt's mean over heads of the change from the baseline *less that of the null*:
+    more inserted tokens mean less attention for each by definition, whatever a head does. Of an evaluation it tests
+    each problem's share of right answers, the baseline as a dose of its own if it is named.
+
+    Args:
+        measured: A result, or an evaluation.
+        conditions: Three at least, in the order of their dose; ``list(ma.sweep(…))`` gives the names of a sweep.
+        quantity: Of a result: what ``compare`` takes.
+        segment: Of a result: the segment that it is about.
+        layer: Of a result: one layer; all by default.
+        unit: "auto" takes groups of prompts as the units where they have them.
+        resamples: Permutations.
+        seed: Of the permutations.
+
+    Raises:
+        OptionError: Fewer than three conditions, one that is not there, or what ``compare`` refuses.
+    """
+    names = [conditions] if isinstance(conditions, str) else list(conditions)
+    if len(set(names)) < 3 or len(set(names)) != len(names):
+        raise OptionError(f"conditions={names}: give three names at least, each once, in the order of their dose")
+    if unknown := [name for name in names if name not in measured.conditions]:
+        there = ", ".join(map(repr, measured.conditions))
+        raise OptionError(f"there is no condition {unknown[0]!r}; there are {there}")
+    if isinstance(measured, Evaluation):
+        units = units_of(measured, unit)
+        return trend_of(np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed)
+    if BASELINE in names:
+        raise OptionError('"baseline" has no change from itself; name the other conditions, in the order of their dose')
+    each = [what_is_tested(measured, name, quantity, "segment", segment, unit, layer)[0] for name in names]
+    return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)
