@@ -17,19 +17,19 @@ ANALYSES = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
 
 def full(rows, error, layer, monkeypatch):
     """Memory that holds no batch of more than some rows; it is full in the middle of a pass, after some layers."""
-    begin, refuse_nan, sizes = measure._Pass, measure._refuse_nan, []
+    begin, seen, sizes = measure._Pass, measure._Sums.seen, []
 
     def begun(model, batch, *arguments):
         sizes.append(len(batch.rows))
         return begin(model, batch, *arguments)
 
-    def fails(one, at, sums):
-        if len(one.batch.rows) > rows and at == layer:
+    def fails(self, number, at, part):
+        if len(self.one.batch.rows) > rows and at == layer:
             raise error
-        refuse_nan(one, at, sums)
+        seen(self, number, at, part)
 
     monkeypatch.setattr(measure, "_Pass", begun)
-    monkeypatch.setattr(measure, "_refuse_nan", fails)
+    monkeypatch.setattr(measure._Sums, "seen", fails)
     return sizes
 
 
