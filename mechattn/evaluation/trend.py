@@ -48,6 +48,8 @@ def trend(
     Raises:
         OptionError: Fewer than three conditions, one that is not there, or what ``compare`` refuses.
     """
+    if not isinstance(measured, (Result, Evaluation)):
+        raise OptionError(f"measured is of type {type(measured).__name__}: give what ma.run or ma.evaluate gives")
     names = [conditions] if isinstance(conditions, str) else list(conditions)
     if len(set(names)) < 3 or len(set(names)) != len(names):
         raise OptionError(f"conditions={names}: give three names at least, each once, in the order of their dose")

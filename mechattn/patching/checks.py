@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
 from mechattn.engine.check import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
 from mechattn.model.hooked import HookedModel, original_of
@@ -58,6 +60,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
         raise OptionError("one prompt: give two at least, as another prompt's output is the control of each")
     for prompt, made in zip(prompts, sequences, strict=True):
         changed = made["condition"]
+        if not changed.inserted.any():
+            raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(
                 f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer that the model reads: '
@@ -75,3 +79,20 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])
+
+
+def check_metric(made: Any, rows: int, gradients: bool) -> None:
+    """Refuse what a metric of one's own gives, where it is not a number a row, or has no gradient and needs one."""
+    if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
+        shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise OptionError(
+            f"the metric gives {shape} for {rows} rows; give one number a row: a function of logits [row answer d_vocab] "
+            "and answer [answer] that returns a tensor [row]"
+        )
+    if not bool(made.isfinite().all()):
+        raise OptionError("the metric gives NaN or infinity, so no effect can be told")
+    if gradients and not made.requires_grad:
+        raise OptionError(
+            "the metric has no gradient by the logits (an argmax, say, has none), so heads can't be attributed: name "
+            "heads, which are patched without one"
+        )

@@ -18,7 +18,7 @@ from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
-from mechattn.patching.checks import Direction, check_options, check_sequences, chosen_heads
+from mechattn.patching.checks import Direction, check_metric, check_options, check_sequences, chosen_heads
 from mechattn.patching.metrics import Measured, Metric, metric_of
 from mechattn.patching.runs import Part, Run, Where, Z, gradients, patched_logits, read
 from mechattn.patching.table import CONTROLS, HeadPatching, LayerPatching
@@ -190,7 +190,9 @@ class _Prompt:
 
     def _measure(self, run: Run, logits: Float[Tensor, "row answer d_vocab"], base: Run) -> Float[Tensor, " row"]:
         wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base.logits)]
-        return self.measured(wide[0], run.answer.to(logits.device), wide[1])
+        made = self.measured(wide[0], run.answer.to(logits.device), wide[1])
+        check_metric(made, len(logits), logits.requires_grad)
+        return made
 
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z]) -> np.ndarray:
         items, found = list(given.items()), []

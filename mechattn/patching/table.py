@@ -77,13 +77,13 @@ class Patching:
         cells = [tuple(int(label[i]) for label, i in zip(labels, at, strict=True)) for at in np.argwhere(there)]
         return self.units.means(values), cells
 
-    def _lines(self, table: pd.DataFrame) -> list[str]:
+    def _lines(self, table: pd.DataFrame | None) -> list[str]:
+        first = f"{self.about['metric']}; {self.about['direction']}, {self.about['method']}, {self.units.words}"
+        if table is None:
+            return [first, f"no interval from fewer than {FEWEST}: .effects has the numbers"]
         mean, low, high = self.whole
-        return [
-            f"{self.about['metric']}; {self.about['direction']}, {self.about['method']}, {self.units.words}",
-            f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]",
-            table.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
-        ]
+        shown = table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
+        return [first, f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]", shown]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class LayerPatching(Patching):
         return self._table(slice(None), slice(None), level, None, ranked=False)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(self.layers()))
+        return "\n".join(self._lines(self.layers() if self.units.n >= FEWEST else None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class HeadPatching(Patching):
         return replace(self, checked=pd.DataFrame(rows))
 
     def __str__(self) -> str:
-        lines = self._lines(self.heads(top=8))
+        lines = self._lines(self.heads(top=8) if self.units.n >= FEWEST else None)
         if self.agreement is not None and self.checked is not None:
             correlation, error = self.agreement
             lines.append(

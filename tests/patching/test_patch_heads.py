@@ -265,3 +265,29 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
     monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
     with pytest.raises(ma.MechattnError, match="no gradient goes through them: name heads"):
         ma.patch_heads(model, some, SLASH)
+
+
+@pytest.mark.parametrize(
+    ("metric", "heads", "said"),
+    [
+        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number a row"),
+        (lambda logits, answer: 1.0, [(0, 0)], "gives float for 1 rows"),
+        (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
+        (lambda logits, answer: logits[:, 0].argmax(-1).float(), None, "has no gradient by the logits"),
+    ],
+)
+def test_a_metric_that_is_none(metric, heads, said):
+    with pytest.raises(OptionError, match=said):
+        ma.patch_heads("toy:llama", prompts(2), SLASH, heads=heads, metric=metric, progress=False)
+
+
+def test_two_prompts_have_numbers_and_no_intervals():
+    made = ma.patch_heads("toy:llama", prompts(2), SLASH, heads=[(0, 0)], progress=False)
+    assert "no interval from fewer than 3" in str(made)
+    with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
+        made.heads()
+
+
+def test_a_condition_that_inserts_nothing():
+    with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
+        ma.patch_heads("toy:llama", prompts(2), ma.Baseline(), progress=False)
