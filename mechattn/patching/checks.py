@@ -86,8 +86,8 @@ def check_metric(made: Any, rows: int, gradients: bool) -> None:
     if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
         shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise OptionError(
-            f"the metric gives {shape} for {rows} rows; give one number a row: a function of logits [row answer d_vocab] "
-            "and answer [answer] that returns a tensor [row]"
+            f"the metric gives {shape} for {rows} rows; give one number a row: a function of logits [row answer "
+            "d_vocab] and answer [answer] that returns a tensor [row]"
         )
     if not bool(made.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be told")
