@@ -87,6 +87,7 @@ def make_figures(
         say(begins)
     results: list[Result] = []
     sections: list[Section] = []
+    maps: list[Result | None] = []
     counts: list[int] = []
     for name, place in places.items():
         hooked = load_model(name, dtype=dtype_named(dtype), device=device)
@@ -98,12 +99,15 @@ def make_figures(
         result.save(place)
         results.append(result)
         one = min(prompts, key=lambda prompt: len(prompt.question))
-        sections += [*_of_all(result, layer, heads, command), *_of_one(hooked, result, one, fitted, layer, heads, seed)]
+        beside, views = _of_one(hooked, result, one, fitted, layer, heads, seed)
+        maps.append(beside)
+        sections += [*_of_all(result, layer, heads, command), *views]
     of = f"{len(prompts)} prompts of {name_of(source)}"
     tokens = " or ".join(map(str, sorted(set(counts))))
     what = f"{tokens} tokens of “{plain(inserted.text)}” are put {WHERE[inserted.place]}"
     subtitle = f"What happens to attention when {what}: {of}."
-    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
+    title, start = "mechattn: attention under meaningless tokens", [(layer, int(heads[0]))] * len(results)
+    return write_page(page, title, subtitle, results, sections, command, force, maps=maps, start=start)
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
@@ -137,7 +141,7 @@ def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[S
     text = received_text(result, layer, heads)
     name = model_caption(result)
     title = f"{name}: where the attention of the first prompt goes"
-    return [prompt_section(result, contents=name), *drawn, view_section(text, title, READ_TEXT)]
+    return [prompt_section(result), *drawn, view_section(text, title, READ_TEXT)]
 
 
 def _of_one(
@@ -148,16 +152,16 @@ def _of_one(
     layer: int,
     heads: Seq[int],
     seed: int,
-) -> list[Section]:
-    """The attention of one prompt with few enough inserted tokens that the cells can be seen."""
+) -> tuple[Result, list[Section]]:
+    """The attention of one prompt with few enough inserted tokens that the cells can be seen, in every layer."""
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
-    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], layers=layer, seed=seed, progress=False)
+    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed, progress=False)
     note = f"The shortest of the prompts with {what}, so that the cells can be seen. Click a head to enlarge it."
     map_of_one = attention_pattern(one, layer, heads, _name(few))
     difference = pattern_difference(one, layer, heads)
     what_differs = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
-    return [
+    return one, [
         view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),
         view_section(difference, f"{name}: how {what} change one prompt's attention", what_differs),
     ]

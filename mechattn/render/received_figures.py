@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
+from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
@@ -74,7 +74,7 @@ def received_attention(
     rows += [] if alone else [(1, "received_by_origin", condition), (2, "received", condition)]
     spacing = dict(vertical_spacing=0.16, horizontal_spacing=0.06)
     figure = make_subplots(rows[-1][0], len(heads), subplot_titles=titles, **spacing)
-    span, words = _inserted_span(result, condition), condition_words(result, condition)
+    span, words = _inserted_span(result, condition), condition
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in rows:

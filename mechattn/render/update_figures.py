@@ -8,7 +8,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, condition_words, model_caption
+from mechattn.render.theme import LAYOUT, model_caption
 from mechattn.render.words import count_words, mean_words, says
 from mechattn.results.result import Result
 
@@ -228,7 +228,7 @@ def _finish(
 ) -> None:
     """Title, and a slider with a step for each layer."""
     layers = values.layer.values.tolist()
-    note = f"{condition_words(result, condition)}; {count_words(result)}"
+    note = f"{condition}; {count_words(result)}"
     note += "; the strongest target's part alone" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
 

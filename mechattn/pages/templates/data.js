@@ -1,0 +1,89 @@
+// @ts-check
+// The numbers of a page: packed arrays, and what the map shows of a quantity in a condition.
+
+/** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
+/** @typedef {{quantity: string, condition: string, show: string}} Measure */
+
+export const SHOWS = { value: "in the condition", change: "change from the baseline", beyond: "change beyond the null" };
+const SCALE = 1024;
+const read = new WeakMap();
+/** @type {Float32Array | undefined} */
+let halves;
+
+/** Every half-precision number, by its bits. */
+function halfTable() {
+  if (halves) return halves;
+  halves = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const exponent = (bits >> 10) & 31, fraction = bits & 1023, sign = bits >> 15 ? -1 : 1;
+    halves[bits] = sign * (exponent === 31 ? (fraction ? NaN : Infinity) : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024)) / SCALE;
+  }
+  return halves;
+}
+
+/** The numbers of a packed array, read once.
+ * @param {Packed} array
+ * @returns {Float32Array | Uint16Array} */
+export function numbers(array) {
+  let found = read.get(array);
+  if (found) return found;
+  const bytes = Uint8Array.from(atob(array.data), (letter) => letter.charCodeAt(0)).buffer;
+  if (array.kind === "f4") found = new Float32Array(bytes);
+  else if (array.kind === "u2") found = new Uint16Array(bytes);
+  else {
+    const table = halfTable();
+    found = Float32Array.from(new Uint16Array(bytes), (bits) => table[bits]);
+  }
+  read.set(array, found);
+  return found;
+}
+
+/** The last axis of a packed array at some indices of the others.
+ * @param {Packed} array
+ * @param {number[]} at */
+export function row(array, ...at) {
+  const length = array.shape[array.shape.length - 1];
+  const start = at.reduce((sum, index, dim) => sum * array.shape[dim] + index, 0) * length;
+  return numbers(array).subarray(start, start + length);
+}
+
+/** What a measure can show in a condition.
+ * @param {any} quantity
+ * @param {string} condition */
+export function showsOf(quantity, condition) {
+  const change = quantity.changes[condition];
+  if (!change) return quantity.values[condition] ? ["value"] : [];
+  return change.known ? ["beyond", "change", "value"] : ["change", "value"];
+}
+
+/** A measure of every head, each array [layer · head]; undefined where the result has none.
+ * @param {any} model
+ * @param {Measure} measure */
+export function measured(model, measure) {
+  const quantity = model.quantities.find((one) => one.name === measure.quantity);
+  if (!quantity || !showsOf(quantity, measure.condition).includes(measure.show)) return undefined;
+  if (measure.show === "value") {
+    const part = quantity.values[measure.condition];
+    const sides = { value: numbers(part.mean), low: numbers(part.low), high: numbers(part.high), null: numbers(part.null) };
+    return { ...sides, q: undefined, quantity, n: part.n, unit: part.unit, scale: "value", signed: numbers(part.mean).some((v) => v < 0) };
+  }
+  const part = quantity.changes[measure.condition], beyond = measure.show === "beyond";
+  const names = beyond ? ["beyond", "beyond_low", "beyond_high"] : ["difference", "low", "high"];
+  const [value, low, high] = names.map((name) => numbers(part[name]));
+  const none = beyond ? undefined : numbers(part.null);
+  return { value, low, high, null: none, q: numbers(part.q), quantity, n: part.n, unit: part.unit, scale: part.scale, signed: true, against: part.against };
+}
+
+/** Which head an index is.
+ * @param {any} model
+ * @param {number} index */
+export const headAt = (model, index) => ({ layer: model.layers[Math.floor(index / model.heads)], head: index % model.heads });
+
+/** The index of a head; -1 where there is none.
+ * @param {any} model
+ * @param {number} layer
+ * @param {number} head */
+export function indexOf(model, layer, head) {
+  const at = model.layers.indexOf(layer);
+  return at < 0 || !(head >= 0 && head < model.heads) ? -1 : at * model.heads + head;
+}
