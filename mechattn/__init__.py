@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from mechattn import render as render
     from mechattn.analysis.affine_shift import AffineShift as AffineShift
     from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
+    from mechattn.analysis.attention_map import AttentionMap as AttentionMap
     from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
     from mechattn.analysis.block_updates import BlockUpdates as BlockUpdates
     from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import explore as explore
     from mechattn.pages.one_prompt import pattern as pattern
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
+    from mechattn.pages.page import browse as browse
     from mechattn.pages.page import page as page
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import Insertion as Insertion
@@ -67,6 +69,7 @@ _HOME = {
     "AffineAttention": "interventions.affine_attention",
     "AffineShift": "analysis.affine_shift",
     "AttentionFocus": "analysis.attention_focus",
+    "AttentionMap": "analysis.attention_map",
     "AttentionSinks": "analysis.attention_sinks",
     "Baseline": "prompts.conditions",
     "BlockUpdates": "analysis.block_updates",
@@ -95,6 +98,7 @@ _HOME = {
     "TopTargetUpdates": "analysis.head_updates",
     "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
+    "browse": "pages.page",
     "evaluate": "evaluation.evaluate",
     "explore": "pages.one_prompt",
     "head_means": "engine.record",

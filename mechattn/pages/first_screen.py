@@ -1,4 +1,4 @@
-"""The first screen of a page: how the question's attention changed, beside uniform attention, and that in a sentence."""
+"""The first screen of a page: how the question's attention changed beside uniform attention, drawn and said."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ function mechattnExplorer(root, data) {
   const label = (i) => i + " “" + escape(data.tokens[i]) + "”";
   const size = (n * (n + 1)) / 2;
   const part = (name) => root.querySelector("[data-part=" + name + "]");
-  const GREEN = "#3f8f5b", PURPLE = "#7d5ba6", ORANGE = "#d98c1f";
+  const GREEN = "#009e73", PURPLE = "#cc79a7", ORANGE = "#e69f00";
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "star", "cross", "x", "pentagon"];
   const MARKED = SYMBOLS.length;
   const dark = window.matchMedia && window.matchMedia("(prefers-color-scheme: dark)").matches;
@@ -96,7 +96,7 @@ function mechattnExplorer(root, data) {
     const x = data.tokens.map((_, i) => i), words = x.map(label);
     const line = (name, colour) => ({ type: "scatter", mode: "lines+markers", name, x, y: Array.from(x, (k) => parts[name === "ALiBi" ? "alibi" : "bias"][head * n + k]),
       text: words, hovertemplate: "%{text}: %{y:.3f} logits<extra>" + name + "</extra>", line: { color: colour }, marker: { size: 4 } });
-    Plotly.react(part("course"), [line("bias", "#c8322b"), line("ALiBi", "#1f5fa8")],
+    Plotly.react(part("course"), [line("bias", dark ? "#ff9a4d" : "#d55e00"), line("ALiBi", dark ? "#56b4e9" : "#0072b2")],
       { ...base, height: 380, title: { text: "Figure 3: bias and ALiBi of each target, " + heads[head].name + " (only the trend matters)" },
         xaxis: { title: { text: "position of the target" } }, yaxis: { title: { text: "logits" } }, legend: { orientation: "h", y: 1.1, x: 1, xanchor: "right" } }, config);
   }

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from mechattn.results.result import Result
 
-WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
-WITH = "#c8322b"  # red: with them
-THIRD = "#d98c1f"  # orange: a control beside them
-OTHERS = ("#3f8f5b", "#7d5ba6", "#8a8d91", "#b5651d", "#2a9d9d")
-DARK = {WITHOUT: "#79b0ee", WITH: "#ff8a80", THIRD: "#f2b65a", "#444": "#bbb"}  # the same on a dark ground
+# Okabe and Ito (2008), "Color universal design"; on white and on a dark ground at least 3 to 1.
+WITHOUT = "#0072b2"  # blue: without the inserted tokens
+WITH = "#d55e00"  # vermilion: with them
+THIRD = "#009e73"  # green: a control beside them
+OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
+DARK = {
+    WITHOUT: "#56b4e9",
+    WITH: "#ff9a4d",
+    THIRD: "#3fcf9f",
+    "#000000": "#e6e6e3",
+    "#7a5c00": "#c9a227",
+    "#444": "#bbb",
+}  # on a dark ground
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

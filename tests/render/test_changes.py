@@ -111,8 +111,6 @@ def test_scale_and_rank(result):
     np.testing.assert_allclose(shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6)
     np.testing.assert_allclose(shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6)
     ranks = lines(ma.render.shift_rank(result))
-    assert set(ranks) == {"slash", "sentence", "other"}, (
-        "masked has no shift"
-    )
+    assert set(ranks) == {"slash", "sentence", "other"}, "masked has no shift"
     with pytest.raises(OptionError, match="no condition"):
         ma.render.shift_rank(result, ["dash"])

@@ -23,7 +23,7 @@ def test_width_fonts_and_colours(figure):
     assert made.layout.width == pytest.approx(6.9 * 96)
     assert made.layout.font.size == pytest.approx(8 * 96 / 72)
     colours = {trace.line.color for trace in made.data if trace.line.color}
-    assert colours == {"#0072B2", "#D55E00"}
+    assert colours == {"#0072b2", "#d55e00"}
     assert {trace.fillcolor for trace in made.data if trace.fillcolor} == {
         "rgba(0, 114, 178, 0.2)",
         "rgba(213, 94, 0, 0.2)",
