@@ -16,7 +16,8 @@ from mechattn.results.result import Result
 
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 _NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
-_CHANGES = ("difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q")
+# A t interval is as long on one side as on the other, so its half is enough.
+_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")
 
 
 def head_quantities(result: Result) -> list[str]:
@@ -66,7 +67,8 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
 def _values(result: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
     """Means over prompts with their intervals, and those of uniform attention."""
     table = result.heads(quantity, None, condition=condition)
-    columns = {"mean": quantity, "low": "low", "high": "high", "null": "uniform"}
+    table = table.assign(half=table.high - table[quantity])
+    columns = {"mean": quantity, "half": "half", "null": "uniform"}
     found = {name: _square(table, of, layers, heads) for name, of in columns.items()}
     return found | {"n": int(table.n.iloc[0]), "unit": table.attrs["unit"]}
 
@@ -76,14 +78,18 @@ def _changes(result: Result, quantity: str, condition: str, layers: list[int], h
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of heads that are left out: they are empty on the map
         table = result.compare(condition, quantity=quantity)
+    table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
     return found | about | {"unit": table.attrs["unit"], "known": bool(table.null.notna().any())}
 
 
-def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any]:
-    """A column of a table as [layer, head]."""
+def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:
+    """A column of a table as [layer, head]; as [layer, 1] where all heads have one number; None where none has any."""
     square = np.full((len(layers), heads), np.nan)
     rows = [layers.index(layer) for layer in table.layer]
     square[rows, table["head"].values] = table[column].values
-    return packed(square)
+    if np.isnan(square).all():
+        return None
+    alike = np.array_equal(square, np.broadcast_to(square[:, :1], square.shape), equal_nan=True)
+    return packed(square[:, :1] if alike else square)

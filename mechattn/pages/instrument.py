@@ -8,13 +8,13 @@ from typing import Any
 
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
+from mechattn.pages.packed import squeezed
 from mechattn.render.theme import model_caption
-from mechattn.render.view import in_script
 from mechattn.results.result import Result
 
 
 def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[tuple[int, int] | None] = ()) -> str:
-    """The data of a page as JSON that can stand in a script element.
+    """The data of a page: JSON, squeezed.
 
     Args:
         results: One result a model.
@@ -24,7 +24,7 @@ def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[t
     beside = [*maps, *[None] * (len(results) - len(maps))]
     first = [*start, *[None] * (len(results) - len(start))]
     models = [model_data(result, beside[i] or result, first[i]) for i, result in enumerate(results)]
-    return in_script(json.dumps({"models": models}, separators=(",", ":"), allow_nan=False))
+    return squeezed(json.dumps({"models": models}, separators=(",", ":"), allow_nan=False))
 
 
 def model_data(result: Result, maps: Result, start: tuple[int, int] | None = None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def browse(result: Result, maps: Result | None = None) -> View:
     """
     parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), [result], [], maps=[maps])
     body = _environment().get_template("main.html.j2").render(parts)
-    scripts = f"""<script type="application/json" id="data">{parts["data"]}</script>
+    scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
 <script type="module">{parts["script"]}</script>"""
     return View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
 

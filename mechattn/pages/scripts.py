@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 from functools import cache
 from importlib.resources import files
 
+from mechattn.pages.packed import squeezed
 from mechattn.render.theme import DARK, faint
 from mechattn.render.view import Script, in_script, view_script
 
@@ -50,7 +49,7 @@ def packed_script(name: Script) -> str:
     text = view_script(name)
     if name == "circuitsvis":
         text += "\nwindow.CircuitsVis = CircuitsVis;"
-    return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode()
+    return squeezed(text)
 
 
 def _dark() -> dict[str, str]:

@@ -1,5 +1,7 @@
 """What a page holds is what the result says: heads by compare and heads, positions by the dataset."""
 
+import base64
+import gzip
 import json
 
 import numpy as np
@@ -28,6 +30,18 @@ def square(table, column, layers):
     return made
 
 
+def held_square(array):
+    """Of [layer, head], also where nothing is held, or one number a layer."""
+    return np.full((2, 8), np.nan) if array is None else np.broadcast_to(unpacked(array), (2, 8))
+
+
+def ends(middle, half, low, high):
+    middle, half = held_square(middle), held_square(half)
+    scale = np.nanmax(np.abs(middle), initial=1e-9)
+    np.testing.assert_allclose(middle - half, low, rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose(middle + half, high, rtol=1e-5, atol=1e-6 * scale)
+
+
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_each_quantity_is_what_compare_and_heads_give(focused):
     names = head_quantities(focused)
@@ -38,12 +52,16 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
         held = head_values(focused, name, [1, 3], 8)
         for condition, found in held["values"].items():
             table = focused.heads(name, None, condition=condition)
-            for column, of in {"mean": name, "low": "low", "high": "high", "null": "uniform"}.items():
-                np.testing.assert_allclose(unpacked(found[column]), square(table, of, [1, 3]), rtol=1e-6)
+            for column, of in {"mean": name, "null": "uniform"}.items():
+                np.testing.assert_allclose(held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6)
+            ends(found["mean"], found["half"], square(table, "low", [1, 3]), square(table, "high", [1, 3]))
         for condition, found in held["changes"].items():
             table = focused.compare(condition, quantity=name)
-            for column in ("difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q"):
-                np.testing.assert_allclose(unpacked(found[column]), square(table, column, [1, 3]), rtol=1e-6)
+            for column in ("difference", "null", "beyond", "q"):
+                np.testing.assert_allclose(held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6)
+            for middle, of in (("difference", ""), ("beyond", "beyond_")):
+                low, high = (square(table, f"{of}{end}", [1, 3]) for end in ("low", "high"))
+                ends(found[middle], found[f"{of}half"], low, high)
             assert found["known"] == bool(table.null.notna().any())
             compared += 1
         assert held["values"] or held["missing"]
@@ -53,7 +71,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
-    model = json.loads(instrument([result]))["models"][0]
+    model = json.loads(gzip.decompress(base64.b64decode(instrument([result]))))["models"][0]
     assert model["quantities"] == []
     assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
 

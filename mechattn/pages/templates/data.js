@@ -10,6 +10,15 @@ const read = new WeakMap();
 /** @type {Float32Array | undefined} */
 let halves;
 
+/** A text that the page holds squeezed.
+ * @param {string} name
+ * @returns {Promise<string>} */
+export async function squeezed(name) {
+  const packed = document.querySelector(`script[data-packed="${name}"]`)?.textContent ?? "";
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
 /** Every half-precision number, by its bits. */
 function halfTable() {
   if (halves) return halves;
@@ -47,6 +56,20 @@ export function row(array, ...at) {
   return numbers(array).subarray(start, start + length);
 }
 
+/** A number a head: none where nothing is held, one for all heads of a layer where they are alike.
+ * @param {Packed | null} array
+ * @param {any} model
+ * @returns {Float32Array} */
+export function ofHeads(array, model) {
+  const count = model.layers.length * model.heads;
+  if (array === null) return new Float32Array(count).fill(NaN);
+  const held = /** @type {Float32Array} */ (numbers(array));
+  return held.length === count ? held : Float32Array.from({ length: count }, (_, i) => held[Math.floor(i / model.heads)]);
+}
+
+/** The ends of intervals from their middles and halves. */
+const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middle.map((value, i) => value + half[i])];
+
 /** What a measure can show in a condition.
  * @param {any} quantity
  * @param {string} condition */
@@ -64,14 +87,13 @@ export function measured(model, measure) {
   if (!quantity || !showsOf(quantity, measure.condition).includes(measure.show)) return undefined;
   if (measure.show === "value") {
     const part = quantity.values[measure.condition];
-    const sides = { value: numbers(part.mean), low: numbers(part.low), high: numbers(part.high), null: numbers(part.null) };
-    return { ...sides, q: undefined, quantity, n: part.n, unit: part.unit, scale: "value", signed: numbers(part.mean).some((v) => v < 0) };
+    const value = ofHeads(part.mean, model), [low, high] = ends(value, ofHeads(part.half, model));
+    return { value, low, high, null: ofHeads(part.null, model), q: undefined, quantity, n: part.n, unit: part.unit, scale: "value", signed: value.some((v) => v < 0) };
   }
   const part = quantity.changes[measure.condition], beyond = measure.show === "beyond";
-  const names = beyond ? ["beyond", "beyond_low", "beyond_high"] : ["difference", "low", "high"];
-  const [value, low, high] = names.map((name) => numbers(part[name]));
-  const none = beyond ? undefined : numbers(part.null);
-  return { value, low, high, null: none, q: numbers(part.q), quantity, n: part.n, unit: part.unit, scale: part.scale, signed: true, against: part.against };
+  const [value, half] = (beyond ? ["beyond", "beyond_half"] : ["difference", "half"]).map((name) => ofHeads(part[name], model));
+  const [low, high] = ends(value, half), none = beyond ? undefined : ofHeads(part.null, model);
+  return { value, low, high, null: none, q: ofHeads(part.q, model), quantity, n: part.n, unit: part.unit, scale: part.scale, signed: true, against: part.against };
 }
 
 /** Which head an index is.

@@ -1,6 +1,7 @@
 // @ts-check
 // The other figures of a page, by plotly, and views: drawn when they are opened, light or dark; CSV and SVG of each.
 
+import { squeezed } from "./data.js";
 import { fileName, saveCsv } from "./words.js";
 
 const DARK = /*COLOURS*/ {};
@@ -12,11 +13,8 @@ const loading = {};
  * @param {string} name */
 function load(name) {
   loading[name] ??= (async () => {
-    const packed = document.querySelector(`script[data-packed="${name}"]`)?.textContent ?? "";
-    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const made = document.createElement("script");
-    made.textContent = await new Response(stream).text();
+    made.textContent = await squeezed(name);
     document.head.append(made);
   })();
   return loading[name];

@@ -1,11 +1,10 @@
 // @ts-check
 // Heads as a table, ranked by any of its columns; what the map shows for those who don't see it.
 
-import { headAt, numbers } from "./data.js";
+import { headAt, measured, ofHeads } from "./data.js";
 import { html } from "./drawing.js";
 import { chance, saveCsv, shown } from "./words.js";
 
-const CHANGES = ["difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q"];
 const WORDS = { difference: "change", low: "low", high: "high", null: "null", beyond: "beyond the null", q: "q" };
 
 /** The columns of a quantity in a condition: a name, numbers and how they are shown.
@@ -17,14 +16,16 @@ export function columnsOf(model, quantity, condition) {
   const columns = [{ name: "layer", of: index.map((i) => headAt(model, i).layer), scale: "whole" }, { name: "head", of: index.map((i) => headAt(model, i).head), scale: "whole" }];
   for (const name of new Set(["baseline", condition])) {
     const part = quantity.values[name];
-    if (part) columns.push({ name, of: numbers(part.mean), scale: "value" });
+    if (part) columns.push({ name, of: ofHeads(part.mean, model), scale: "value" });
   }
-  if (!change) {
-    const part = quantity.values[condition];
-    if (part) columns.push(...["low", "high", "null"].map((name) => ({ name, of: numbers(part[name]), scale: "value" })));
-    return columns;
-  }
-  return [...columns, ...CHANGES.map((name) => ({ name, of: numbers(change[name]), scale: name === "q" ? "q" : change.scale }))];
+  const made = measured(model, { quantity: quantity.name, condition, show: change ? "change" : "value" });
+  if (!made) return columns;
+  columns.push(...["low", "high", "null"].map((name) => ({ name, of: made[name], scale: made.scale })));
+  if (!change) return columns;
+  columns.splice(-3, 0, { name: "difference", of: made.value, scale: made.scale });
+  const beyond = measured(model, { quantity: quantity.name, condition, show: "beyond" });
+  if (beyond) columns.push({ name: "beyond", of: beyond.value, scale: made.scale }, { name: "beyond_low", of: beyond.low, scale: made.scale }, { name: "beyond_high", of: beyond.high, scale: made.scale });
+  return [...columns, { name: "q", of: made.q, scale: "q" }];
 }
 
 const text = (column, i) => (column.scale === "whole" ? String(column.of[i]) : column.scale === "q" ? chance(column.of[i]) : shown(column.of[i], column.scale));

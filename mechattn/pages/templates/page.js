@@ -1,7 +1,7 @@
 // @ts-check
 // A page: what is chosen, in the address too, and everything that is drawn from it. It asks for nothing.
 
-import { headAt, indexOf, measured, showsOf } from "./data.js";
+import { headAt, indexOf, measured, showsOf, squeezed } from "./data.js";
 import { html } from "./drawing.js";
 import { figures } from "./figures.js";
 import { drawMap, drawScale, sureHeads } from "./heads_map.js";
@@ -11,8 +11,8 @@ import { drawScatter, measuresOf } from "./scatter.js";
 import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
-const held = JSON.parse(document.getElementById("data")?.textContent || '{"models": []}').models;
-const models = held.filter((one) => one.quantities.length);
+/** @type {any[]} */
+let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
 const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", x: "", y: "" };
@@ -146,7 +146,9 @@ function listen() {
   addEventListener("resize", () => { if (innerWidth !== wide) draw(); wide = innerWidth; });
 }
 
-function start() {
+async function start() {
+  const held = JSON.parse(await squeezed("data")).models;
+  models = held.filter((one) => one.quantities.length);
   const preferred = matchMedia("(prefers-color-scheme: dark)");
   part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
   preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));

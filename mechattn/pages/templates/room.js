@@ -1,7 +1,7 @@
 // @ts-check
 // The room of one head: its curves, its other quantities, the first prompt's text, its pattern on a few prompts.
 
-import { indexOf, numbers, row } from "./data.js";
+import { indexOf, measured, row } from "./data.js";
 import { drawCurves, linesOf, saveCurves } from "./curves.js";
 import { html, tip } from "./drawing.js";
 import { chance, fileName, save, shown } from "./words.js";
@@ -68,11 +68,14 @@ function standalone(drawing) {
 function quantities(model, index, condition) {
   const head = ["quantity", "baseline", ...(condition === "baseline" ? [] : [condition, "change", "null", "q"])];
   const rows = model.quantities.map((quantity) => {
-    const value = (name) => (quantity.values[name] ? shown(numbers(quantity.values[name].mean)[index], "value") : "–");
-    const change = quantity.changes[condition], of = (name, scale) => shown(numbers(change[name])[index], scale);
+    const of = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
+    const value = (name) => (quantity.values[name] ? shown(of(name, "value").value[index], "value") : "–"), change = of(condition, "change");
     const cells = [quantity.words, value("baseline")];
     if (condition !== "baseline") cells.push(value(condition));
-    if (change) cells.push(`${of("difference", change.scale)} [${of("low", change.scale)}, ${of("high", change.scale)}]`, change.known ? of("null", change.scale) : "–", chance(numbers(change.q)[index]));
+    if (change) {
+      const [middle, low, high, none] = ["value", "low", "high", "null"].map((name) => shown(change[name][index], change.scale));
+      cells.push(`${middle} [${low}, ${high}]`, none, chance(change.q[index]));
+    }
     const made = html("tr", { title: `${quantity.about} (${quantity.units})` }, ...cells.map((words) => html("td", { textContent: words })));
     return made;
   });
