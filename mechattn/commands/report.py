@@ -55,7 +55,8 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
+    start = None if layer is None else (layer, int(heads[0]) if heads else 0)
+    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force, start=start)
     return missing
 
 

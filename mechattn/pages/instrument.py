@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.packed import squeezed
 from mechattn.render.theme import model_caption
 from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[tuple[int, int] | None] = ()) -> str:
@@ -38,15 +42,21 @@ def model_data(result: Result, maps: Result, start: tuple[int, int] | None = Non
     names = head_quantities(result)
     layers, heads = _layers_and_heads(result, names)
     model = {"name": model_caption(result), "conditions": result.conditions, "layers": layers, "heads": heads}
+    on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in result.datasets.items()})
     found = [head_values(result, name, layers, heads) for name in names]
     return model | {
-        "start": start or (layers[0] if layers else 0, 0),
+        "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
         "quantities": [quantity for quantity in found if quantity["values"]],
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
-        "curves": head_curves(result),
-        "texts": head_texts(result),
+        "curves": head_curves(on_map),
+        "texts": head_texts(on_map),
         "patterns": head_patterns(maps),
     }
+
+
+def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
+    """A dataset with every layer of the map, empty where it hasn't measured one."""
+    return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
 
 
 def _layers_and_heads(result: Result, names: Seq[str]) -> tuple[list[int], int]:

@@ -47,13 +47,16 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     height = max(230.0, 0.72 * (figure.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
     room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
     top = 1 - (2.2 * size / height if title else 0)
-    legend = dict(orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size)
+    legend = dict(
+        orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size, tracegroupgap=0
+    )
     made.update_layout(
         template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
         margin=dict(l=50, r=10, t=above + room, b=38), legend=legend,
     )  # fmt: skip
     made.update_annotations(font_size=size)
-    axis = dict(title_standoff=4, title_font_size=size, tickfont_size=0.9 * size)
+    small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't meet
+    axis = dict(title_standoff=4, title_font_size=small, tickfont_size=0.9 * size)
     made.update_xaxes(**axis)
     made.update_yaxes(**axis)
     bar = dict(thickness=9, title_font_size=size, tickfont_size=0.9 * size, nticks=5)
@@ -72,8 +75,8 @@ def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
     ]
     if not names or figure.layout.showlegend is False:
         return 0
-    entry = 0.58 * size * max(map(len, names)) + 45  # a letter's mean width; the line before it, and the gap
-    return -(-len(set(names)) // max(1, int((width - 20) // entry)))
+    entry = 0.58 * size * max(map(len, names)) + 40  # a letter's mean width; the line before it, and the gap
+    return -(-len(set(names)) // max(1, int((width - 10) // entry)))
 
 
 def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:

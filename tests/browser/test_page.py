@@ -32,7 +32,7 @@ def unfold(page, title=""):
 
 def drawn(page):
     page.wait_for_function(
-        "[...document.querySelectorAll('details.section[open] figure[data-title]')].every("
+        "[...document.querySelectorAll('details.section[open] > figure')].every("
         "(one) => one.dataset.drawn === document.documentElement.dataset.theme)"
     )
 
@@ -91,7 +91,7 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, slash_result, tmp_pa
 def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_path):
     page = opened(result_page(slash_result, tmp_path / "index.html", 0, [2]))
     unfold(page)
-    figure = page.locator("figure[data-title]")
+    figure = page.locator("details.section > figure")
     with page.expect_download() as caught:
         figure.get_by_role("button", name="CSV").click()
     caught.value.save_as(tmp_path / "data.csv")

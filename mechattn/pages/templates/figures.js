@@ -73,8 +73,8 @@ export function rows(plot) {
 /** Titles as names of files, each its own. */
 function names(figures) {
   const seen = new Map();
-  return figures.map(({ dataset }) => {
-    const name = fileName(dataset.title), count = (seen.get(name) ?? 0) + 1;
+  return figures.map((figure) => {
+    const name = fileName(figure.parentElement.querySelector("summary").textContent), count = (seen.get(name) ?? 0) + 1;
     seen.set(name, count);
     return count > 1 ? `${name}-${count}` : name;
   });
@@ -99,14 +99,14 @@ async function show(view) {
 /** Everything that is open and not yet drawn in this light. */
 function drawOpen() {
   for (const part of document.querySelectorAll("details.section[open]")) {
-    part.querySelectorAll("figure[data-title]").forEach((figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure));
+    part.querySelectorAll(":scope > figure").forEach((figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure));
     part.querySelectorAll(".card").forEach(show);
   }
 }
 
 /** Listen for parts that are opened, and for their buttons. Gives what draws again in another light. */
 export function figures() {
-  const all = [...document.querySelectorAll("figure[data-title]")], called = names(all);
+  const all = [...document.querySelectorAll("details.section > figure")], called = names(all);
   document.querySelectorAll("details.section").forEach((part) => part.addEventListener("toggle", drawOpen));
   all.forEach((figure, i) => figure.querySelectorAll("[data-do]").forEach((button) => button.addEventListener("click", () => {
     const plot = figure.querySelector(".plot");

@@ -59,7 +59,7 @@ function marks(model, made, width, height) {
   made.q?.forEach((q, index) => {
     if (!(q < 0.05)) return;
     const { x, y } = corner(model, index, width, height);
-    found.push(svg("circle", { class: "mark", cx: x + width / 2, cy: y + height / 2, r: Math.min(3, width / 5) }));
+    found.push(svg("circle", { class: "mark", cx: x + width / 2, cy: y + height / 2, r: Math.min(2.6, width / 7) }));
   });
   return found;
 }
