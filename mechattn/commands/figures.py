@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.commands import config as configs
@@ -95,7 +96,14 @@ def make_figures(
         check_heads(heads, hooked.cfg.n_heads)
         fitted = _fitted(inserted, hooked)
         counts.append(fitted.count)
-        result = run(hooked, prompts, _conditions(fitted), [ReceivedAttention()], seed=seed, positions="prompts")
+        result = run(
+            hooked,
+            prompts,
+            _conditions(fitted),
+            [ReceivedAttention(), AttentionFocus()],
+            seed=seed,
+            positions="prompts",
+        )
         result.save(place)
         results.append(result)
         one = min(prompts, key=lambda prompt: len(prompt.question))

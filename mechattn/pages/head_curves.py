@@ -110,7 +110,7 @@ def head_texts(result: Result) -> dict[str, Any]:
         codes = sequences.segment_index.sel(condition=name).isel(prompt=0).values[: len(texts)]
         tokens[name] = [[visible(text), SEGMENTS[code]] for text, code in zip(texts, codes, strict=True)]
     made: dict[str, Any] = {"tokens": tokens}
-    dataset = result.datasets.get(NAME, {})
+    dataset: Any = result.datasets.get(NAME, {})
     one = "received" in dataset and dataset["received"].sizes.get("prompt", sequences.sizes["prompt"]) == 1
     if "received_per_prompt" not in dataset and not one:
         why = 'The text is not coloured: the run has not kept single prompts\' positions (positions="prompts").'

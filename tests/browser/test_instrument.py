@@ -145,6 +145,11 @@ def test_a_link_reproduces_the_view(opened, place, result):
     shown = re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]
     assert float(shown) == pytest.approx(expected.loc[(2, 7)], rel=0.006)
     page.goto("about:blank")
+    page.goto(f"{place.as_uri()}#layer=3&head=7&condition=slash&quantity=entropy")
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert page.locator("#room h3").inner_text() == "Layer 3, head 7"
+    assert page.locator("#map-title").inner_text().startswith("entropy of the question (slash)")
+    page.goto("about:blank")
     page.goto(f"{place.as_uri()}#layer=99&head=x&condition=none&quantity=nothing")
     page.wait_for_function("document.documentElement.dataset.ready")
     assert page.locator("#room h3").inner_text() == "Layer 0, head 0", "what isn't there is passed over"

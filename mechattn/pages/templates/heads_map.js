@@ -17,7 +17,7 @@ export function drawMap(place, model, made, measure, on) {
   const wide = Math.max(240, place.clientWidth), width = (wide - LEFT) / model.heads;
   const height = Math.max(11, Math.min(width, 30)), tall = TOP + height * model.layers.length;
   const most = reach(made.value), focused = place.contains(document.activeElement);
-  const label = `Map of heads, layers down and heads across: ${called(made, measure)}. Arrows walk over heads.`;
+  const label = `Map of heads, layers down and heads across: ${called(made.quantity, measure)}. Arrows walk over heads.`;
   const map = svg("svg", { viewBox: `0 0 ${wide} ${tall + 4}`, role: "grid", tabindex: 0, "aria-label": label, "aria-activedescendant": `head-${on.index}` });
   model.layers.forEach((layer, i) => {
     const line = svg("g", { role: "row", "aria-label": `layer ${layer}` });

@@ -60,7 +60,8 @@ function controls() {
   fill("condition", conditions.map((name) => [name, name]), state.condition);
   fill("quantity", quantities.map((one) => [one.name, one.words]), state.quantity);
   fill("show", showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]), state.show);
-  const measures = measuresOf(model(), state.condition).map((measure) => [key(measure), called(measured(model(), measure), measure)]);
+  const named = (measure) => [key(measure), called(model().quantities.find((one) => one.name === measure.quantity), measure)];
+  const measures = measuresOf(model(), state.condition).map(named);
   fill("x", measures, state.x);
   fill("y", measures, state.y);
   part("models").replaceChildren(...models.map(({ name }, i) => {
@@ -99,7 +100,7 @@ function draw() {
   const measure = { quantity: state.quantity, condition: state.condition, show: state.show }, made = measured(model(), measure);
   const index = indexOf(model(), state.layer, state.head);
   const on = { index, brushed, choose: (i) => choose(headAt(model(), i)), brush: (heads) => { brushed = heads; draw(); } };
-  part("map-title").textContent = made ? called(made, measure) : "No such number";
+  part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
   if (made) {
     drawMap(part("map"), model(), made, measure, on);
     drawScale(part("scale"), made);

@@ -24,7 +24,7 @@ export function drawScatter(place, model, measures, on) {
   const [a, b] = measures.map((measure) => measured(model, measure));
   if (!a || !b) return place.replaceChildren();
   const wide = Math.max(280, place.clientWidth), x = axis(a.value, BOX.left, wide - BOX.right), y = axis(b.value, BOX.tall - BOX.bottom, BOX.top);
-  const names = [called(a, measures[0]), called(b, measures[1])];
+  const names = [called(a.quantity, measures[0]), called(b.quantity, measures[1])];
   const plot = svg("svg", { viewBox: `0 0 ${wide} ${BOX.tall}`, role: "img", "aria-label": `Heads by ${names[0]} and ${names[1]}` });
   plot.append(svg("rect", { class: "ground", x: 0, y: 0, width: wide, height: BOX.tall, fill: "transparent" }), ...axes(x, y, a, b, names, wide));
   a.value.forEach((value, i) => {

@@ -23,11 +23,12 @@ export function shown(value, scale) {
 export const chance = (q) => (Number.isNaN(q) ? "–" : q < 0.001 ? q.toExponential(0) : String(Number(q.toPrecision(2))));
 
 /** What a measure is called.
- * @param {any} made What measured() gave
+ * @param {any} quantity
  * @param {{condition: string, show: string}} measure */
-export function called(made, { condition, show }) {
-  const how = show === "value" ? "" : show === "change" ? ", change from the baseline" : `, change beyond ${made.against === "no difference" ? "none" : made.against}`;
-  return `${made.quantity.words} (${condition})${how}`;
+export function called(quantity, { condition, show }) {
+  const { against } = quantity.changes[condition] ?? {};
+  const how = { change: ", change from the baseline", beyond: `, change beyond ${against === "no difference" ? "none" : against}` }[show] ?? "";
+  return `${quantity.words} (${condition})${how}`;
 }
 
 /** One head in words: value, interval, null and q.
@@ -37,7 +38,7 @@ export function called(made, { condition, show }) {
  * @param {number} index */
 export function said(model, made, measure, index) {
   const { layer, head } = headAt(model, index), value = made.value[index];
-  const start = `layer ${layer} head ${head}\n${called(made, measure)}: `;
+  const start = `layer ${layer} head ${head}\n${called(made.quantity, measure)}: `;
   if (Number.isNaN(value)) return `${start}none`;
   const parts = [`${shown(value, made.scale)} [${shown(made.low[index], made.scale)}, ${shown(made.high[index], made.scale)}]`];
   if (made.null && !Number.isNaN(made.null[index])) parts.push(`null ${shown(made.null[index], made.scale)}`);
