@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.pages.verdicts import explained
-from mechattn.render.theme import model_caption
+from mechattn.pages.verdicts import captions, explained
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
 from mechattn.stats.comparison import Verdict
@@ -78,18 +76,18 @@ class Picture:
     says: str
 
 
-def changes(results: Iterable[Result]) -> list[Change]:
+def changes(results: Seq[Result]) -> list[Change]:
     """The change of the question's attention in each model under each condition, by ``result.verdict``."""
     found = []
-    for result in results:
+    for model, result in zip(captions(results), results, strict=True):
         if "received_attention" not in result.datasets:
             continue
         for name in result.conditions[1:]:
             try:
                 with explained([result]):
-                    found.append(Change(model_caption(result), name, result.verdict(name)))
+                    found.append(Change(model, name, result.verdict(name)))
             except OptionError as error:  # too few prompts for an interval, or no question in every prompt
-                found.append(Change(model_caption(result), name, None, f"no verdict, since {error}"))
+                found.append(Change(model, name, None, f"no verdict, since {error}"))
     return found
 
 

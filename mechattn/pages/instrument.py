@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.packed import squeezed
-from mechattn.render.theme import model_caption
+from mechattn.pages.verdicts import captions
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[t
     """
     beside = [*maps, *[None] * (len(results) - len(maps))]
     first = [*start, *[None] * (len(results) - len(start))]
-    models = [model_data(result, beside[i] or result, first[i]) for i, result in enumerate(results)]
+    models = [
+        {"name": name} | model_data(result, beside[i] or result, first[i])
+        for i, (name, result) in enumerate(zip(captions(results), results, strict=True))
+    ]
     return squeezed(json.dumps({"models": models}, separators=(",", ":"), allow_nan=False))
 
 
@@ -41,7 +44,7 @@ def model_data(result: Result, maps: Result, start: tuple[int, int] | None = Non
     """
     names = head_quantities(result)
     layers, heads = _layers_and_heads(result, names)
-    model = {"name": model_caption(result), "conditions": result.conditions, "layers": layers, "heads": heads}
+    model = {"conditions": result.conditions, "layers": layers, "heads": heads}
     on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in result.datasets.items()})
     found = [head_values(result, name, layers, heads) for name in names]
     return model | {

@@ -166,6 +166,14 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
     assert page.locator("#quantity option").count() == 2
     tabs.nth(0).click()
     assert page.locator("#quantity option").count() > 5
+    page.locator("#beside").select_option(index=1)
+    page.locator("#beside-head-12").hover()
+    other = slash_result.compare("slash").set_index(["layer", "head"]).loc[(1, 4)]
+    shown = re.search(r": ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
+    assert percent(shown) == pytest.approx(np.expm1(other.beyond), abs=5.1e-4), "the other model's number"
+    page.locator("#beside-head-12").click()
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
 
 
 def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
@@ -178,7 +186,9 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     top = table.loc[table.reference.idxmax()]
     first = page.locator("#heads-table tbody tr").first.locator("button")
     assert first.inner_text() == f"layer {top.layer} head {top['head']}"
-    first.click()
+    first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == f"layer {top.layer} head {top['head']}"
     assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
     with page.expect_download() as caught:
         page.locator("#heads-csv").click()

@@ -12,19 +12,19 @@ const LEFT = 30, TOP = 16;
  * @param {any} model
  * @param {any} made What measured() gave
  * @param {any} measure
- * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void}} on */
+ * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void, prefix?: string}} on */
 export function drawMap(place, model, made, measure, on) {
   const wide = Math.max(240, place.clientWidth), width = (wide - LEFT) / model.heads;
   const height = Math.max(11, Math.min(width, 30)), tall = TOP + height * model.layers.length;
   const most = reach(made.value), focused = place.contains(document.activeElement);
-  const label = `Map of heads, layers down and heads across: ${called(made.quantity, measure)}. Arrows walk over heads.`;
-  const map = svg("svg", { viewBox: `0 0 ${wide} ${tall + 4}`, role: "grid", tabindex: 0, "aria-label": label, "aria-activedescendant": `head-${on.index}` });
+  const { prefix = "" } = on, label = `Map of heads of ${model.name}, layers down and heads across: ${called(made.quantity, measure)}. Arrows walk over heads.`;
+  const map = svg("svg", { viewBox: `0 0 ${wide} ${tall + 4}`, role: "grid", tabindex: 0, "aria-label": label, "aria-activedescendant": `${prefix}head-${on.index}` });
   model.layers.forEach((layer, i) => {
     const line = svg("g", { role: "row", "aria-label": `layer ${layer}` });
     for (let head = 0; head < model.heads; head++) {
       const index = i * model.heads + head, share = made.value[index] / most;
       line.append(svg("rect", {
-        class: on.brushed && !on.brushed.has(index) ? "cell dim" : "cell", id: `head-${index}`, "data-i": index, role: "gridcell",
+        class: on.brushed && !on.brushed.has(index) ? "cell dim" : "cell", id: `${prefix}head-${index}`, "data-i": index, role: "gridcell",
         "aria-label": said(model, made, measure, index), "aria-selected": index === on.index,
         x: LEFT + head * width + 0.5, y: TOP + i * height + 0.5, width: width - 1, height: height - 1, fill: colour(share), stroke: "var(--line)",
       }));
@@ -32,8 +32,10 @@ export function drawMap(place, model, made, measure, on) {
     map.append(line);
   });
   map.append(...edges(model, width, height), ...marks(model, made, width, height));
-  const { x, y } = corner(model, on.index, width, height);
-  map.append(svg("rect", { class: "chosen", x: x + 1, y: y + 1, width: width - 2, height: height - 2 }));
+  if (on.index >= 0) {
+    const { x, y } = corner(model, on.index, width, height);
+    map.append(svg("rect", { class: "chosen", x: x + 1, y: y + 1, width: width - 2, height: height - 2 }));
+  }
   listen(map, model, made, measure, on);
   place.replaceChildren(map);
   if (focused) map.focus({ preventScroll: true });

@@ -40,7 +40,7 @@ export function drawTable(place, columns, on) {
   const by = columns.find((column) => column.name === on.sort.by) || columns[0];
   const order = ranked(by, columns[0].of.length, on);
   const head = html("tr", {}, ...shownColumns.map((column) => {
-    const button = html("button", { type: "button", textContent: WORDS[column.name] || column.name }), made = html("th", { scope: "col" }, button);
+    const button = html("button", { type: "button", id: `by-${column.name}`, textContent: WORDS[column.name] || column.name }), made = html("th", { scope: "col" }, button);
     made.setAttribute("aria-sort", column !== by ? "none" : on.sort.down ? "descending" : "ascending");
     button.addEventListener("click", () => on.order(column.name));
     return made;

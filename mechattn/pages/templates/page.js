@@ -15,7 +15,7 @@ const FEW = 12;
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
-const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", x: "", y: "" };
+const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
 let brushed = null, rows = FEW, sort = { by: "", down: true }, redrawFigures = () => {};
 
 const model = () => models[state.model];
@@ -28,6 +28,8 @@ function fromAddress() {
   const asked = models.findIndex((one) => one.name === given.get("model"));
   if (asked >= 0) state.model = asked;
   const { conditions, quantities, start } = model();
+  state.beside = pick("beside", models.map(({ name }) => name), "");
+  if (state.beside === model().name) state.beside = "";
   state.quantity = pick("quantity", quantities.map((one) => one.name), quantities[0].name);
   state.condition = pick("condition", conditions, conditions[1] ?? conditions[0]);
   state.show = pick("show", showsOf(quantity(), state.condition), showsOf(quantity(), state.condition)[0] ?? "value");
@@ -41,7 +43,7 @@ function fromAddress() {
 
 /** Put what is chosen into the address; a frame in a notebook has none that can be changed. */
 function toAddress() {
-  const words = new URLSearchParams({ model: model().name, layer: String(state.layer), head: String(state.head), condition: state.condition, show: state.show, quantity: state.quantity, x: state.x, y: state.y });
+  const words = new URLSearchParams({ model: model().name, layer: String(state.layer), head: String(state.head), condition: state.condition, show: state.show, quantity: state.quantity, beside: state.beside, x: state.x, y: state.y });
   try {
     history.replaceState(null, "", `#${words}`);
   } catch { /* an address that can't be changed */ }
@@ -62,6 +64,8 @@ function controls() {
   fill("show", showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]), state.show);
   const named = (measure) => [key(measure), called(model().quantities.find((one) => one.name === measure.quantity), measure)];
   const measures = measuresOf(model(), state.condition).map(named);
+  part("beside-part").hidden = models.length < 2;
+  fill("beside", ["", ...models.map(({ name }) => name).filter((name) => name !== model().name)].map((name) => [name, name || "no other model"]), state.beside);
   fill("x", measures, state.x);
   fill("y", measures, state.y);
   part("models").replaceChildren(...models.map(({ name }, i) => {
@@ -77,15 +81,16 @@ function controls() {
 
 /** Change what is chosen, and draw what hangs on it. */
 function choose(change) {
-  const focus = document.activeElement?.id;
+  const focus = document.activeElement?.id, row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
   if (change.model !== undefined && change.model !== state.model) brushed = null;
   Object.assign(state, change);
   sort = change.layer === undefined ? { by: "", down: true } : sort;
   history.replaceState && clearAddress();
   fromAddress();
-  if (change.layer === undefined) controls();
+  if (change.layer === undefined || change.model !== undefined) controls();
   draw();
   toAddress();
+  if (row) /** @type {any} */ (document.querySelector(`#heads-table tr[data-i="${row}"] button`))?.focus();
   if (focus && change.layer === undefined) part(focus)?.focus();
 }
 
@@ -107,16 +112,29 @@ function draw() {
     part("said").textContent = `${said(model(), made, measure, index)}. ${sureHeads(model(), made)}`;
   }
   if (!made) part("map").replaceChildren(quantity().missing[state.condition] ?? "");
+  drawBeside(measure);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
+}
+
+/** The same measure of another model; a click there goes over to it. */
+function drawBeside(measure) {
+  const other = models.findIndex((one) => one.name === state.beside), place = part("map-beside");
+  const made = other < 0 ? undefined : measured(models[other], measure);
+  if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} has no such number.`);
+  const there = indexOf(models[other], state.layer, state.head), drawn = html("div"), scale = html("p", { className: "scale" });
+  place.replaceChildren(html("p", { className: "note", textContent: state.beside }), drawn, scale);
+  const over = (i) => choose({ model: other, beside: model().name, ...headAt(models[other], i) });
+  drawMap(drawn, models[other], made, measure, { index: there, brushed: null, prefix: "beside-", choose: over });
+  return drawScale(scale, made);
 }
 
 function table(on) {
   const columns = columnsOf(model(), quantity(), state.condition);
   const by = { beyond: "beyond", change: "difference", value: state.condition }[state.show];
   const now = sort.by ? sort : { by, down: true };
-  const order = (name) => { sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" }; table(on); };
+  const order = (name) => { sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" }; table(on); part(`by-${name}`)?.focus(); };
   const count = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
   part("more-rows").hidden = count <= FEW;
   part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${count} heads`;
@@ -131,7 +149,7 @@ function theme(name) {
 }
 
 function listen() {
-  for (const name of ["condition", "show", "quantity", "x", "y"]) part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
+  for (const name of ["condition", "show", "quantity", "beside", "x", "y"]) part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
   part("scatter-part").addEventListener("toggle", draw);
   part("clear").addEventListener("click", () => { brushed = null; draw(); });
   part("more-rows").addEventListener("click", () => { rows = rows > FEW ? FEW : Infinity; draw(); });
