@@ -258,7 +258,7 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
     page = opened(place)
     for theme in ("light", "dark"):
         colours = page.evaluate(
-            "(theme) => { document.documentElement.dataset.theme = theme; const s = getComputedStyle(document.documentElement);"
+            "(theme) => { if (document.documentElement.dataset.theme !== theme) document.getElementById('theme').click(); const s = getComputedStyle(document.documentElement);"
             " return Object.fromEntries(['ink','quiet','link','with','without','ground','panel'].map("
             " (n) => [n, s.getPropertyValue('--' + n).trim()])); }",
             theme,
@@ -266,6 +266,17 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
         for ground in ("ground", "panel"):
             assert all(contrast(colours[name], colours[ground]) >= 4.5 for name in ("ink", "quiet", "link")), colours
             assert all(contrast(colours[name], colours[ground]) >= 3 for name in ("with", "without")), colours
+        page.locator("[data-part=text]").evaluate("(part) => { part.open = true; }")
+        grounds = page.evaluate(
+            "() => { const of = (css) => { const c = document.createElement('canvas').getContext('2d'); c.fillStyle = css;"
+            " c.fillRect(0, 0, 1, 1); return c.getImageData(0, 0, 1, 1).data; }; const s = getComputedStyle(document.body);"
+            " return [...document.querySelectorAll('[data-part=text] .tokens span')].map((one) => {"
+            " const [r, g, b, a] = of(getComputedStyle(one).backgroundColor), under = of(s.backgroundColor);"
+            " return '#' + [r, g, b].map((v, i) => Math.round(v * a / 255 + under[i] * (1 - a / 255)))"
+            ".map((v) => v.toString(16).padStart(2, '0')).join(''); }); }"
+        )
+        assert len(set(grounds)) > 3
+        assert min(contrast(colours["ink"], one) for one in grounds) >= 4.5, "words on the strongest ground"
     assert contrast("#777", "#fff") < 4.5 < contrast("#767676", "#fff"), "the limit that is known"
 
 

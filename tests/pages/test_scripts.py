@@ -37,11 +37,28 @@ def test_every_import_names_what_an_earlier_module_exports():
     assert "/*COLOURS*/" not in page_script()
 
 
+def lengths(text):
+    """Lines of each function that stands by itself."""
+    found, start = [], None
+    for number, line in enumerate(text.splitlines()):
+        start = number if re.match(r"(export )?(async )?function ", line) else start
+        if line == "}" and start is not None:
+            found.append(number - start + 1)
+            start = None
+    return found
+
+
+def test_the_length_of_a_function_is_noticed():  # negative control
+    assert lengths("function f() {\n  return 1;\n}\nexport async function g() {\n}\n") == [3, 2]
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_scripts_keep_the_house_rules(name):
     text = template(f"{name}.js")
     assert text.startswith("// @ts-check\n// ")
     assert len(text.splitlines()) <= 400
+    assert max(map(len, text.splitlines())) <= 120
+    assert max(lengths(text), default=0) <= 40
     for asks in ("fetch(", "XMLHttpRequest", "innerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert asks not in text, "nothing is asked for, and no text becomes markup"
 

@@ -4,7 +4,11 @@
 /** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
 /** @typedef {{quantity: string, condition: string, show: string}} Measure */
 
-export const SHOWS = { value: "in the condition", change: "change from the baseline", beyond: "change beyond the null" };
+export const SHOWS = {
+  value: "in the condition",
+  change: "change from the baseline",
+  beyond: "change beyond the null",
+};
 const SCALE = 1024;
 const read = new WeakMap();
 /** @type {Float32Array | undefined} */
@@ -13,7 +17,8 @@ let halves;
 /** The bytes of base64; a loop, as a call a letter takes five times as long.
  * @param {string} text */
 function bytesOf(text) {
-  const letters = atob(text), made = new Uint8Array(letters.length);
+  const letters = atob(text),
+    made = new Uint8Array(letters.length);
   for (let i = 0; i < letters.length; i++) made[i] = letters.charCodeAt(i);
   return made;
 }
@@ -31,8 +36,19 @@ function halfTable() {
   if (halves) return halves;
   halves = new Float32Array(65536);
   for (let bits = 0; bits < 65536; bits++) {
-    const exponent = (bits >> 10) & 31, fraction = bits & 1023, sign = bits >> 15 ? -1 : 1;
-    halves[bits] = sign * (exponent === 31 ? (fraction ? NaN : Infinity) : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024)) / SCALE;
+    const exponent = (bits >> 10) & 31,
+      fraction = bits & 1023,
+      sign = bits >> 15 ? -1 : 1;
+    halves[bits] =
+      (sign *
+        (exponent === 31
+          ? fraction
+            ? NaN
+            : Infinity
+          : exponent
+            ? 2 ** (exponent - 15) * (1 + fraction / 1024)
+            : 2 ** -14 * (fraction / 1024))) /
+      SCALE;
   }
   return halves;
 }
@@ -71,7 +87,9 @@ export function ofHeads(array, model) {
   const count = model.layers.length * model.heads;
   if (array === null) return new Float32Array(count).fill(NaN);
   const held = /** @type {Float32Array} */ (numbers(array));
-  return held.length === count ? held : Float32Array.from({ length: count }, (_, i) => held[Math.floor(i / model.heads)]);
+  return held.length === count
+    ? held
+    : Float32Array.from({ length: count }, (_, i) => held[Math.floor(i / model.heads)]);
 }
 
 /** The ends of intervals from their middles and halves. */
@@ -89,24 +107,32 @@ export function showsOf(quantity, condition) {
 /** A measure of every head, each array [layer · head]; undefined where the result has none.
  * @param {any} model
  * @param {Measure} measure */
-export function measured(model, measure) {
-  const quantity = model.quantities.find((one) => one.name === measure.quantity);
-  if (!quantity || !showsOf(quantity, measure.condition).includes(measure.show)) return undefined;
-  if (measure.show === "value") {
-    const part = quantity.values[measure.condition];
-    const value = ofHeads(part.mean, model), [low, high] = ends(value, ofHeads(part.half, model));
-    return { value, low, high, null: ofHeads(part.null, model), q: undefined, quantity, n: part.n, unit: part.unit, scale: "value", signed: value.some((v) => v < 0) };
-  }
-  const part = quantity.changes[measure.condition], beyond = measure.show === "beyond";
-  const [value, half] = (beyond ? ["beyond", "beyond_half"] : ["difference", "half"]).map((name) => ofHeads(part[name], model));
-  const [low, high] = ends(value, half), none = beyond ? undefined : ofHeads(part.null, model);
-  return { value, low, high, null: none, q: ofHeads(part.q, model), quantity, n: part.n, unit: part.unit, scale: part.scale, signed: true, against: part.against };
+export function measured(model, { quantity: name, condition, show }) {
+  const quantity = model.quantities.find((one) => one.name === name);
+  if (!quantity || !showsOf(quantity, condition).includes(show)) return undefined;
+  const part = show === "value" ? quantity.values[condition] : quantity.changes[condition];
+  const names = { value: ["mean", "half"], change: ["difference", "half"], beyond: ["beyond", "beyond_half"] }[show];
+  const [value, half] = names.map((one) => ofHeads(part[one], model));
+  const [low, high] = ends(value, half);
+  const about = { quantity, n: part.n, unit: part.unit, scale: part.scale ?? "value", against: part.against };
+  return {
+    ...about,
+    value,
+    low,
+    high,
+    null: show === "beyond" ? undefined : ofHeads(part.null, model),
+    q: show === "value" ? undefined : ofHeads(part.q, model),
+    signed: show !== "value" || value.some((one) => one < 0),
+  };
 }
 
 /** Which head an index is.
  * @param {any} model
  * @param {number} index */
-export const headAt = (model, index) => ({ layer: model.layers[Math.floor(index / model.heads)], head: index % model.heads });
+export const headAt = (model, index) => ({
+  layer: model.layers[Math.floor(index / model.heads)],
+  head: index % model.heads,
+});
 
 /** The index of a head; -1 where there is none.
  * @param {any} model

@@ -20,6 +20,9 @@ function load(name) {
   return loading[name];
 }
 
+/** The library, once it is loaded. */
+const plotly = () => /** @type {any} */ (window).Plotly;
+
 /** A figure from its JSON, its colours those of a dark ground where it is dark. */
 function spec(text, dark) {
   const made = JSON.parse(dark ? Object.entries(DARK).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text);
@@ -37,14 +40,24 @@ function spec(text, dark) {
   return made;
 }
 
-const plain = (text) => String(text).replace(/<[^>]*>/g, " ").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&").trim();
+const plain = (text) =>
+  String(text)
+    .replace(/<[^>]*>/g, " ")
+    .replace(/&lt;/g, "<")
+    .replace(/&gt;/g, ">")
+    .replace(/&amp;/g, "&")
+    .trim();
 const at = (list, i) => (Array.isArray(list) || ArrayBuffer.isView(list) ? list[i] : undefined);
 
 /** What the panel of a trace is called: the title above it and the words under its axis. */
 function panelName(plot, trace) {
-  const layout = plot._fullLayout, [x, y] = [trace.xaxis ?? "x", trace.yaxis ?? "y"].map((name) => layout[name.replace(/^([xy])/, "$1axis")]);
+  const layout = plot._fullLayout,
+    [x, y] = [trace.xaxis ?? "x", trace.yaxis ?? "y"].map((name) => layout[name.replace(/^([xy])/, "$1axis")]);
   if (!x?.domain) return "";
-  const above = (layout.annotations ?? []).filter((note) => note.xref === "paper" && note.yref === "paper" && note.x >= x.domain[0] - 0.001 && note.x <= x.domain[1] + 0.001);
+  const above = (layout.annotations ?? []).filter(
+    (note) =>
+      note.xref === "paper" && note.yref === "paper" && note.x >= x.domain[0] - 0.001 && note.x <= x.domain[1] + 0.001,
+  );
   const nearest = above.sort((a, b) => Math.abs(a.y - y.domain[1]) - Math.abs(b.y - y.domain[1]))[0];
   return [nearest?.text, x.title?.text].filter(Boolean).map(plain).join(", ");
 }
@@ -53,18 +66,32 @@ function panelName(plot, trace) {
 export function rows(plot) {
   const out = [["panel", "series", "x", "y", "z", "low", "high", "more"]];
   for (const trace of plot._fullData) {
-    if (trace.fill === "toself") continue;  // the outline of a band, whose ends stand with its line
-    const panel = panelName(plot, trace), names = Array.isArray(trace.meta) ? trace.meta : [];
+    if (trace.fill === "toself") continue; // the outline of a band, whose ends stand with its line
+    const panel = panelName(plot, trace),
+      names = Array.isArray(trace.meta) ? trace.meta : [];
     const more = (extra) => names.map((name, k) => `${name}=${names.length > 1 ? at(extra, k) : extra}`).join("; ");
-    const add = (x, y, z, extra, low, high) => out.push([panel, trace.name, x, y, z, low, high, extra === undefined ? "" : more(extra)]);
+    const add = (x, y, z, extra, low, high) =>
+      out.push([panel, trace.name, x, y, z, low, high, extra === undefined ? "" : more(extra)]);
     if (trace.z) {
-      trace.z.forEach((row, j) => [...row].forEach((z, i) => add(at(trace.x, i) ?? i, at(trace.y, j) ?? j, z, at(at(trace.customdata, j), i), undefined, undefined)));
+      trace.z.forEach((row, j) =>
+        [...row].forEach((z, i) =>
+          add(at(trace.x, i) ?? i, at(trace.y, j) ?? j, z, at(at(trace.customdata, j), i), undefined, undefined),
+        ),
+      );
       continue;
     }
     const bars = trace.error_y?.visible ? trace.error_y : {};
     [...(trace.y ?? [])].forEach((y, i) => {
-      const up = at(bars.array, i), down = bars.symmetric === false ? at(bars.arrayminus, i) : up;
-      add(at(trace.x, i), y, undefined, at(trace.customdata, i), down === undefined ? undefined : y - down, up === undefined ? undefined : y + up);
+      const up = at(bars.array, i),
+        down = bars.symmetric === false ? at(bars.arrayminus, i) : up;
+      add(
+        at(trace.x, i),
+        y,
+        undefined,
+        at(trace.customdata, i),
+        down === undefined ? undefined : y - down,
+        up === undefined ? undefined : y + up,
+      );
     });
   }
   return out;
@@ -74,7 +101,8 @@ export function rows(plot) {
 function names(figures) {
   const seen = new Map();
   return figures.map((figure) => {
-    const name = fileName(figure.parentElement.querySelector("summary").textContent), count = (seen.get(name) ?? 0) + 1;
+    const name = fileName(figure.parentElement.querySelector("summary").textContent),
+      count = (seen.get(name) ?? 0) + 1;
     seen.set(name, count);
     return count > 1 ? `${name}-${count}` : name;
   });
@@ -83,8 +111,11 @@ function names(figures) {
 /** Draw a figure of an opened part. */
 async function draw(figure) {
   await load("plotly");
-  const { data, layout } = spec(figure.querySelector("script").textContent, document.documentElement.dataset.theme === "dark");
-  await Plotly.react(figure.querySelector(".plot"), data, layout, CONFIG);
+  const { data, layout } = spec(
+    figure.querySelector("script").textContent,
+    document.documentElement.dataset.theme === "dark",
+  );
+  await plotly().react(figure.querySelector(".plot"), data, layout, CONFIG);
   figure.dataset.drawn = document.documentElement.dataset.theme;
 }
 
@@ -99,21 +130,34 @@ async function show(view) {
 /** Everything that is open and not yet drawn in this light. */
 function drawOpen() {
   for (const part of document.querySelectorAll("details.section[open]")) {
-    part.querySelectorAll(":scope > figure").forEach((figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure));
+    part
+      .querySelectorAll(":scope > figure")
+      .forEach(
+        (/** @type {any} */ figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure),
+      );
     part.querySelectorAll(".card").forEach(show);
   }
 }
 
 /** Listen for parts that are opened, and for their buttons. Gives what draws again in another light. */
 export function figures() {
-  const all = [...document.querySelectorAll("details.section > figure")], called = names(all);
+  const all = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("details.section > figure")]),
+    called = names(all);
   document.querySelectorAll("details.section").forEach((part) => part.addEventListener("toggle", drawOpen));
-  all.forEach((figure, i) => figure.querySelectorAll("[data-do]").forEach((button) => button.addEventListener("click", () => {
-    const plot = figure.querySelector(".plot");
-    if (button.dataset.do === "csv") return saveCsv(called[i], rows(plot));
-    const { data, layout } = spec(figure.querySelector("script").textContent, false);  // for paper, so always on white
-    return Plotly.downloadImage({ data, layout }, { format: "svg", width: plot.clientWidth, height: plot.clientHeight, filename: called[i] });
-  })));
+  all.forEach((figure, i) =>
+    figure.querySelectorAll("[data-do]").forEach((/** @type {any} */ button) =>
+      button.addEventListener("click", () => {
+        const plot = figure.querySelector(".plot");
+        if (button.dataset.do === "csv") return saveCsv(called[i], rows(plot));
+        // For paper, so always on white.
+        const { data, layout } = spec(figure.querySelector("script").textContent, false);
+        return plotly().downloadImage(
+          { data, layout },
+          { format: "svg", width: plot.clientWidth, height: plot.clientHeight, filename: called[i] },
+        );
+      }),
+    ),
+  );
   drawOpen();
   return drawOpen;
 }

@@ -11,12 +11,18 @@ import { drawScatter, measuresOf } from "./scatter.js";
 import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
+const PICKED =
+  "Changes are sorted by their size; a head that is picked as the largest on these prompts has an interval that is " +
+  'too optimistic (select="half" in result.compare gives an honest one).';
 /** @type {any[]} */
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
 const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
-let brushed = null, rows = FEW, sort = { by: "", down: true }, redrawFigures = () => {};
+let brushed = null,
+  rows = FEW,
+  sort = { by: "", down: true },
+  redrawFigures = () => {};
 
 const model = () => models[state.model];
 const quantity = () => model().quantities.find((one) => one.name === state.quantity);
@@ -24,16 +30,27 @@ const quantity = () => model().quantities.find((one) => one.name === state.quant
 /** What the address says, as far as this page has it; else what there is. */
 function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
-  const pick = (name, known, otherwise) => (known.includes(given.get(name)) ? given.get(name) : known.includes(state[name]) ? state[name] : otherwise);
+  const pick = (name, known, otherwise) =>
+    known.includes(given.get(name)) ? given.get(name) : known.includes(state[name]) ? state[name] : otherwise;
   const asked = models.findIndex((one) => one.name === given.get("model"));
   if (asked >= 0) state.model = asked;
   const { conditions, quantities, start } = model();
-  state.beside = pick("beside", models.map(({ name }) => name), "");
+  state.beside = pick(
+    "beside",
+    models.map(({ name }) => name),
+    "",
+  );
   if (state.beside === model().name) state.beside = "";
-  state.quantity = pick("quantity", quantities.map((one) => one.name), quantities[0].name);
+  state.quantity = pick(
+    "quantity",
+    quantities.map((one) => one.name),
+    quantities[0].name,
+  );
   state.condition = pick("condition", conditions, conditions[1] ?? conditions[0]);
   state.show = pick("show", showsOf(quantity(), state.condition), showsOf(quantity(), state.condition)[0] ?? "value");
-  const [layer, head] = ["layer", "head"].map((name) => (given.get(name) === null ? state[name] : Number(given.get(name))));
+  const [layer, head] = ["layer", "head"].map((name) =>
+    given.get(name) === null ? state[name] : Number(given.get(name)),
+  );
   const known = indexOf(model(), layer, head) >= 0;
   [state.layer, state.head] = known ? [layer, head] : start;
   const measures = measuresOf(model(), state.condition).map(key);
@@ -43,10 +60,22 @@ function fromAddress() {
 
 /** Put what is chosen into the address; a frame in a notebook has none that can be changed. */
 function toAddress() {
-  const words = new URLSearchParams({ model: model().name, layer: String(state.layer), head: String(state.head), condition: state.condition, show: state.show, quantity: state.quantity, beside: state.beside, x: state.x, y: state.y });
+  const words = new URLSearchParams({
+    model: model().name,
+    layer: String(state.layer),
+    head: String(state.head),
+    condition: state.condition,
+    show: state.show,
+    quantity: state.quantity,
+    beside: state.beside,
+    x: state.x,
+    y: state.y,
+  });
   try {
     history.replaceState(null, "", `#${words}`);
-  } catch { /* an address that can't be changed */ }
+  } catch {
+    /* an address that can't be changed */
+  }
 }
 
 const key = (measure) => [measure.quantity, measure.condition, measure.show].join(" · ");
@@ -54,34 +83,54 @@ const fromKey = (text) => measuresOf(model(), state.condition).find((measure) =>
 
 /** Fill a choice with values and their words. */
 function fill(name, values, chosen) {
-  part(name).replaceChildren(...values.map(([value, words]) => html("option", { value, textContent: words, selected: value === chosen })));
+  part(name).replaceChildren(
+    ...values.map(([value, words]) => html("option", { value, textContent: words, selected: value === chosen })),
+  );
 }
 
+/** The choices, and what is chosen. */
 function controls() {
   const { conditions, quantities } = model();
-  fill("condition", conditions.map((name) => [name, name]), state.condition);
-  fill("quantity", quantities.map((one) => [one.name, one.words]), state.quantity);
-  fill("show", showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]), state.show);
-  const named = (measure) => [key(measure), called(model().quantities.find((one) => one.name === measure.quantity), measure)];
-  const measures = measuresOf(model(), state.condition).map(named);
+  const alike = (words) => words.map((word) => [word, word]);
+  const shows = showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]);
+  const of = (name) => quantities.find((one) => one.name === name);
+  const measures = measuresOf(model(), state.condition).map((one) => [key(one), called(of(one.quantity), one)]);
+  const others = models.map(({ name }) => name).filter((name) => name !== model().name);
+  fill("condition", alike(conditions), state.condition);
+  const named = quantities.map((one) => [one.name, one.words]);
+  fill("quantity", named, state.quantity);
+  fill("show", shows, state.show);
+  fill("beside", [["", "no other model"], ...alike(others)], state.beside);
   part("beside-part").hidden = models.length < 2;
-  fill("beside", ["", ...models.map(({ name }) => name).filter((name) => name !== model().name)].map((name) => [name, name || "no other model"]), state.beside);
   fill("x", measures, state.x);
   fill("y", measures, state.y);
-  part("models").replaceChildren(...models.map(({ name }, i) => {
-    const tab = html("button", { type: "button", id: `model-${i}`, textContent: name, tabIndex: i === state.model ? 0 : -1 });
-    tab.setAttribute("role", "tab");
-    tab.setAttribute("aria-selected", String(i === state.model));
-    tab.setAttribute("aria-controls", "instrument");
-    tab.addEventListener("click", () => choose({ model: i }));
-    return tab;
-  }));
+  tabs();
+}
+
+/** A tab for each model. */
+function tabs() {
+  part("models").replaceChildren(
+    ...models.map(({ name }, i) => {
+      const tab = html("button", {
+        type: "button",
+        id: `model-${i}`,
+        textContent: name,
+        tabIndex: i === state.model ? 0 : -1,
+      });
+      tab.setAttribute("role", "tab");
+      tab.setAttribute("aria-selected", String(i === state.model));
+      tab.setAttribute("aria-controls", "instrument");
+      tab.addEventListener("click", () => choose({ model: i }));
+      return tab;
+    }),
+  );
   part("instrument").setAttribute("aria-labelledby", `model-${state.model}`);
 }
 
 /** Change what is chosen, and draw what hangs on it. */
 function choose(change) {
-  const focus = document.activeElement?.id, row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
+  const focus = document.activeElement?.id,
+    row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
   if (change.model !== undefined && change.model !== state.model) brushed = null;
   Object.assign(state, change);
   sort = change.layer === undefined ? { by: "", down: true } : sort;
@@ -98,13 +147,24 @@ function choose(change) {
 function clearAddress() {
   try {
     history.replaceState(null, "", "#");
-  } catch { /* an address that can't be changed */ }
+  } catch {
+    /* an address that can't be changed */
+  }
 }
 
 function draw() {
-  const measure = { quantity: state.quantity, condition: state.condition, show: state.show }, made = measured(model(), measure);
+  const measure = { quantity: state.quantity, condition: state.condition, show: state.show },
+    made = measured(model(), measure);
   const index = indexOf(model(), state.layer, state.head);
-  const on = { index, brushed, choose: (i) => choose(headAt(model(), i)), brush: (heads) => { brushed = heads; draw(); } };
+  const on = {
+    index,
+    brushed,
+    choose: (i) => choose(headAt(model(), i)),
+    brush: (heads) => {
+      brushed = heads;
+      draw();
+    },
+  };
   part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
   if (made) {
     drawMap(part("map"), model(), made, measure, on);
@@ -120,10 +180,13 @@ function draw() {
 
 /** The same measure of another model; a click there goes over to it. */
 function drawBeside(measure) {
-  const other = models.findIndex((one) => one.name === state.beside), place = part("map-beside");
+  const other = models.findIndex((one) => one.name === state.beside),
+    place = part("map-beside");
   const made = other < 0 ? undefined : measured(models[other], measure);
   if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} has no such number.`);
-  const there = indexOf(models[other], state.layer, state.head), drawn = html("div"), scale = html("p", { className: "scale" });
+  const there = indexOf(models[other], state.layer, state.head),
+    drawn = html("div"),
+    scale = html("p", { className: "scale" });
   place.replaceChildren(html("p", { className: "note", textContent: state.beside }), drawn, scale);
   const over = (i) => choose({ model: other, beside: model().name, ...headAt(models[other], i) });
   drawMap(drawn, models[other], made, measure, { index: there, brushed: null, prefix: "beside-", choose: over });
@@ -134,12 +197,16 @@ function table(on) {
   const columns = columnsOf(model(), quantity(), state.condition);
   const by = { beyond: "beyond", change: "difference", value: state.condition }[state.show];
   const now = sort.by ? sort : { by, down: true };
-  const order = (name) => { sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" }; table(on); part(`by-${name}`)?.focus(); };
+  const order = (name) => {
+    sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" };
+    table(on);
+    part(`by-${name}`)?.focus();
+  };
   const count = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
   part("more-rows").hidden = count <= FEW;
   part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${count} heads`;
   const of = brushed ? `${count} brushed heads` : `${count} heads`;
-  part("table-note").textContent = `${of}, ${quantity().words}, condition “${state.condition}”. Changes are sorted by their size; a head that is picked as the largest on these prompts has an interval that is too optimistic (select="half" in result.compare gives an honest one).`;
+  part("table-note").textContent = `${of}, ${quantity().words}, condition “${state.condition}”. ${PICKED}`;
 }
 
 function theme(name) {
@@ -149,20 +216,41 @@ function theme(name) {
 }
 
 function listen() {
-  for (const name of ["condition", "show", "quantity", "beside", "x", "y"]) part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
+  for (const name of ["condition", "show", "quantity", "beside", "x", "y"])
+    part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
   part("scatter-part").addEventListener("toggle", draw);
-  part("clear").addEventListener("click", () => { brushed = null; draw(); });
-  part("more-rows").addEventListener("click", () => { rows = rows > FEW ? FEW : Infinity; draw(); });
-  part("heads-csv").addEventListener("click", () => saveTable(fileName(`${model().name} ${state.quantity} ${state.condition}`), columnsOf(model(), quantity(), state.condition), state, brushed));
+  part("clear").addEventListener("click", () => {
+    brushed = null;
+    draw();
+  });
+  part("more-rows").addEventListener("click", () => {
+    rows = rows > FEW ? FEW : Infinity;
+    draw();
+  });
+  part("heads-csv").addEventListener("click", () =>
+    saveTable(
+      fileName(`${model().name} ${state.quantity} ${state.condition}`),
+      columnsOf(model(), quantity(), state.condition),
+      state,
+      brushed,
+    ),
+  );
   part("models").addEventListener("keydown", (event) => {
     const to = { ArrowRight: state.model + 1, ArrowLeft: state.model - 1 }[event.key];
     if (to === undefined || !models[to]) return;
     choose({ model: to });
     part(`model-${to}`).focus();
   });
-  addEventListener("hashchange", () => { fromAddress(); controls(); draw(); });
+  addEventListener("hashchange", () => {
+    fromAddress();
+    controls();
+    draw();
+  });
   let wide = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== wide) draw(); wide = innerWidth; });
+  addEventListener("resize", () => {
+    if (innerWidth !== wide) draw();
+    wide = innerWidth;
+  });
 }
 
 async function start() {
@@ -179,7 +267,12 @@ async function start() {
     listen();
   } else {
     const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
-    part("heads").replaceChildren(html("p", { className: "note", textContent: `There is no map of heads: ${why ?? "the run has measured no number of single heads"}.` }));
+    part("heads").replaceChildren(
+      html("p", {
+        className: "note",
+        textContent: `There is no map of heads: ${why ?? "the run has measured no number of single heads"}.`,
+      }),
+    );
   }
   redrawFigures = figures();
   root.dataset.ready = "yes";

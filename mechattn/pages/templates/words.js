@@ -11,7 +11,8 @@ const minus = (/** @type {string} */ text) => text.replace(/-/g, "\u2212");
 export function shown(value, scale) {
   if (value === undefined || Number.isNaN(value)) return "–";
   if (scale === "log-ratio") {
-    const percent = 100 * Math.expm1(value), text = percent.toFixed(1);
+    const percent = 100 * Math.expm1(value),
+      text = percent.toFixed(1);
     return minus(`${Number(text) > 0 ? "+" : ""}${Number(text) === 0 ? "0.0" : text}\u00a0%`);
   }
   const text = value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
@@ -20,14 +21,19 @@ export function shown(value, scale) {
 
 /** A q or p in words.
  * @param {number} q */
-export const chance = (q) => (Number.isNaN(q) ? "–" : q < 0.001 ? q.toExponential(0) : String(Number(q.toPrecision(2))));
+export const chance = (q) =>
+  Number.isNaN(q) ? "–" : q < 0.001 ? q.toExponential(0) : String(Number(q.toPrecision(2)));
 
 /** What a measure is called.
  * @param {any} quantity
  * @param {{condition: string, show: string}} measure */
 export function called(quantity, { condition, show }) {
   const { against } = quantity.changes[condition] ?? {};
-  const how = { change: ", change from the baseline", beyond: `, change beyond ${against === "no difference" ? "none" : against}` }[show] ?? "";
+  const how =
+    {
+      change: ", change from the baseline",
+      beyond: `, change beyond ${against === "no difference" ? "none" : against}`,
+    }[show] ?? "";
   return `${quantity.words} (${condition})${how}`;
 }
 
@@ -37,10 +43,13 @@ export function called(quantity, { condition, show }) {
  * @param {any} measure
  * @param {number} index */
 export function said(model, made, measure, index) {
-  const { layer, head } = headAt(model, index), value = made.value[index];
+  const { layer, head } = headAt(model, index),
+    value = made.value[index];
   const start = `layer ${layer} head ${head}\n${called(made.quantity, measure)}: `;
   if (Number.isNaN(value)) return `${start}none`;
-  const parts = [`${shown(value, made.scale)} [${shown(made.low[index], made.scale)}, ${shown(made.high[index], made.scale)}]`];
+  const parts = [
+    `${shown(value, made.scale)} [${shown(made.low[index], made.scale)}, ${shown(made.high[index], made.scale)}]`,
+  ];
   if (made.null && !Number.isNaN(made.null[index])) parts.push(`null ${shown(made.null[index], made.scale)}`);
   if (made.q) parts.push(`q = ${chance(made.q[index])}`);
   return `${start}${parts.join("; ")}; ${made.n} ${made.unit}`;
@@ -72,8 +81,14 @@ export function save(name, type, text) {
 /** Rows as a file of CSV.
  * @param {string} name
  * @param {any[][]} rows */
-export const saveCsv = (name, rows) => save(`${name}.csv`, "text/csv", rows.map((row) => row.map(cell).join(",")).join("\n"));
+export const saveCsv = (name, rows) =>
+  save(`${name}.csv`, "text/csv", rows.map((row) => row.map(cell).join(",")).join("\n"));
 
 /** A title as the name of a file.
  * @param {string} title */
-export const fileName = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 100) || "figure";
+export const fileName = (title) =>
+  title
+    .toLowerCase()
+    .replace(/[^a-z0-9]+/g, "-")
+    .replace(/^-|-$/g, "")
+    .slice(0, 100) || "figure";
