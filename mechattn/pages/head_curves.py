@@ -140,7 +140,9 @@ def head_patterns(result: Result) -> dict[str, Any]:
             if left < 0:
                 break
             values = np.round(65535 * square.values[..., low[0], low[1]].astype(np.float64))
-            of_conditions[name] = {"tokens": [visible(text) for text in tokens], "rows": packed(values, "u2")}
+            inserted = int((result["sequences"].origin.sel(condition=name).isel(prompt=prompt) == -1).sum())
+            shown_tokens = [visible(text) for text in tokens]
+            of_conditions[name] = {"tokens": shown_tokens, "inserted": inserted, "rows": packed(values, "u2")}
         if of_conditions:
             shown.append(of_conditions)
     layers = [int(layer) for layer in maps.layer.values]

@@ -53,7 +53,7 @@ def model_data(result: Result, maps: Result, start: tuple[int, int] | None = Non
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
         "curves": head_curves(on_map),
         "texts": head_texts(on_map),
-        "patterns": head_patterns(maps),
+        "patterns": head_patterns(maps) | {"apart": maps is not result},
     }
 
 

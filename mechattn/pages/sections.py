@@ -108,8 +108,8 @@ def _received_note(result: Result, alone: bool) -> str:
     lines = (
         "Blue: the prompts as they are; dotted: what uniform attention would give."
         if alone
-        else "Blue: the prompt as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom "
-        "row: the whole sequence with the inserted span shaded."
+        else "Blue: the prompt as it is; orange: with the inserted tokens. Top row: the original tokens, aligned; "
+        "bottom row: the whole sequence with the inserted span shaded."
     )
     beside = (
         "A key's value falls with its position by definition, as fewer tokens come after it: compare with the uniform "

@@ -82,13 +82,13 @@ def across_layers(
     *,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of the original tokens without (blue) and with (red) the insertion, one head in some layers.
+    """Received attention of the original tokens without (blue) and with (orange) the insertion, a head in some layers.
 
     Args:
         result: A result.
         layers: The layers, from 0.
         head: The head, from 0.
-        condition: The condition in red; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:

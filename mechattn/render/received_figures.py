@@ -35,7 +35,7 @@ def received_attention(
     choose: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
+    """Received attention of chosen heads, without (blue) and with (orange) the inserted tokens.
 
     Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded. Dotted:
     what uniform attention would give, as some of the fall is there by definition. Of the baseline alone there is one
@@ -50,7 +50,7 @@ def received_attention(
         choose: In place of heads: how many to choose by the largest change (of the baseline: the largest distance)
             from the null on one half of the prompts; the figure then shows the other half (the run must have kept
             ``positions="prompts"``).
-        condition: The condition in red; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:

@@ -10,7 +10,7 @@ import pytest
 import mechattn as ma
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
-from mechattn.pages.instrument import instrument
+from mechattn.pages.instrument import instrument, model_data
 from mechattn.pages.packed import unpacked
 from mechattn.render.received_figures import line_and_band, moments_of
 
@@ -138,6 +138,15 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     np.testing.assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
     monkeypatch.setattr("mechattn.pages.head_curves.PATTERNS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
+
+
+def test_patterns_of_another_run_say_so(slash_result, toy):
+    beside = ma.run(
+        toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.AttentionMap()], progress=False
+    )
+    for maps, apart in ((beside, True), (slash_result, False)):
+        assert model_data(slash_result, maps)["patterns"]["apart"] is apart
+    assert model_data(slash_result, beside)["patterns"]["prompts"][0]["slash"]["inserted"] == 4
 
 
 def test_without_patterns_a_sentence(slash_result):

@@ -109,7 +109,11 @@ function quantities(model, index, condition) {
     return made;
   });
   const header = html("tr", {}, ...head.map((words) => html("th", { scope: "col", textContent: words })));
-  return html("div", { className: "wide" }, html("table", {}, html("thead", {}, header), html("tbody", {}, ...rows)));
+  return html(
+    "div",
+    { className: "wide", tabIndex: 0 },
+    html("table", {}, html("thead", {}, header), html("tbody", {}, ...rows)),
+  );
 }
 
 /** The first prompt without and with what is inserted, both on one scale. */
@@ -161,16 +165,25 @@ function patterns(model, layer, head, condition) {
       textContent: held.missing || `Patterns are held of layers ${held.layers.join(", ")} alone.`,
     });
   const place = html("div");
+  if (held.apart)
+    place.append(note("From a run of its own on a short prompt, with as many inserted tokens as it says."));
   held.prompts.forEach((prompt, number) => {
-    for (const name of Object.keys(prompt).filter((one) => one === "baseline" || one === condition)) {
-      place.append(
-        html("p", { className: "note", textContent: `prompt ${number}, ${name}: queries down, keys across` }),
-        pattern(prompt[name], at, head, `Attention pattern of layer ${layer} head ${head}, prompt ${number}, ${name}`),
-      );
+    for (const name of new Set(["baseline", condition])) {
+      const one = prompt[name];
+      const about = `prompt ${number}, ${name}`;
+      if (!one) place.append(note(`No pattern is held of ${about}.`));
+      else {
+        const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
+        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
+        place.append(note(`${about}: ${counts}; queries down, keys across`), pattern(one, at, head, label));
+      }
     }
   });
   return place;
 }
+
+/** A line in small print. */
+const note = (words) => html("p", { className: "note", textContent: words });
 
 /** One map, a pixel a pair of tokens, darker for more. */
 function pattern(held, layer, head, label) {
