@@ -71,6 +71,8 @@ def test_hover_says_what_compare_says(opened, place, result):
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
     sure = int((result.compare("slash").q < 0.05).sum())
     assert page.locator("#map .mark").count() == sure
+    about = result["received_attention"].received_by_segment.attrs
+    assert page.locator("#about").inner_text() == f"{about['description']} ({about['units']})."
     assert f"{sure} of 32 heads at q < 0.05" in page.locator("#said").inner_text()
 
 

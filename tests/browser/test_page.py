@@ -312,3 +312,38 @@ def hover(page, selector):
     for part in (0.2, 0.22):
         page.mouse.move(box["x"] + part * box["width"], box["y"] + 0.7 * box["height"])
         page.wait_for_timeout(400)
+
+
+def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, tmp_path):
+    shown = [(ma.render.received_attention, {"layer": 0, "heads": [head]}) for head in (1, 2)]
+    page = opened(results_page([slash_result], tmp_path / "index.html", shown))
+    unfold(page)
+    names = []
+    for at in range(2):
+        with page.expect_download() as caught:
+            page.locator("details.section > figure").nth(at).get_by_role("button", name="CSV").click()
+        names.append(caught.value.suggested_filename)
+    assert len(set(names)) == 2
+    assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), "the title isn't cut"
+
+
+def test_the_explorer_on_a_dark_phone(browser, tmp_path):
+    """Titles in as many lines as they need, grid lines that don't shine, a legend of the marks."""
+    falcon = ma.load_model("toy:falcon")
+    ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(tmp_path / "explore.html")
+    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
+    page = context.new_page()
+    page.goto((tmp_path / "explore.html").as_uri())
+    page.locator("[data-part=course] .gtitle").wait_for()
+    for part in ("map", "parts", "course"):
+        box = page.locator(f"[data-part={part}] .gtitle").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    lines = page.evaluate(
+        "[...document.querySelectorAll('[data-part=map] .gridlayer path, [data-part=course] .gridlayer path')]"
+        ".map((one) => getComputedStyle(one).stroke)"
+    )
+    assert set(lines) == {"rgb(52, 58, 66)"}
+    assert "by rank ● 1 ■ 2" in page.locator("figure.explorer").inner_text()
+    assert page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color") == "rgb(63, 207, 159)"
+    context.close()

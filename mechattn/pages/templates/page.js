@@ -166,6 +166,7 @@ function draw() {
     },
   };
   part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
+  part("about").textContent = `${quantity().about} (${quantity().units}).`;
   if (made) {
     drawMap(part("map"), model(), made, measure, on);
     drawScale(part("scale"), made);
