@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
@@ -86,36 +87,60 @@ def make_figures(
         check_in_model(name, [layer], [shown])
     if begins:
         say(begins)
-    results: list[Result] = []
-    sections: list[Section] = []
-    maps: list[Result | None] = []
-    counts: list[int] = []
+    looked: list[_Looked] = []
     for name, place in places.items():
         hooked = load_model(name, dtype=dtype_named(dtype), device=device)
         chosen_layers(hooked, layer)
         check_heads(heads, hooked.cfg.n_heads)
-        fitted = _fitted(inserted, hooked)
-        counts.append(fitted.count)
-        result = run(
-            hooked,
-            prompts,
-            _conditions(fitted),
-            [ReceivedAttention(), AttentionFocus()],
-            seed=seed,
-            positions="prompts",
-        )
-        result.save(place)
-        results.append(result)
-        one = min(prompts, key=lambda prompt: len(prompt.question))
-        beside, views = _of_one(hooked, result, one, fitted, layer, heads, seed)
-        maps.append(beside)
-        sections += [*_of_all(result, layer, heads, command), *views]
-    of = f"{len(prompts)} prompts of {name_of(source)}"
-    tokens = " or ".join(map(str, sorted(set(counts))))
+        looked.append(_looked_at(hooked, prompts, inserted, place, layer, heads, seed, command))
+    return write_page(
+        page,
+        "mechattn: attention under meaningless tokens",
+        _subtitle(looked, inserted, len(prompts), source),
+        [one.result for one in looked],
+        [section for one in looked for section in one.sections],
+        command,
+        force,
+        maps=[one.maps for one in looked],
+        start=[(layer, int(heads[0]))] * len(looked),
+    )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What is shown of one model: its result, the maps of a short prompt, figures, how many tokens were inserted."""
+
+    result: Result
+    maps: Result
+    sections: list[Section]
+    count: int
+
+
+def _looked_at(
+    hooked: HookedModel,
+    prompts: Seq[Prompt],
+    inserted: MeaninglessTokens,
+    place: Path,
+    layer: int,
+    heads: Seq[int],
+    seed: int,
+    command: str,
+) -> _Looked:
+    """Run one model on all prompts, and on the shortest for its maps; the result is stored at once."""
+    fitted = _fitted(inserted, hooked)
+    analyses: list[Analysis] = [ReceivedAttention(), AttentionFocus()]
+    result = run(hooked, prompts, _conditions(fitted), analyses, seed=seed, positions="prompts")
+    result.save(place)
+    one = min(prompts, key=lambda prompt: len(prompt.question))
+    maps, views = _of_one(hooked, result, one, fitted, layer, heads, seed)
+    return _Looked(result, maps, [*_of_all(result, layer, heads, command), *views], fitted.count)
+
+
+def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, source: str) -> str:
+    """What the page is of."""
+    tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     what = f"{tokens} tokens of “{plain(inserted.text)}” are put {WHERE[inserted.place]}"
-    subtitle = f"What happens to attention when {what}: {of}."
-    title, start = "mechattn: attention under meaningless tokens", [(layer, int(heads[0]))] * len(results)
-    return write_page(page, title, subtitle, results, sections, command, force, maps=maps, start=start)
+    return f"What happens to attention when {what}: {prompts} prompts of {name_of(source)}."
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:

@@ -55,8 +55,7 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    start = None if layer is None else (layer, int(heads[0]) if heads else 0)
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force, start=start)
+    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
     return missing
 
 

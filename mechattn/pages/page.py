@@ -49,8 +49,7 @@ def page(
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
     options = [{"layer": layer, "condition": name} | which for name in names]
     figures = [(received_attention, some) for some in options]
-    first = (layer, int(which["heads"][0])) if which.get("heads") else (layer, 0)
-    return results_page([result], path, figures, force=force, start=first)
+    return results_page([result], path, figures, force=force)
 
 
 def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
@@ -160,8 +159,6 @@ def results_page(
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
-    *,
-    start: tuple[int, int] | None = None,
 ) -> Path:
     """A page of some results: each figure for each of them, or once where it shows several models side by side.
 
@@ -172,7 +169,6 @@ def results_page(
         command: What was typed.
         missing: Takes a sentence for each figure that cannot be drawn; without it such a figure is an error.
         force: Replace a file that mechattn did not write.
-        start: The layer and head that are shown first.
     """
     of_one = [one for one in figures if not _of_many(one[0])]
     of_many = [one for one in figures if _of_many(one[0])]
@@ -182,7 +178,18 @@ def results_page(
         sections += _drawn(of_one, result, command, missing)
     sections += _drawn(of_many, list(results), command, missing)
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    return write_page(path, title, _about(results), results, sections, command, force, start=[start] * len(results))
+    return write_page(
+        path, title, _about(results), results, sections, command, force, start=[_first_shown(figures)] * len(results)
+    )
+
+
+def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
+    """The layer and head that the first figure of received attention shows; head 0 where the data choose."""
+    for draw, options in figures:
+        if draw is received_attention and "layer" in options:
+            heads = options.get("heads")
+            return int(options["layer"]), int(heads[0]) if isinstance(heads, list) and heads else 0
+    return None
 
 
 def _about(results: Seq[Result]) -> str:

@@ -56,8 +56,7 @@ def heads_by_layer(
     variable = _variable(result, quantity, segment, names)
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; see by_layer")
-    titles = list(names)
-    figure = make_subplots(1, len(names), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = make_subplots(1, len(names), subplot_titles=list(names), shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
     null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):

@@ -124,8 +124,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
             if name != BASELINE:
                 panel.result.condition(name)
             moments = moments_of(dataset, quantity, name, panel.layer, panel.head, prompts)
-            words = name
-            for trace in line_and_band(moments, words, colour, len(prompts), legend=column == 1):
+            for trace in line_and_band(moments, name, colour, len(prompts), legend=column == 1):
                 figure.add_trace(trace, 1, column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")

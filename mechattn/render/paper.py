@@ -42,18 +42,7 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made, size = go.Figure(figure), _POINTS * _PIXELS / 72
     title = title or bool(figure.layout.sliders)  # which says what the slider showed
     made.layout.sliders = None
-    width, rows = _INCHES[column] * _PIXELS, _legend_rows(made, _INCHES[column] * _PIXELS, size)
-    above = 1.45 * size * rows  # the figure grows by its legend, so the panels keep their height
-    height = max(230.0, 0.72 * (figure.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
-    room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
-    top = 1 - (2.2 * size / height if title else 0)
-    legend = dict(
-        orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size, tracegroupgap=0
-    )
-    made.update_layout(
-        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
-        margin=dict(l=50, r=10, t=above + room, b=38), legend=legend,
-    )  # fmt: skip
+    _lay_out(made, _INCHES[column] * _PIXELS, size, title)
     made.update_annotations(font_size=size)
     small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't meet
     axis = dict(title_standoff=4, title_font_size=small, tickfont_size=0.9 * size)
@@ -63,6 +52,21 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made.update_traces(colorbar=bar, selector=dict(type="heatmap"))
     made.update_layout(title_text=figure.layout.title.text if title else "", title_font_size=1.2 * size)
     return made
+
+
+def _lay_out(made: go.Figure, width: float, size: float, title: bool) -> None:
+    """Size, margins and legend: the figure grows by its legend, so the panels keep their height."""
+    rows = _legend_rows(made, width, size)
+    height = max(230.0, 0.72 * (made.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
+    room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
+    top = 1 - (2.2 * size / height if title else 0)
+    legend = dict(
+        orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size, tracegroupgap=0
+    )
+    made.update_layout(
+        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
+        margin=dict(l=50, r=10, t=1.45 * size * rows + room, b=38), legend=legend,
+    )  # fmt: skip
 
 
 def _legend_rows(figure: go.Figure, width: float, size: float) -> int:

@@ -74,18 +74,18 @@ def received_attention(
     rows += [] if alone else [(1, "received_by_origin", condition), (2, "received", condition)]
     spacing = dict(vertical_spacing=0.16, horizontal_spacing=0.06)
     figure = make_subplots(rows[-1][0], len(heads), subplot_titles=titles, **spacing)
-    span, words = _inserted_span(result, condition), condition
+    span = _inserted_span(result, condition)
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in rows:
             moments = moments_of(dataset, quantity, name, layer, head, shown)
-            label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {words}"
+            label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {condition}"
             colour = WITHOUT if name == BASELINE else WITH
             for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
             null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
             figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
-    _label(figure, len(heads), rows[-1][0], span, words)
+    _label(figure, len(heads), rows[-1][0], span, condition)
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from mechattn.commands.report import report
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.instrument import instrument, model_data
 from mechattn.pages.packed import unpacked
 from mechattn.render.received_figures import line_and_band, moments_of
+from tests.pages.read import data_of
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +153,18 @@ def test_patterns_of_another_run_say_so(slash_result, toy):
 
 def test_without_patterns_a_sentence(slash_result):
     assert "ma.AttentionMap()" in head_patterns(slash_result)["missing"]
+
+
+def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
+    starts = {}
+    for name, options in {"named": {"layer": 2, "heads": [5, 1]}, "chosen": {"layer": 3}, "neither": {}}.items():
+        page = slash_result.page(tmp_path / f"{name}.html", **options)
+        starts[name] = data_of(page)["models"][0]["start"]
+    assert starts == {"named": [2, 5], "chosen": [3, 0], "neither": [0, 0]}
+    report([_saved(slash_result, tmp_path)], tmp_path / "report.html", layer=1, heads=[4])
+    assert data_of(tmp_path / "report.html")["models"][0]["start"] == [1, 4]
+
+
+def _saved(result, folder):
+    result.save(folder / "r.zarr")
+    return folder / "r.zarr"
