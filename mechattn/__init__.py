@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from mechattn import render as render
     from mechattn.analysis.affine_shift import AffineShift as AffineShift
     from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
+    from mechattn.analysis.attention_map import AttentionMap as AttentionMap
     from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
     from mechattn.analysis.block_updates import BlockUpdates as BlockUpdates
     from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import explore as explore
     from mechattn.pages.one_prompt import pattern as pattern
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
+    from mechattn.pages.page import browse as browse
     from mechattn.pages.page import page as page
     from mechattn.patching.head_patching import patch_heads as patch_heads
     from mechattn.patching.head_patching import patch_residual as patch_residual
@@ -75,6 +77,7 @@ _HOME = {
     "AffineAttention": "interventions.affine_attention",
     "AffineShift": "analysis.affine_shift",
     "AttentionFocus": "analysis.attention_focus",
+    "AttentionMap": "analysis.attention_map",
     "AttentionSinks": "analysis.attention_sinks",
     "Baseline": "prompts.conditions",
     "BlockUpdates": "analysis.block_updates",
@@ -108,6 +111,7 @@ _HOME = {
     "TopTargetUpdates": "analysis.head_updates",
     "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
+    "browse": "pages.page",
     "evaluate": "evaluation.evaluate",
     "explore": "pages.one_prompt",
     "head_means": "engine.record",

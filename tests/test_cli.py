@@ -9,6 +9,8 @@ import sys
 import time
 from functools import partial
 
+import numpy as np
+import pandas as pd
 import pytest
 
 import mechattn as ma
@@ -159,7 +161,7 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path):
 def test_the_first_look_names_every_command():
     done = mechattn()
     assert done.returncode == 0
-    for name in ("figures", "verify", "run", "evaluate", "show", "report", "--install-completion"):
+    for name in ("figures", "verify", "run", "evaluate", "show", "report", "export", "--install-completion"):
         assert name in done.stdout
     assert mechattn("--version").stdout.strip() == f"mechattn {ma.__version__}"
 
@@ -197,3 +199,48 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     missing = here("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
     assert missing.returncode == 2
     assert "there is no stored result at" in missing.stderr
+
+
+def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here):
+    slash_result.save(tmp_path / "r.zarr")
+    done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
+    assert done.returncode == 0, done.stderr
+    table = pd.read_csv(tmp_path / "a" / "heads.csv")
+    assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
+    for quantity in ("received", "mass"):
+        rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(drop=True)
+        compared = slash_result.compare("slash", quantity=quantity)
+        for name in (
+            "layer",
+            "head",
+            "difference",
+            "low",
+            "high",
+            "null",
+            "beyond",
+            "beyond_low",
+            "beyond_high",
+            "p",
+            "q",
+        ):
+            np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
+        np.testing.assert_allclose(rows.value, compared.value, rtol=1e-12)
+        np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
+        values = slash_result.heads(quantity, None, condition="slash").sort_values(["layer", "head"])
+        np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
+    again = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
+    assert again.returncode == 0, "its own file is replaced"
+    (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
+    refused = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "mine.csv")
+    assert refused.returncode == 2
+    assert "no export of mechattn" in refused.stderr
+    assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
+    assert "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
+
+
+def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):
+    ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False).save(tmp_path / "r.zarr")
+    done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv")
+    assert done.returncode == 2
+    assert "there is nothing to export: received, baseline: there are 2 prompts" in done.stderr
+    assert not (tmp_path / "heads.csv").exists()

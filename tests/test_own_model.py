@@ -1,6 +1,7 @@
 """The first commands on somebody's own model: a tokenizer that cuts "/" in two, a text of one's own, the baseline alone."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -96,13 +97,20 @@ def test_a_device_that_is_not_there(checkpoint, device):
         ma.load_model(str(checkpoint), device=device)
 
 
+def words(path):
+    """What stands on a page, its scripts left out."""
+    return re.sub(
+        r"<script(?! type=.application/json).*?</script>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+
+
 def test_pages_of_the_baseline_alone(toy, tmp_path):
     texts = ["Why is the sky blue?", "The old river follows a song.", "Tom has three apples and two pears."]
     result = ma.run(
         toy, texts, analyses=[ma.ReceivedAttention(), ma.AttentionFocus(), ma.HeadUpdates()], progress=False
     )
     result.save(tmp_path / "r.zarr")
-    page = result.page(tmp_path / "page.html", layer=1, heads=[0, 1]).read_text(encoding="utf-8")
+    page = words(result.page(tmp_path / "page.html", layer=1, heads=[0, 1]))
     assert page.count("<figure>") == 1
     assert "dotted: what uniform attention would give" in page
     assert "inserted tokens" not in page
@@ -110,7 +118,7 @@ def test_pages_of_the_baseline_alone(toy, tmp_path):
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert missing == []
     assert page.count("<figure>") == 5
-    assert '"text":"Baseline"' in page
+    assert '"text":"baseline"' in page
 
 
 def test_a_config_without_conditions_has_a_page(tmp_path):

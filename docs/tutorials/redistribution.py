@@ -47,8 +47,8 @@ print(ma.render.verdict_words(result, "slash"))
 ma.render.received_attention(result, layer=0, choose=3, condition="slash")
 
 # %% [markdown]
-# The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, red with
-# them; in the row below stands the sequence itself, the inserted span shaded.
+# The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, orange
+# with them; in the row below stands the sequence itself, the inserted span shaded.
 #
 # ## 2. Which heads?
 #

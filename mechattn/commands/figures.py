@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.commands import config as configs
@@ -85,25 +87,60 @@ def make_figures(
         check_in_model(name, [layer], [shown])
     if begins:
         say(begins)
-    results: list[Result] = []
-    sections: list[Section] = []
-    counts: list[int] = []
+    looked: list[_Looked] = []
     for name, place in places.items():
         hooked = load_model(name, dtype=dtype_named(dtype), device=device)
         chosen_layers(hooked, layer)
         check_heads(heads, hooked.cfg.n_heads)
-        fitted = _fitted(inserted, hooked)
-        counts.append(fitted.count)
-        result = run(hooked, prompts, _conditions(fitted), [ReceivedAttention()], seed=seed, positions="prompts")
-        result.save(place)
-        results.append(result)
-        one = min(prompts, key=lambda prompt: len(prompt.question))
-        sections += [*_of_all(result, layer, heads, command), *_of_one(hooked, result, one, fitted, layer, heads, seed)]
-    of = f"{len(prompts)} prompts of {name_of(source)}"
-    tokens = " or ".join(map(str, sorted(set(counts))))
+        looked.append(_looked_at(hooked, prompts, inserted, place, layer, heads, seed, command))
+    return write_page(
+        page,
+        "mechattn: attention under meaningless tokens",
+        _subtitle(looked, inserted, len(prompts), source),
+        [one.result for one in looked],
+        [section for one in looked for section in one.sections],
+        command,
+        force,
+        maps=[one.maps for one in looked],
+        start=[(layer, int(heads[0]))] * len(looked),
+    )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What is shown of one model: its result, the maps of a short prompt, figures, how many tokens were inserted."""
+
+    result: Result
+    maps: Result
+    sections: list[Section]
+    count: int
+
+
+def _looked_at(
+    hooked: HookedModel,
+    prompts: Seq[Prompt],
+    inserted: MeaninglessTokens,
+    place: Path,
+    layer: int,
+    heads: Seq[int],
+    seed: int,
+    command: str,
+) -> _Looked:
+    """Run one model on all prompts, and on the shortest for its maps; the result is stored at once."""
+    fitted = _fitted(inserted, hooked)
+    analyses: list[Analysis] = [ReceivedAttention(), AttentionFocus()]
+    result = run(hooked, prompts, _conditions(fitted), analyses, seed=seed, positions="prompts")
+    result.save(place)
+    one = min(prompts, key=lambda prompt: len(prompt.question))
+    maps, views = _of_one(hooked, result, one, fitted, layer, heads, seed)
+    return _Looked(result, maps, [*_of_all(result, layer, heads, command), *views], fitted.count)
+
+
+def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, source: str) -> str:
+    """What the page is of."""
+    tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     what = f"{tokens} tokens of “{plain(inserted.text)}” are put {WHERE[inserted.place]}"
-    subtitle = f"What happens to attention when {what}: {of}."
-    return write_page(page, "mechattn: attention under meaningless tokens", subtitle, results, sections, command, force)
+    return f"What happens to attention when {what}: {prompts} prompts of {name_of(source)}."
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
@@ -137,7 +174,7 @@ def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[S
     text = received_text(result, layer, heads)
     name = model_caption(result)
     title = f"{name}: where the attention of the first prompt goes"
-    return [prompt_section(result, contents=name), *drawn, view_section(text, title, READ_TEXT)]
+    return [prompt_section(result), *drawn, view_section(text, title, READ_TEXT)]
 
 
 def _of_one(
@@ -148,16 +185,16 @@ def _of_one(
     layer: int,
     heads: Seq[int],
     seed: int,
-) -> list[Section]:
-    """The attention of one prompt with few enough inserted tokens that the cells can be seen."""
+) -> tuple[Result, list[Section]]:
+    """The attention of one prompt with few enough inserted tokens that the cells can be seen, in every layer."""
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
-    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], layers=layer, seed=seed, progress=False)
+    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed, progress=False)
     note = f"The shortest of the prompts with {what}, so that the cells can be seen. Click a head to enlarge it."
     map_of_one = attention_pattern(one, layer, heads, _name(few))
     difference = pattern_difference(one, layer, heads)
     what_differs = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
-    return [
+    return one, [
         view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),
         view_section(difference, f"{name}: how {what} change one prompt's attention", what_differs),
     ]

@@ -22,7 +22,8 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
   mechattn evaluate CONFIG.toml                       does it change the answers?
   mechattn show RESULT.zarr                           what a stored result holds, in the terminal
-  mechattn report RESULT.zarr                         the same as a page with figures
+  mechattn report RESULT.zarr                         the same as a page: every head, and the figures
+  mechattn export RESULT.zarr --csv heads.csv         every number of every head as a table
 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
@@ -212,6 +213,20 @@ def report(
     for words in missing:
         _say(f"Not shown: {words}", err=True)
     _say(f"Open {out} in a browser; it needs no network.")
+
+
+@app.command()
+def export(
+    result: Annotated[Path, typer.Argument(help="A stored result.")],
+    csv: Annotated[Path, typer.Option(help="The file.")] = Path("out/heads.csv"),
+) -> None:
+    """Write every quantity of every head, its change, its null and its q, as one CSV file."""
+    from mechattn.commands.export import export_csv
+
+    path, missing = export_csv(result, csv)
+    for words in missing:
+        _say(f"Without rows: {words}", err=True)
+    _say(f"Wrote {path}")
 
 
 def _accuracies(evaluation: Any) -> str:

@@ -62,7 +62,7 @@ def pattern_difference(
     max_tokens: int = 256,
     seed: int = 0,
 ) -> View:
-    """How a condition changes the attention among the original tokens of one prompt; red is more, blue is less.
+    """How a condition changes the attention among the original tokens of one prompt; orange is more, blue is less.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.

@@ -1,24 +1,24 @@
-"""One self-contained page from results: the verdict, one prompt, the figures, the provenance; it opens offline."""
+"""One self-contained page from results: the answer first, every head one click away, then figures and provenance."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.pages.sections import Section, drawn_section, prompt_section
+from mechattn.pages.first_screen import changes, picture, sentence
+from mechattn.pages.instrument import instrument
+from mechattn.pages.scripts import packed_script, page_script, template
+from mechattn.pages.sections import Section, citation, drawn_section, prompt_section
 from mechattn.pages.verdicts import VERDICT_COLUMNS, explained, flat, strip_words, verdict_rows, verdicts
 from mechattn.render.html import check_page_place, save_page
 from mechattn.render.received_figures import listed_or_chosen, received_attention
-from mechattn.render.theme import DARK, faint, model_caption
-from mechattn.render.view import in_script, view_script
+from mechattn.render.theme import model_caption
+from mechattn.render.view import Script, View
 from mechattn.results.result import Result
 
 
@@ -31,13 +31,13 @@ def page(
     *,
     choose: int = 3,
 ) -> Path:
-    """Write a page that opens offline: the verdict, received attention under each condition, the provenance.
+    """Write a page that opens offline: how attention changed, every head one click away, figures, provenance.
 
     Args:
         result: A result with received attention.
         path: The HTML file.
-        layer: The layer that is drawn, from 0.
-        heads: The heads, from 0; without them some are chosen.
+        layer: The layer that is shown first, from 0; others are a click away.
+        heads: The heads of its figure, from 0, the first of which is shown first; without them some are chosen.
         force: Replace a file that mechattn did not write.
         choose: How many to choose by the largest change on one half of the prompts, shown on the other, where the run
             has kept ``positions="prompts"``; else the first so many.
@@ -48,7 +48,8 @@ def page(
     check_page_place(path, force)
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
     options = [{"layer": layer, "condition": name} | which for name in names]
-    return results_page([result], path, [(received_attention, some) for some in options], force=force)
+    figures = [(received_attention, some) for some in options]
+    return results_page([result], path, figures, force=force)
 
 
 def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
@@ -61,6 +62,20 @@ def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> 
     return {"heads": list(range(min(number, int(result.provenance["model"]["heads"]))))}
 
 
+def browse(result: Result, maps: Result | None = None) -> View:
+    """The same as a view: it shows itself in a notebook, where every head is one click away.
+
+    Args:
+        result: A result.
+        maps: A result with attention maps of a few prompts, if it isn't the same.
+    """
+    parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), [result], [], maps=[maps])
+    body = _environment().get_template("main.html.j2").render(parts)
+    scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
+<script type="module">{parts["script"]}</script>"""
+    return View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+
+
 def write_page(
     path: str | Path,
     title: str,
@@ -69,47 +84,72 @@ def write_page(
     sections: Seq[Section],
     command: str = "",
     force: bool = False,
+    *,
+    maps: Seq[Result | None] = (),
+    start: Seq[tuple[int, int] | None] = (),
 ) -> Path:
     """Write one HTML file that makes no request to anywhere; its content policy forbids any.
+
+    Args:
+        path: The HTML file.
+        title: Its heading.
+        subtitle: What it is of.
+        results: One result a model.
+        sections: Figures and views, folded until they are opened.
+        command: What was typed.
+        force: Replace a file that mechattn did not write.
+        maps: For each result one with attention maps of a few of its prompts; its own by default.
+        start: For each result the layer and head that are shown first.
 
     Raises:
         OutputError: It cannot be written, or would replace a file that mechattn did not write (not with ``force``).
     """
+    parts = _parts(title, subtitle, results, sections, command, maps, start)
+    return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
+
+
+def _environment() -> Any:
     from jinja2 import Environment, PackageLoader
 
+    return Environment(loader=PackageLoader("mechattn.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
+def _parts(
+    title: str,
+    subtitle: str,
+    results: Seq[Result],
+    sections: Seq[Section],
+    command: str = "",
+    maps: Seq[Result | None] = (),
+    start: Seq[tuple[int, int] | None] = (),
+) -> dict[str, Any]:
+    """What the templates are filled with."""
     from mechattn import __version__
 
-    environment = Environment(
-        loader=PackageLoader("mechattn.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    text = environment.get_template("page.html.j2").render(
-        title=title,
-        subtitle=subtitle,
-        version=__version__,
-        style=_template("page.css"),
-        script=_template("page.js").replace("/*COLOURS*/ {}", in_script(json.dumps(_dark()))),
-        verdicts=[words for r in results for words in verdicts(r)[:1]] if len(results) == 1 else [],
-        more_verdicts=[words for r in results for words in verdicts(r)[1:]] if len(results) == 1 else [],
-        verdict_columns=VERDICT_COLUMNS,
-        verdict_rows=[row for r in results for row in verdict_rows(r)] if len(results) > 1 else [],
-        strips=[strip_words(result) for result in results],
-        sections=sections,
-        provenance=[row for result in results for row in flat(result.provenance)]
+    rows = changes(results)
+    needed: dict[Script, bool] = {
+        "plotly": any(section.figure or section.script == "plotly" for section in sections),
+        "circuitsvis": any(section.script == "circuitsvis" for section in sections),
+    }
+    return {
+        "title": title,
+        "subtitle": subtitle,
+        "version": __version__,
+        "style": template("page.css"),
+        "script": page_script(),
+        "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
+        "data": instrument(results, maps, start),
+        "answer": sentence(rows),
+        "picture": picture(rows),
+        "verdicts": [words for result in results for words in verdicts(result)],
+        "verdict_columns": VERDICT_COLUMNS,
+        "verdict_rows": [row for result in results for row in verdict_rows(result)],
+        "strips": [strip_words(result) for result in results],
+        "sections": sections,
+        "citation": citation(title, results),
+        "provenance": [row for result in results for row in flat(result.provenance)]
         + [("command", command)] * bool(command),
-        plotly=view_script("plotly") if any(s.figure or s.script == "plotly" for s in sections) else "",
-        view_script=view_script() if any(s.script == "circuitsvis" for s in sections) else "",
-    )
-    return save_page(path, text, force)
-
-
-def _template(name: str) -> str:
-    return files("mechattn.pages").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _dark() -> dict[str, str]:
-    """Each colour of the figures and what stands for it on a dark ground, faint ones too."""
-    faints = {faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0] for a, b in DARK.items() if len(a) == len(b) == 7}
-    return DARK | faints
+    }
 
 
 def results_page(
@@ -134,15 +174,30 @@ def results_page(
     of_many = [one for one in figures if _of_many(one[0])]
     sections: list[Section] = []
     for result in results:
-        sections.append(prompt_section(result, contents=model_caption(result)))
+        sections.append(prompt_section(result))
         sections += _drawn(of_one, result, command, missing)
-    sections += [replace(made, contents=made.title) for made in _drawn(of_many, list(results), command, missing)]
+    sections += _drawn(of_many, list(results), command, missing)
+    title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
+    return write_page(
+        path, title, _about(results), results, sections, command, force, start=[_first_shown(figures)] * len(results)
+    )
+
+
+def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
+    """The layer and head that the first figure of received attention shows; head 0 where the data choose."""
+    for draw, options in figures:
+        if draw is received_attention and "layer" in options:
+            heads = options.get("heads")
+            return int(options["layer"]), int(heads[0]) if isinstance(heads, list) and heads else 0
+    return None
+
+
+def _about(results: Seq[Result]) -> str:
+    """What a page is of, in a line."""
     counts = {result["sequences"].sizes["prompt"] for result in results}
     compared = any(len(result.conditions) > 1 for result in results)
     of = "Attention with and without inserted tokens" if compared else "Attention"
-    subtitle = f"{of}, {', '.join(map(str, counts))} prompts."
-    title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    return write_page(path, title, subtitle, results, sections, command, force)
+    return f"{of}, {', '.join(map(str, counts))} prompts."
 
 
 def _drawn(

@@ -30,9 +30,9 @@ class Section:
         says: The sentence with its number under a figure.
         figure: The figure as JSON that can stand in a script element.
         height: Of the figure, in pixels.
-        view: HTML, and the script that it needs.
+        view: HTML.
+        script: The library that it needs.
         tokens: Texts and their segments.
-        contents: The words in the table of contents; the title by default, nothing with "".
         made: How a figure was made.
         citation: How to cite it.
     """
@@ -45,7 +45,6 @@ class Section:
     view: str = ""
     script: str = ""
     tokens: Seq[tuple[str, str]] = field(default_factory=list)
-    contents: str | None = None
     made: Seq[Row] = field(default_factory=list)
     citation: str = ""
 
@@ -56,15 +55,15 @@ class Section:
         return [name for name in SEGMENTS if name in present]
 
 
-def prompt_section(result: Result, condition: str | None = None, contents: str | None = None) -> Section:
+def prompt_section(result: Result, condition: str | None = None) -> Section:
     """The first prompt of a result as the model reads it, each segment marked."""
     condition = result.shown_condition(condition)
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
-    return Section(title, "The first of the prompts.", tokens=_tokens(result, condition), contents=contents)
+    return Section(title, "The first of the prompts.", tokens=_tokens(result, condition))
 
 
 def drawn_section(
-    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = "", contents: str = ""
+    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = ""
 ) -> Section:
     """A figure as a section: what it shows is what the function that drew it says of itself.
 
@@ -73,7 +72,6 @@ def drawn_section(
         results: The result, or results, that it is of.
         options: Its other arguments.
         command: What was typed.
-        contents: Its words in the table of contents.
     """
     figure = draw(results, **options)
     of = [results] if isinstance(results, Result) else list(results)
@@ -96,9 +94,8 @@ def drawn_section(
         says=said(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
-        contents=contents,
         made=[row for result in of for row in _made_rows(result, command)],
-        citation=_citation(title, of),
+        citation=citation(title, of),
     )
 
 
@@ -111,8 +108,8 @@ def _received_note(result: Result, alone: bool) -> str:
     lines = (
         "Blue: the prompts as they are; dotted: what uniform attention would give."
         if alone
-        else "Blue: the prompt as it is; red: with the inserted tokens. Top row: the original tokens, aligned; bottom "
-        "row: the whole sequence with the inserted span shaded."
+        else "Blue: the prompt as it is; orange: with the inserted tokens. Top row: the original tokens, aligned; "
+        "bottom row: the whole sequence with the inserted span shaded."
     )
     beside = (
         "A key's value falls with its position by definition, as fewer tokens come after it: compare with the uniform "
@@ -129,7 +126,7 @@ def _received_note(result: Result, alone: bool) -> str:
 
 def view_section(view: View, title: str, note: str) -> Section:
     """A view as a section."""
-    return Section(title, note, view=view.body, script=view.script or "", contents="")
+    return Section(title, note, view=view.body, script=view.script or "")
 
 
 def _made_rows(result: Result, command: str = "") -> list[Row]:
@@ -146,7 +143,7 @@ def _made_rows(result: Result, command: str = "") -> list[Row]:
     return rows + [("command", command)] * bool(command)
 
 
-def _citation(title: str, results: Seq[Result]) -> str:
+def citation(title: str, results: Seq[Result]) -> str:
     """How to cite a figure: a caption, and an entry for BibTeX."""
     about = results[0].provenance
     version, year = about["versions"]["mechattn"], time_words(results[0])[:4]

@@ -59,6 +59,15 @@ def verdict_rows(result: Result) -> list[tuple[str, ...]]:
     ]
 
 
+def captions(results: Seq[Result]) -> list[str]:
+    """What each result is called: its model, and a number where there are several of one model."""
+    names = [model_caption(result) for result in results]
+    return [
+        f"{name}, result {names[: i + 1].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
 def strip_words(result: Result) -> str:
     """One line of provenance."""
     about, model = result.provenance, result.provenance["model"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, headed, model_caption
+from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
 from mechattn.results.compare import overall_change
 from mechattn.results.quantities import check_layer
@@ -45,11 +45,10 @@ def activation_histogram(
         at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
         for name, colour in zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False):
             made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "bin")))
-            words = condition_words(result, name)
             _band(figure, at.bin.values, made.low, made.high, colour, column)
             figure.add_scatter(
-                x=at.bin.values, y=_positive(made.estimate), row=1, col=column, name=words, showlegend=column == 1,
-                legendgroup=words, line=dict(color=colour, width=1.6, shape="hv"),
+                x=at.bin.values, y=_positive(made.estimate), row=1, col=column, name=name, showlegend=column == 1,
+                legendgroup=name, line=dict(color=colour, width=1.6, shape="hv"),
             )  # fmt: skip
         threshold = _threshold(result, layer)
         for x in (-threshold, threshold):
@@ -62,8 +61,7 @@ def activation_histogram(
     )
     figure.update_layout(**_layout("activations of the MLP", note, 480, top=150))
     parts = [
-        f"{model_caption(r)}: "
-        + "; ".join(f"{condition_words(r, n)} {mean_words(r, _near_zero(r, n, layer))}" for n in [BASELINE, *names])
+        f"{model_caption(r)}: " + "; ".join(f"{n} {mean_words(r, _near_zero(r, n, layer))}" for n in [BASELINE, *names])
         for r in results
     ]
     return says(figure, "Near-zero share:", ". ".join(parts) + ".")
@@ -88,20 +86,15 @@ def activation_metrics(
         for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
             made = [100 * np.array(overall_change(result, name, metric, segment, layer)[0]) for name in names]
             place = np.arange(len(names)) + 0.14 * (i - (len(results) - 1) / 2)
-            words = [condition_words(result, name) for name in names]
-            _points(figure, place, np.array(made), model_caption(result), colour, column, column == 1, words)
+            _points(figure, place, np.array(made), model_caption(result), colour, column, column == 1, names)
         figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
-        labels = [condition_words(results[0], name) for name in names]
-        figure.update_xaxes(tickvals=list(range(len(names))), ticktext=labels, row=1, col=column)
+        figure.update_xaxes(tickvals=list(range(len(names))), ticktext=list(names), row=1, col=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
     figure.update_layout(**_layout("what changes in the MLP's activations", note, 520))
     parts = [
         f"{model_caption(r)}: "
-        + "; ".join(
-            f"{condition_words(r, n)} {percent_words(overall_change(r, n, 'near_zero', segment, layer)[0])}"
-            for n in names
-        )
+        + "; ".join(f"{n} {percent_words(overall_change(r, n, 'near_zero', segment, layer)[0])}" for n in names)
         for r in results
     ]
     return says(figure, "Change of the near-zero share:", ". ".join(parts) + ".")
@@ -124,8 +117,7 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         for i, (name, colour) in enumerate(zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False)):
             made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "token_class"))[:, there])
             place = np.arange(len(classes)) + 0.8 / (len(names) + 1) * (i - len(names) / 2)
-            words = condition_words(result, name)
-            _points(figure, place, np.array(made).T, words, colour, column, column == 1, list(classes))
+            _points(figure, place, np.array(made).T, name, colour, column, column == 1, list(classes))
         counts = at.sel(condition=BASELINE).notnull().sum("prompt").values[there]
         labels = [f"{label}<br>n = {count}" for label, count in zip(classes, counts, strict=True)]
         figure.update_xaxes(tickvals=list(range(len(classes))), ticktext=labels, row=1, col=column)
@@ -136,8 +128,7 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
     parts = [
         f"{kind}: "
         + ", ".join(
-            f"{condition_words(results[0], n)} "
-            + mean_words(results[0], at.sel(condition=n, token_class=kind).dropna("prompt"))
+            f"{n} " + mean_words(results[0], at.sel(condition=n, token_class=kind).dropna("prompt"))
             for n in [BASELINE, *names[:1]]
         )
         for kind in classes
@@ -168,16 +159,13 @@ def agreement(
         table = table[table.layer == layer]
         made = table[["cosine", "low", "high"]].to_numpy()
         place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)
-        words = [condition_words(result, name) for name in others]
-        said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(words, made, strict=True)]
-        _points(figure, place, made, model_caption(result), colour, None, True, words)
+        said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(others, made, strict=True)]
+        _points(figure, place, made, model_caption(result), colour, None, True, others)
     figure.add_hline(0, line_width=1, line_color="#888")
-    labels = [condition_words(results[0], name) for name in others]
-    figure.update_xaxes(tickvals=list(range(len(others))), ticktext=labels)
+    figure.update_xaxes(tickvals=list(range(len(others))), ticktext=list(others))
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
-    about = condition_words(results[0], condition)
     note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
-    figure.update_layout(**_layout(f"agreement with “{about}”", note, 460))
+    figure.update_layout(**_layout(f"agreement with “{condition}”", note, 460))
     return says(figure, "; ".join(said) + ".")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, faint, model_caption
 from mechattn.render.words import count_words, mean_words, over_units, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
@@ -52,7 +52,7 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     _bars(figure, result, layers, at.total_variation.mean("head"), "total variation", OTHERS[1], 2)
     figure.update_xaxes(title_text="layer", dtick=1 if len(layers) <= 16 else None)
     figure.update_yaxes(rangemode="tozero")
-    words = f"{condition_words(result, condition)}, {segment} queries, n = {count_words(result)}"
+    words = f"{condition}, {segment} queries, n = {count_words(result)}"
     figure.update_layout(
         **LAYOUT | {"margin": dict(l=60, r=20, t=120, b=60)},
         title_text=f"{model_caption(result)}: the affine reading<br><sup>{words}; bars: 95 % intervals</sup>",
@@ -83,7 +83,7 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
     for name, colour in zip(names, (WITH, THIRD, WITHOUT, *OTHERS) * 4, strict=False):
         values = share.sel(condition=result.condition(name))
         if not values.isnull().all():
-            _bars(figure, result, share.layer.values, values, condition_words(result, name), colour, None)
+            _bars(figure, result, share.layer.values, values, name, colour, None)
     figure.update_xaxes(title_text="layer", dtick=1 if share.sizes["layer"] <= 16 else None)
     figure.update_yaxes(title_text="s₁² / Σ s²")
     note = "of the matrix of shifts [query, d_head], mean over heads; 95 % intervals over prompts"
@@ -91,7 +91,7 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
         **LAYOUT, title_text=f"{model_caption(result)}: rank of the shift<br><sup>{note}</sup>", height=420
     )
     parts = [
-        f"{condition_words(result, name)} {mean_words(result, share.sel(condition=name))}"
+        f"{name} {mean_words(result, share.sel(condition=name))}"
         for name in names
         if share.sel(condition=name).notnull().any()
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, condition_words, headed, model_caption, quantity_words
+from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, headed, model_caption, quantity_words
 from mechattn.render.words import change_words, count_words, percent, says
 from mechattn.results.compare import overall_change
 from mechattn.results.result import Result
@@ -46,9 +46,8 @@ def change_map(
     wide = {name: table.pivot(index="layer", columns="head", values=of) for name, of in names.items()}
     sure = wide["q"] < 0.05
     figure = go.Figure(_map_and_marks(wide, sure, f"{table.scale.iloc[0]}{'<br>less null' * known}"))
-    words = condition_words(result, condition)
     note = (
-        f"{words}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {_n(table)}; "
+        f"{condition}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {_n(table)}; "
         f"{'null: ' * known}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
@@ -176,16 +175,13 @@ def two_by_two(
 
     figure = go.Figure()
     changes = [overall_change(result, name, quantity, segment, layer) for name in conditions]
-    words = [condition_words(result, name) for name in conditions]
-    _interval_line(figure, words, [change for change, _ in changes], "measured", WITH, mode="markers")
+    _interval_line(figure, list(conditions), [change for change, _ in changes], "measured", WITH, mode="markers")
     if all(null is not None for _, null in changes):
         nulls = [100 * float(null.estimate) for _, null in changes if null is not None]
         marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
-        figure.add_scatter(x=words, y=nulls, mode="markers", name="uniform attention", marker=marker)
+        figure.add_scatter(x=list(conditions), y=nulls, mode="markers", name="uniform attention", marker=marker)
     _finish(figure, result, quantity_words(quantity, segment), layer)
-    said = [
-        f"{condition_words(result, name)} {change_words(result, name, quantity, segment, layer)}" for name in conditions
-    ]
+    said = [f"{name} {change_words(result, name, quantity, segment, layer)}" for name in conditions]
     return says(figure, "; ".join(said) + ".")
 
 

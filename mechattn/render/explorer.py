@@ -21,6 +21,12 @@ from mechattn.results.result import Result
 MOST = 64  # heads: 170 tokens then take 2.5 MB
 STEP = 0.003  # nats: a probability to 0.15 %, down to 1e-43
 _RANKS = 8
+_KEY = (  # of the marks on the map
+    "Marks: the strongest targets of each query that hold half of its attention, by rank "
+    "● 1 ■ 2 ◆ 3 ▲ 4 ★ 5 ✚ 6 ✖ 7 ⬟ 8; "
+    '<b data-part="key-itself">the query itself</b>, <b data-part="key-first">the first token</b>, '
+    '<b data-part="key-another">another</b>.'
+)
 _UNSEEN = -32768  # a key outside the window, or masked
 
 
@@ -124,6 +130,7 @@ def _body(data: dict[str, Any], caption: str) -> str:
         '</label> <label><select data-part="head"></select></label> '
         f'<label{hidden}>target of rank <select data-part="rank">{ranks}</select></label></p>'
         '<div data-part="map"></div>'
+        f"<p>{_KEY}</p>"
         f'<div data-part="parts"{hidden}></div><div data-part="course"{hidden}></div></figure>'
         f'<script>{script}\nmechattnExplorer(document.getElementById("{name}"), {text});</script>'
     )

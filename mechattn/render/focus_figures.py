@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, condition_words, faint, model_caption
+from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, faint, model_caption
 from mechattn.render.words import count_words, mean_words, over_units, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
@@ -56,8 +56,7 @@ def heads_by_layer(
     variable = _variable(result, quantity, segment, names)
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; see by_layer")
-    titles = [condition_words(result, name) for name in names]
-    figure = make_subplots(1, len(names), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = make_subplots(1, len(names), subplot_titles=list(names), shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
     null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
@@ -109,7 +108,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
         for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
-            _line(figure, result, one.sel(condition=name), condition_words(result, name), colour, column)
+            _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer")
@@ -146,10 +145,7 @@ def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, na
             return ""
         return f" (uniform attention: {mean_words(result, null.sel(condition=name)).partition(' ')[0]})"
 
-    parts = [
-        f"{condition_words(result, name)} {mean_words(result, variable.sel(condition=name))}{beside(name)}"
-        for name in names
-    ]
+    parts = [f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
     what = str(variable.name).removesuffix("_by_segment")
     return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."

@@ -11,7 +11,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.received_figures import NAME, band_words, check_heads, line_and_band, moments_of
-from mechattn.render.theme import THIRD, WITH, WITHOUT, condition_words, headed, model_caption
+from mechattn.render.theme import THIRD, WITH, WITHOUT, headed, model_caption
 from mechattn.render.words import change_words, says
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
@@ -61,7 +61,7 @@ def meaningless_and_sentence(
     figure = _lines(panels, "received", list(conditions), (WITHOUT, THIRD))
     figure.update_xaxes(title_text="position in the sequence")
     over = _prompts(results)
-    words = " and ".join(condition_words(results[0], name) for name in conditions)
+    words = " and ".join(conditions)
     about = f"mean over {over} prompts, {_BANDS}{band_words(results[0])}"
     figure.update_layout(title_text=f"{words}: received attention<br><sup>{about}</sup>")
     said = [
@@ -82,13 +82,13 @@ def across_layers(
     *,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of the original tokens without (blue) and with (red) the insertion, one head in some layers.
+    """Received attention of the original tokens without (blue) and with (orange) the insertion, a head in some layers.
 
     Args:
         result: A result.
         layers: The layers, from 0.
         head: The head, from 0.
-        condition: The condition in red; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
@@ -124,8 +124,7 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
             if name != BASELINE:
                 panel.result.condition(name)
             moments = moments_of(dataset, quantity, name, panel.layer, panel.head, prompts)
-            words = condition_words(panel.result, name)
-            for trace in line_and_band(moments, words, colour, len(prompts), legend=column == 1):
+            for trace in line_and_band(moments, name, colour, len(prompts), legend=column == 1):
                 figure.add_trace(trace, 1, column)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.render.theme import FONT, OTHERS, THIRD, WITH, WITHOUT, faint
+from mechattn.render.theme import FONT
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -19,14 +19,6 @@ _PIXELS = 96  # to the inch, as SVG and PDF count them
 _POINTS = 8
 _FORMATS = (".pdf", ".svg", ".png")
 _PATIENCE = 100  # seconds; kaleido itself gives a figure that it is drawing 90
-# Okabe and Ito (2008), "Color universal design".
-_SAFE = dict(
-    zip(
-        (WITHOUT, WITH, THIRD, *OTHERS),
-        ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00", "#000000"),
-        strict=True,
-    )
-)
 
 
 def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
@@ -48,25 +40,47 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     if column == "single" and across > 2:
         raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or take column='double'")
     made, size = go.Figure(figure), _POINTS * _PIXELS / 72
-    made.data = []
-    made.add_traces([_recoloured(trace.to_plotly_json()) for trace in figure.data])  # arrays stay arrays in this one
-    made.layout.shapes = [_recoloured(shape.to_plotly_json()) for shape in figure.layout.shapes]
     title = title or bool(figure.layout.sliders)  # which says what the slider showed
     made.layout.sliders = None
-    width, height = _INCHES[column] * _PIXELS, max(230.0, 0.72 * (figure.layout.height or 450))
-    legend = dict(orientation="h", x=1, xanchor="right", y=1, yref="container", yanchor="top", font_size=size)
-    made.update_layout(
-        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
-        margin=dict(l=50, r=10, t=62 if title else 44, b=38), legend=legend,
-    )  # fmt: skip
+    _lay_out(made, _INCHES[column] * _PIXELS, size, title)
     made.update_annotations(font_size=size)
-    axis = dict(title_standoff=4, title_font_size=size, tickfont_size=0.9 * size)
+    small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't meet
+    axis = dict(title_standoff=4, title_font_size=small, tickfont_size=0.9 * size)
     made.update_xaxes(**axis)
     made.update_yaxes(**axis)
     bar = dict(thickness=9, title_font_size=size, tickfont_size=0.9 * size, nticks=5)
     made.update_traces(colorbar=bar, selector=dict(type="heatmap"))
     made.update_layout(title_text=figure.layout.title.text if title else "", title_font_size=1.2 * size)
     return made
+
+
+def _lay_out(made: go.Figure, width: float, size: float, title: bool) -> None:
+    """Size, margins and legend: the figure grows by its legend, so the panels keep their height."""
+    rows = _legend_rows(made, width, size)
+    height = max(230.0, 0.72 * (made.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
+    room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
+    top = 1 - (2.2 * size / height if title else 0)
+    legend = dict(
+        orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size, tracegroupgap=0
+    )
+    made.update_layout(
+        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
+        margin=dict(l=50, r=10, t=1.45 * size * rows + room, b=38), legend=legend,
+    )  # fmt: skip
+
+
+def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
+    """How many rows a legend takes: plotly gives each of its entries the width of the longest."""
+    alone = sum(trace.name is not None for trace in figure.data) < 2
+    names = [
+        str(trace.name)
+        for trace in figure.data
+        if trace.name and (trace.showlegend or (trace.showlegend is None and not alone)) and trace.type != "heatmap"
+    ]
+    if not names or figure.layout.showlegend is False:
+        return 0
+    entry = 0.58 * size * max(map(len, names)) + 40  # a letter's mean width; the line before it, and the gap
+    return -(-len(set(names)) // max(1, int((width - 10) // entry)))
 
 
 def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:
@@ -131,16 +145,3 @@ def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception
         ended.put(None)
     except Exception as failed:
         ended.put(failed)
-
-
-def _recoloured(value: Any) -> Any:
-    """Our colours, strong and faint, as those of Okabe and Ito, wherever they stand."""
-    if isinstance(value, dict):
-        return {key: _recoloured(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_recoloured(part) for part in value]
-    if not isinstance(value, str) or not value.startswith(("#", "rgba")):
-        return value
-    for ours, safe in _SAFE.items():
-        value = value.replace(ours, safe).replace(faint(ours).rsplit(",", 1)[0], faint(safe).rsplit(",", 1)[0])
-    return value

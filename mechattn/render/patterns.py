@@ -46,7 +46,7 @@ def attention_pattern(
 def pattern_difference(
     result: Result, layer: int, heads: Seq[int], condition: str | None = None, prompt: int = 0
 ) -> View:
-    """The attention among the original tokens under a condition less that in the baseline: red is more, blue less.
+    """The attention among the original tokens under a condition less that in the baseline: orange is more, blue less.
 
     Rows need not sum to 0: what the inserted tokens take is missing from all.
 
@@ -69,7 +69,7 @@ def pattern_difference(
     reach = float(np.nanmax(abs(difference))) or 1.0
     caption = (
         f"{model_caption(result)}, layer {layer}: attention among the original tokens, “{condition}” less the "
-        f"baseline; red: more, blue: less, at most {reach:.2f}"
+        f"baseline; orange: more, blue: less, at most {reach:.2f}"
     )
     colours = {"minValue": -reach, "maxValue": reach, "negativeColor": WITHOUT, "positiveColor": WITH}
     properties = {"attention": _rounded(difference), "attentionHeadNames": _names(layer, heads), "tokens": tokens}

@@ -10,7 +10,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import SHADE, WITH, WITHOUT, condition_words, faint, headed, model_caption
+from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
@@ -35,7 +35,7 @@ def received_attention(
     choose: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of chosen heads, without (blue) and with (red) the inserted tokens.
+    """Received attention of chosen heads, without (blue) and with (orange) the inserted tokens.
 
     Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded. Dotted:
     what uniform attention would give, as some of the fall is there by definition. Of the baseline alone there is one
@@ -50,7 +50,7 @@ def received_attention(
         choose: In place of heads: how many to choose by the largest change (of the baseline: the largest distance)
             from the null on one half of the prompts; the figure then shows the other half (the run must have kept
             ``positions="prompts"``).
-        condition: The condition in red; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
@@ -74,18 +74,18 @@ def received_attention(
     rows += [] if alone else [(1, "received_by_origin", condition), (2, "received", condition)]
     spacing = dict(vertical_spacing=0.16, horizontal_spacing=0.06)
     figure = make_subplots(rows[-1][0], len(heads), subplot_titles=titles, **spacing)
-    span, words = _inserted_span(result, condition), condition_words(result, condition)
+    span = _inserted_span(result, condition)
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in rows:
             moments = moments_of(dataset, quantity, name, layer, head, shown)
-            label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {words}"
+            label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {condition}"
             colour = WITHOUT if name == BASELINE else WITH
             for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
                 figure.add_trace(trace, row, column)
             null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
             figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
-    _label(figure, len(heads), rows[-1][0], span, words)
+    _label(figure, len(heads), rows[-1][0], span, condition)
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from mechattn.axes import BASELINE
 from mechattn.results.result import Result
-from mechattn.results.stored_conditions import stored_condition
 
-WITHOUT = "#1f5fa8"  # blue: without the inserted tokens
-WITH = "#c8322b"  # red: with them
-THIRD = "#d98c1f"  # orange: a control beside them
-OTHERS = ("#3f8f5b", "#7d5ba6", "#8a8d91", "#b5651d", "#2a9d9d")
-DARK = {WITHOUT: "#79b0ee", WITH: "#ff8a80", THIRD: "#f2b65a", "#444": "#bbb"}  # the same on a dark ground
+# Okabe and Ito (2008), "Color universal design"; on white and on a dark ground at least 3 to 1.
+WITHOUT = "#0072b2"  # blue: without the inserted tokens
+WITH = "#d55e00"  # vermilion: with them
+THIRD = "#009e73"  # green: a control beside them
+OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
+DARK = {
+    WITHOUT: "#56b4e9",
+    WITH: "#ff9a4d",
+    THIRD: "#3fcf9f",
+    "#000000": "#e6e6e3",
+    "#7a5c00": "#c9a227",
+    "#444": "#bbb",
+}  # on a dark ground
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -41,50 +47,6 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {alpha})"
-
-
-_KINDS = {
-    "MeaninglessTokens": "Meaningless tokens",
-    "RepeatedWord": "Repeated word",
-    "Text": "A text",
-    "RandomTokens": "Random tokens",
-    "RandomSentence": "Random sentence",
-    "ShuffledSentence": "Shuffled sentence",
-}
-
-
-_ACTS = {
-    "ARM": "ARM",
-    "AffineAttention": "λ and Σσ applied",
-    "HeadAblation": "heads ablated",
-    "Knockout": "edges cut",
-}
-_OF_ACTS = {
-    ("parts", "scale"): "scale alone",
-    ("parts", "shift"): "shift alone",
-    ("control", "random_direction"): "random direction",
-    ("control", "random_channels"): "random channels",
-    ("control", "shuffled_signs"): "shuffled signs",
-}
-
-
-def condition_words(result: Result, condition: str) -> str:
-    """What a condition inserts, in words, with its name where another condition has the same words."""
-    if condition == BASELINE:
-        return "Baseline"
-    words = _words(result, condition)
-    others = [name for name in result.conditions if name not in (condition, BASELINE)]
-    return f"{words} ({condition})" if any(_words(result, name) == words for name in others) else words
-
-
-def _words(result: Result, condition: str) -> str:
-    about = stored_condition(result, condition)
-    acts = [_ACTS[act["kind"]] for act in about.interventions if act["kind"] in _ACTS]
-    words = " + ".join([*([_KINDS[about.kind]] if about.kind in _KINDS else []), *acts]) or condition
-    marks = [word for word, is_so in (("masked", about.masked), ("unshifted", about.unshifted)) if is_so]
-    given = [(name, str(value)) for act in about.interventions for name, value in act["options"].items()]
-    marks += [_OF_ACTS[option] for option in given if option in _OF_ACTS]
-    return f"{words} ({', '.join(marks)})" if marks else words
 
 
 def quantity_words(quantity: str, segment: str) -> str:

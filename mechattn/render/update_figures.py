@@ -8,7 +8,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, condition_words, model_caption
+from mechattn.render.theme import LAYOUT, WITH, model_caption
 from mechattn.render.words import count_words, mean_words, says
 from mechattn.results.result import Result
 
@@ -62,7 +62,7 @@ def update_histogram(
             hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
         )  # fmt: skip
     reference = np.log10(1 / heads) if quantity == "magnitude" else 0
-    figure.add_vline(reference, line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.add_vline(reference, line=dict(dash="dot", width=1.5, color=WITH))
     figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
     figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
     _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
@@ -98,8 +98,8 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
             visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
-    figure.add_hline(0, line=dict(dash="dot", width=1.5, color="#c8322b"))
-    figure.add_vline(np.log10(1 / _heads(result)), line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.add_hline(0, line=dict(dash="dot", width=1.5, color=WITH))
+    figure.add_vline(np.log10(1 / _heads(result)), line=dict(dash="dot", width=1.5, color=WITH))
     figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
     figure.update_yaxes(title_text=_AXIS["orientation"])
     _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
@@ -145,7 +145,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
             marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
-    figure.add_hline(1 / heads, line=dict(dash="dot", width=1.5, color="#c8322b"))
+    figure.add_hline(1 / heads, line=dict(dash="dot", width=1.5, color=WITH))
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     _finish(figure, result, condition, reading, "head updates by position", values, 500)
@@ -228,7 +228,7 @@ def _finish(
 ) -> None:
     """Title, and a slider with a step for each layer."""
     layers = values.layer.values.tolist()
-    note = f"{condition_words(result, condition)}; {count_words(result)}"
+    note = f"{condition}; {count_words(result)}"
     note += "; the strongest target's part alone" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
 

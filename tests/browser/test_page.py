@@ -1,7 +1,6 @@
 """The page in a real browser, the network cut: nothing is asked for, nothing fails, something is drawn."""
 
 import csv
-import shutil
 
 import numpy as np
 import pytest
@@ -10,55 +9,40 @@ import mechattn as ma
 from mechattn.pages.page import page as result_page
 from mechattn.pages.page import results_page, write_page
 from mechattn.pages.sections import drawn_section, prompt_section, view_section
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.browser.conftest import CHROMIUM
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
 ]
 
+ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
+def unfold(page, title=""):
+    """Open the figures that are folded, and wait until they are drawn in this light."""
+    page.evaluate(
+        "(title) => { document.getElementById('more').open = true; document.querySelectorAll('details.section').forEach("
+        "(one) => { one.open = one.querySelector('summary').textContent.includes(title); }); }",
+        title,
+    )
+    drawn(page)
 
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
-
-@pytest.fixture
-def opened(browser):
-    """Opens a file; fails the test if the page asks for anything else or reports an error."""
-    asked, errors = [], []
-    context = browser.new_context(offline=True, viewport={"width": 1250, "height": 900})
-    page = context.new_page()
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-
-    def open_file(path):
-        page.goto(path.as_uri())
-        if page.locator("#main").count():  # a page of ours says when its figures are drawn
-            page.wait_for_function("document.documentElement.dataset.drawn !== undefined")
-        page.wait_for_timeout(300 if page.locator("#main").count() else 1500)
-        others = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
-        assert not others, f"the page asked for {others}"
-        assert not errors, errors
-        return page
-
-    yield open_file
-    context.close()
+def drawn(page):
+    page.wait_for_function(
+        "[...document.querySelectorAll('details.section[open] > figure')].every("
+        "(one) => one.dataset.drawn === document.documentElement.dataset.theme)"
+    )
 
 
 def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, slash_result, tmp_path):
     few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
     place = results_page([slash_result, slash_result, few], tmp_path / "page.html", [])
-    rows = [row.split("\t") for row in opened(place).locator(".verdict tbody").inner_text().splitlines()]
+    page = opened(place)
+    page.locator(".numbers summary").click()
+    rows = [row.split("\t") for row in page.locator(".numbers tbody").inner_text().splitlines()]
     assert rows[0] == rows[1]
     verdict, words = slash_result.verdict("slash"), ma.render.verdict_words(slash_result)
     model, condition, change, null, heads, count = rows[0]
@@ -71,13 +55,15 @@ def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, sla
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
-    drawn = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "choose": 3}, "mechattn test")
-    sections = [prompt_section(slash_result), drawn, view_section(view, "One prompt", "A note.")]
+    figure = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "choose": 3}, "mechattn test")
+    sections = [prompt_section(slash_result), figure, view_section(view, "One prompt", "A note.")]
     page = opened(
         write_page(tmp_path / "index.html", "A title", "A subtitle", [slash_result], sections, "mechattn test")
     )
-    assert page.locator(".verdict").inner_text().startswith("toy:llama (toy, 1.0 M parameters): Question attention")
-    assert page.locator(".tokens .inserted").count() == 55 + 1  # the key names the segment too
+    assert page.locator(".verdict").inner_text().startswith("With “slash”, each token of the question receives")
+    unfold(page)
+    page.get_by_text("L0H1").first.wait_for()
+    assert page.locator("details.section .tokens .inserted").count() == 55 + 1  # the key names the segment too
     assert page.locator(".js-plotly-plot .scatterlayer path.js-line").count() >= 9
     assert "L0H1" in page.locator(".view").inner_text()
     assert (
@@ -104,29 +90,29 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, slash_result, tmp_pa
 
 def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_path):
     page = opened(result_page(slash_result, tmp_path / "index.html", 0, [2]))
+    unfold(page)
+    figure = page.locator("details.section > figure")
     with page.expect_download() as caught:
-        page.get_by_role("button", name="CSV").click()
+        figure.get_by_role("button", name="CSV").click()
     caught.value.save_as(tmp_path / "data.csv")
     rows = list(csv.DictReader((tmp_path / "data.csv").open()))
-    line = [row for row in rows if row["series"] == "w/ Meaningless tokens" and row["panel"] == "xy"]
+    line = [row for row in rows if row["series"] == "w/ slash" and row["panel"] == ALIGNED]
     at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
     shown = [int(row["x"]) for row in line]
     np.testing.assert_allclose([float(r["y"]) for r in line], at.received_by_origin.values[shown], rtol=1e-9)
     assert [r["more"] for r in line] == [f"n={int(n)}" for n in at.received_by_origin_n.values[shown]]
-    low = {
-        int(r["x"]): float(r["y"]) for r in rows if r["series"] == "w/ Meaningless tokens, low" and r["panel"] == "xy"
-    }
+    low = {int(r["x"]): float(r["y"]) for r in rows if r["series"] == "w/ slash, low" and r["panel"] == ALIGNED}
     assert all(low[x] < float(r["y"]) for x, r in zip(shown, line, strict=True))
     with page.expect_download() as caught:
-        page.get_by_role("button", name="SVG").click()
+        figure.get_by_role("button", name="SVG").click()
     caught.value.save_as(tmp_path / "figure.svg")
     drawing = (tmp_path / "figure.svg").read_text()
     assert drawing.startswith("<svg")
     assert "original token position" in drawing
-    page.get_by_text("Cite", exact=True).click()
-    assert "@software{mechattn" in page.locator("pre").inner_text()
-    page.get_by_text("How it was made", exact=True).click()
-    assert "MeaninglessTokens(text='/'" in page.locator(".actions table").inner_text()
+    figure.get_by_text("Cite", exact=True).click()
+    assert "@software{mechattn" in figure.locator("pre").inner_text()
+    figure.get_by_text("How it was made", exact=True).click()
+    assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
 def test_light_dark_and_a_phone(browser, slash_result, tmp_path):
@@ -134,27 +120,37 @@ def test_light_dark_and_a_phone(browser, slash_result, tmp_path):
     context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
     page = context.new_page()
     page.goto(path.as_uri())
-    page.wait_for_function("document.documentElement.dataset.drawn === '1'")
+    unfold(page)
     ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
     line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
     assert page.evaluate(ink) == "rgb(230, 230, 227)"
-    assert page.evaluate(line) == "rgb(121, 176, 238)", "blue, lighter on the dark ground"
+    assert page.evaluate(line) == "rgb(86, 180, 233)", "blue, lighter on the dark ground"
     assert page.evaluate("document.documentElement.scrollWidth") == 390, "the page doesn't scroll sideways"
     page.locator("#theme").click()
-    page.wait_for_function("document.documentElement.dataset.drawn === '1'")
+    drawn(page)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.evaluate(line) == "rgb(31, 95, 168)"
+    assert page.evaluate(line) == "rgb(0, 114, 178)"
     context.close()
 
 
 def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
     page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1]))
     reached = []
-    for _ in range(40):
+    unfold(page)
+    for _ in range(100):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.textContent.trim().slice(0, 20)"))
-    for name in ("To the results", "◐", "CSV", "SVG", "Cite", "How it was made", "How this was made"):
+    for name in (
+        "To the results",
+        "◐",
+        "CSV",
+        "SVG",
+        "Cite",
+        "How it was made",
+        "How this was made: v",
+        "More figures and vie",
+    ):
         assert name in reached, reached
     page.locator("#theme").focus()
     page.keyboard.press("Enter")
@@ -164,13 +160,14 @@ def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
     from mechattn.commands.figures import make_figures
-    from mechattn.render.view import view_script
+    from mechattn.pages.scripts import packed_script
 
     page = make_figures(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4])
     text = page.read_text()
-    scripts = [view_script("plotly"), view_script("circuitsvis")]
+    scripts = [packed_script("plotly"), packed_script("circuitsvis")]
     assert [text.count(script) for script in scripts] == [1, 1]
-    assert len(text.encode()) - sum(len(script.encode()) for script in scripts) < 3e6
+    assert sum(map(len, scripts)) < 3e6
+    assert len(text.encode()) - sum(map(len, scripts)) < 3e6
     assert "matched control “sentence”" in text
 
 
@@ -186,6 +183,8 @@ def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
 
 def test_hovering_tells_the_number(opened, slash_result, tmp_path):
     page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1, 2, 3]))
+    unfold(page)
+    page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
     box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_timeout(500)
@@ -219,7 +218,8 @@ def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
     sequences["first_prompt_text"][:, : len(words)] = np.array(words, dtype=np.dtypes.StringDType())
     result = ma.Result(dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance)
     page = opened(result_page(result, tmp_path / "index.html", 0, [1]))
-    shown = page.locator(".tokens").nth(1).locator("span").all_text_contents()
+    unfold(page)
+    shown = page.locator("details.section .tokens").nth(1).locator("span").all_text_contents()
     assert shown[: len(words)] == ["🙂", "שלום", "مرحبا", "·", "</script>", "\u202e", "日本", "⏎"]
     ma.render.received_text(result, 0).save(tmp_path / "text.html")
     page = opened(tmp_path / "text.html")
@@ -277,8 +277,9 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
 
     slash = {"slash": ma.MeaninglessTokens("/", 10)}
     result = ma.run(toy, prompts[:4], slash, [ma.AttentionFocus(), ma.HeadUpdates()], progress=False)
-    drawn = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
-    page = opened(results_page([result], tmp_path / "index.html", drawn))
+    shown = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
+    page = opened(results_page([result], tmp_path / "index.html", shown))
+    unfold(page)
     plots = page.locator(".js-plotly-plot")
     assert plots.count() == 2
     point = plots.nth(0).locator(".scatterlayer .point").first
@@ -311,3 +312,38 @@ def hover(page, selector):
     for part in (0.2, 0.22):
         page.mouse.move(box["x"] + part * box["width"], box["y"] + 0.7 * box["height"])
         page.wait_for_timeout(400)
+
+
+def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, tmp_path):
+    shown = [(ma.render.received_attention, {"layer": 0, "heads": [head]}) for head in (1, 2)]
+    page = opened(results_page([slash_result], tmp_path / "index.html", shown))
+    unfold(page)
+    names = []
+    for at in range(2):
+        with page.expect_download() as caught:
+            page.locator("details.section > figure").nth(at).get_by_role("button", name="CSV").click()
+        names.append(caught.value.suggested_filename)
+    assert len(set(names)) == 2
+    assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), "the title isn't cut"
+
+
+def test_the_explorer_on_a_dark_phone(browser, tmp_path):
+    """Titles in as many lines as they need, grid lines that don't shine, a legend of the marks."""
+    falcon = ma.load_model("toy:falcon")
+    ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(tmp_path / "explore.html")
+    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
+    page = context.new_page()
+    page.goto((tmp_path / "explore.html").as_uri())
+    page.locator("[data-part=course] .gtitle").wait_for()
+    for part in ("map", "parts", "course"):
+        box = page.locator(f"[data-part={part}] .gtitle").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    lines = page.evaluate(
+        "[...document.querySelectorAll('[data-part=map] .gridlayer path, [data-part=course] .gridlayer path')]"
+        ".map((one) => getComputedStyle(one).stroke)"
+    )
+    assert set(lines) == {"rgb(52, 58, 66)"}
+    assert "by rank ● 1 ■ 2" in page.locator("figure.explorer").inner_text()
+    assert page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color") == "rgb(63, 207, 159)"
+    context.close()

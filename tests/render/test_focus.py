@@ -50,7 +50,7 @@ def test_the_mean_over_heads_and_its_null(result):
     lines = [t for t in figure.data if t.line.dash == "dot"]
     sinks = result["attention_sinks"]
     np.testing.assert_allclose(lines[0].y, sinks.span_mass_uniform.sel(condition="slash").mean("prompt"), rtol=1e-6)
-    drawn = next(t for t in figure.data if t.name == "Meaningless tokens")
+    drawn = next(t for t in figure.data if t.name == "slash")
     expected = sinks.span_mass.sel(condition="slash").mean(["prompt", "head"])
     np.testing.assert_allclose(drawn.y, expected, rtol=1e-5)
     blocks = ma.render.by_layer(result, "block_magnitude")

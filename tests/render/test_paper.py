@@ -23,7 +23,7 @@ def test_width_fonts_and_colours(figure):
     assert made.layout.width == pytest.approx(6.9 * 96)
     assert made.layout.font.size == pytest.approx(8 * 96 / 72)
     colours = {trace.line.color for trace in made.data if trace.line.color}
-    assert colours == {"#0072B2", "#D55E00"}
+    assert colours == {"#0072b2", "#d55e00"}
     assert {trace.fillcolor for trace in made.data if trace.fillcolor} == {
         "rgba(0, 114, 178, 0.2)",
         "rgba(213, 94, 0, 0.2)",
@@ -32,6 +32,23 @@ def test_width_fonts_and_colours(figure):
     assert "toy:llama" in ma.render.for_paper(figure, title=True).layout.title.text
     assert json.loads(figure.to_json()) == before, "the figure itself stays as it is"
     assert [list(t.y) for t in made.data] == [list(t.y) for t in figure.data]
+
+
+def test_legends_have_room_above_the_panels(slash_result):
+    """A row of the legend more makes the figure taller, and leaves the panels as tall as they were."""
+    figure = ma.render.received_attention(slash_result, 0, [1, 2])
+    heights = {}
+    for column in ("single", "double"):
+        for title in (False, True):
+            made = ma.render.for_paper(figure, column, title=title)
+            heights[column, title] = made.layout.height - made.layout.margin.t
+            rows = 2 if column == "single" else 1
+            above_panels = made.layout.margin.t - 1.7 * made.layout.font.size  # their titles
+            taken = (1 - made.layout.legend.y) * made.layout.height + 1.45 * rows * made.layout.font.size
+            assert taken <= above_panels + 1e-6, "no row lies on the titles of the panels"
+            assert made.layout.legend.tracegroupgap == 0
+            assert 1.45 * rows * made.layout.font.size < 0.1 * made.layout.height
+    assert heights["single", False] == pytest.approx(heights["double", False], abs=1)
 
 
 def test_what_cannot_be_a_column(figure):

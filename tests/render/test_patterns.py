@@ -51,7 +51,7 @@ def test_text_is_coloured_by_received_attention(mapped):
     received = mapped["received_attention"].received.sel(layer=0).isel(head=[2, 3]).mean("head")
     figures = view.body.split("</figure>")[:2]
     for figure, condition in zip(figures, ("baseline", "slash"), strict=True):
-        shown = re.findall(r'title="([^"]*)" style="background:rgba\(200,50,43,([\d.]+)\)', figure)
+        shown = re.findall(r'title="([^"]*)" style="background:rgba\(213,94,0,([\d.]+)\)', figure)
         expected = received.sel(condition=condition).values[: len(shown)]
         assert len(shown) == int((mapped["sequences"].origin.isel(prompt=0).sel(condition=condition) >= -1).sum())
         for (number, _), value in zip(shown, expected, strict=True):

@@ -18,7 +18,7 @@ def test_lines_are_the_means_over_prompts(slash_result):
     figure = ma.render.received_attention(slash_result, layer=1, heads=[2, 5, 7])
     dataset = slash_result["received_attention"].sel(layer=1, head=5)
     top = [t for t in lines(figure) if t.xaxis == "x2" and t.line.dash is None]
-    assert [t.name for t in top] == ["w/o Meaningless tokens", "w/ Meaningless tokens"]
+    assert [t.name for t in top] == ["w/o slash", "w/ slash"]
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
         np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
@@ -30,7 +30,7 @@ def test_lines_are_the_means_over_prompts(slash_result):
 def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     """A loop: a key that q ≥ k can see among q + 1 keys gets 1 / (q + 1) from each original query after it."""
     figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
-    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, w/ Meaningless tokens")
+    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, w/ slash")
     origin = slash_result["sequences"].origin.sel(condition="slash").values
     each = []
     for row in origin:
@@ -39,7 +39,7 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
     half = ma.render.received_attention(slash_result, layer=0, choose=1)
-    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, w/ Meaningless tokens")
+    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, w/ slash")
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
 
@@ -71,7 +71,7 @@ def test_the_inserted_span_is_shaded_where_it_is(slash_result):
     inserted = np.flatnonzero(origin == -1)
     shape = figure.layout.shapes[0]
     assert (shape.x0, shape.x1) == (inserted[0] - 0.5, inserted[-1] + 0.5)
-    assert "Meaningless tokens" in [a.text for a in figure.layout.annotations]
+    assert "slash" in [a.text for a in figure.layout.annotations]
 
 
 def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):

@@ -9,6 +9,7 @@ import mechattn as ma
 from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.results.provenance import command_of, name_of
+from tests.pages.read import whole
 
 PRIVATE = ("jane.doe", "secret-project")
 
@@ -35,8 +36,8 @@ def config(home, **top):
 
 def published(home):
     """All that is in the result and on the page."""
-    files = [*(home / "r.zarr").rglob("*"), home / "p.html"]
-    return b"".join(path.read_bytes() for path in files if path.is_file()).decode("utf-8", "replace")
+    files = b"".join(path.read_bytes() for path in (home / "r.zarr").rglob("*") if path.is_file())
+    return files.decode("utf-8", "replace") + whole(home / "p.html")
 
 
 WORDS = ["run", "CONFIG", "--address", "ray://jane:SECRET@head:10001"]
@@ -73,7 +74,7 @@ def test_a_script(home):
 
 def test_the_page_of_figures(home, tmp_path):
     page = make_figures(tmp_path / "out", [str(home / "ckpt")], str(home / "prompts.jsonl"), 6, 0, [0])
-    assert [word for word in PRIVATE if word in page.read_text(encoding="utf-8")] == []
+    assert [word for word in PRIVATE if word in whole(page)] == []
 
 
 def test_a_file_of_answers(home):

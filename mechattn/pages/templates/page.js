@@ -1,93 +1,281 @@
-// Draws the figures of a page from their JSON, light or dark, and gives each as CSV and SVG. It asks for nothing.
-(() => {
-  "use strict";
-  const root = document.documentElement;
-  const preferred = matchMedia("(prefers-color-scheme: dark)");
-  const figures = [...document.querySelectorAll("figure")].filter((figure) => figure.querySelector(".plot")).map((figure) => ({
-    figure,
-    plot: figure.querySelector(".plot"),
-    text: figure.querySelector("script[type='application/json']").textContent,
-    title: figure.closest("section").querySelector("h2").textContent,
-  }));
-  const DARK = /*COLOURS*/ {};
-  const config = { displaylogo: false, responsive: true };
+// @ts-check
+// A page: what is chosen, in the address too, and everything that is drawn from it. It asks for nothing.
 
-  function spec(text, dark) {
-    const made = JSON.parse(dark ? Object.entries(DARK).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text);
-    if (!dark) return made;
-    const { layout } = made;
-    Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });
-    layout.font = { ...layout.font, color: "#e6e6e3" };
-    const lines = { gridcolor: "#343a42", zerolinecolor: "#4a525c", linecolor: "#4a525c" };
-    for (const part of [layout, layout.template.layout]) {
-      for (const name of ["xaxis", "yaxis", ...Object.keys(part).filter((key) => /^[xy]axis\d/.test(key))]) {
-        part[name] = { ...part[name], ...lines };
-      }
-    }
-    layout.sliders?.forEach((slider) => Object.assign(slider, { bgcolor: "#343a42", activebgcolor: "#79b0ee" }));
-    return made;
+import { headAt, indexOf, measured, showsOf, squeezed } from "./data.js";
+import { html } from "./drawing.js";
+import { figures } from "./figures.js";
+import { drawMap, drawScale, sureHeads } from "./heads_map.js";
+import { columnsOf, drawTable, saveTable } from "./heads_table.js";
+import { drawRoom } from "./room.js";
+import { drawScatter, measuresOf } from "./scatter.js";
+import { called, fileName, said, showWords } from "./words.js";
+
+const FEW = 12;
+const PICKED =
+  "Changes are sorted by their size; a head that is picked as the largest on these prompts has an interval that is " +
+  'too optimistic (select="half" in result.compare gives an honest one).';
+/** @type {any[]} */
+let models = [];
+const part = (name) => /** @type {any} */ (document.getElementById(name));
+const root = document.documentElement;
+const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
+let brushed = null,
+  rows = FEW,
+  sort = { by: "", down: true },
+  redrawFigures = () => {};
+
+const model = () => models[state.model];
+const quantity = () => model().quantities.find((one) => one.name === state.quantity);
+
+/** What the address says, as far as this page has it; else what there is. */
+function fromAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const pick = (name, known, otherwise) =>
+    known.includes(given.get(name)) ? given.get(name) : known.includes(state[name]) ? state[name] : otherwise;
+  const asked = models.findIndex((one) => one.name === given.get("model"));
+  if (asked >= 0) state.model = asked;
+  const { conditions, quantities, start } = model();
+  state.beside = pick(
+    "beside",
+    models.map(({ name }) => name),
+    "",
+  );
+  if (state.beside === model().name) state.beside = "";
+  state.quantity = pick(
+    "quantity",
+    quantities.map((one) => one.name),
+    quantities[0].name,
+  );
+  state.condition = pick("condition", conditions, conditions[1] ?? conditions[0]);
+  state.show = pick("show", showsOf(quantity(), state.condition), showsOf(quantity(), state.condition)[0] ?? "value");
+  const [layer, head] = ["layer", "head"].map((name) =>
+    given.get(name) === null ? state[name] : Number(given.get(name)),
+  );
+  const known = indexOf(model(), layer, head) >= 0;
+  [state.layer, state.head] = known ? [layer, head] : start;
+  const measures = measuresOf(model(), state.condition).map(key);
+  state.x = pick("x", measures, measures[0]);
+  state.y = pick("y", measures, measures[1] ?? measures[0]);
+}
+
+/** Put what is chosen into the address; a frame in a notebook has none that can be changed. */
+function toAddress() {
+  const words = new URLSearchParams({
+    model: model().name,
+    layer: String(state.layer),
+    head: String(state.head),
+    condition: state.condition,
+    show: state.show,
+    quantity: state.quantity,
+    beside: state.beside,
+    x: state.x,
+    y: state.y,
+  });
+  try {
+    history.replaceState(null, "", `#${words}`);
+  } catch {
+    /* an address that can't be changed */
   }
+}
 
-  function draw(at = 0) {  // one after the other, so that the first can be looked at while the others come
-    if (at >= figures.length) return root.setAttribute("data-drawn", figures.length);
-    const { plot, text } = figures[at];
-    const { data, layout } = spec(text, root.dataset.theme === "dark");
-    Plotly.react(plot, data, layout, config);
-    setTimeout(draw, 0, at + 1);
+const key = (measure) => [measure.quantity, measure.condition, measure.show].join(" · ");
+const fromKey = (text) => measuresOf(model(), state.condition).find((measure) => key(measure) === text);
+
+/** Fill a choice with values and their words. */
+function fill(name, values, chosen) {
+  part(name).replaceChildren(
+    ...values.map(([value, words]) => html("option", { value, textContent: words, selected: value === chosen })),
+  );
+}
+
+/** The choices, and what is chosen. */
+function controls() {
+  const { conditions, quantities } = model();
+  const alike = (words) => words.map((word) => [word, word]);
+  const shows = showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]);
+  const of = (name) => quantities.find((one) => one.name === name);
+  const measures = measuresOf(model(), state.condition).map((one) => [key(one), called(of(one.quantity), one)]);
+  const others = models.map(({ name }) => name).filter((name) => name !== model().name);
+  fill("condition", alike(conditions), state.condition);
+  const named = quantities.map((one) => [one.name, one.words]);
+  fill("quantity", named, state.quantity);
+  fill("show", shows, state.show);
+  fill("beside", [["", "no other model"], ...alike(others)], state.beside);
+  part("beside-part").hidden = models.length < 2;
+  fill("x", measures, state.x);
+  fill("y", measures, state.y);
+  tabs();
+}
+
+/** A tab for each model. */
+function tabs() {
+  part("models").replaceChildren(
+    ...models.map(({ name }, i) => {
+      const tab = html("button", {
+        type: "button",
+        id: `model-${i}`,
+        textContent: name,
+        tabIndex: i === state.model ? 0 : -1,
+      });
+      tab.setAttribute("role", "tab");
+      tab.setAttribute("aria-selected", String(i === state.model));
+      tab.setAttribute("aria-controls", "instrument");
+      tab.addEventListener("click", () => choose({ model: i }));
+      return tab;
+    }),
+  );
+  part("instrument").setAttribute("aria-labelledby", `model-${state.model}`);
+}
+
+/** Change what is chosen, and draw what hangs on it. */
+function choose(change) {
+  const focus = document.activeElement?.id,
+    row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
+  if (change.model !== undefined && change.model !== state.model) brushed = null;
+  Object.assign(state, change);
+  sort = change.layer === undefined ? { by: "", down: true } : sort;
+  history.replaceState && clearAddress();
+  fromAddress();
+  if (change.layer === undefined || change.model !== undefined) controls();
+  draw();
+  toAddress();
+  if (row) /** @type {any} */ (document.querySelector(`#heads-table tr[data-i="${row}"] button`))?.focus();
+  if (focus && change.layer === undefined) part(focus)?.focus();
+}
+
+/** The address says what was chosen before; it is written anew after the choice. */
+function clearAddress() {
+  try {
+    history.replaceState(null, "", "#");
+  } catch {
+    /* an address that can't be changed */
   }
+}
 
-  function theme(name) {
-    root.removeAttribute("data-drawn");
-    root.dataset.theme = name;
-    draw();
-  }
-
-  const cell = (value) => {
-    const text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value).replace(/<br>/g, " ");
-    return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-  };
-  const at = (list, i) => (Array.isArray(list) || ArrayBuffer.isView(list) ? list[i] : undefined);
-
-  function rows(plot) {
-    const out = [["panel", "series", "x", "y", "z", "low", "high", "more"]];
-    for (const trace of plot._fullData) {
-      if (trace.fill === "toself") continue;  // the outline of a band, whose ends stand with its line
-      const panel = `${trace.xaxis ?? "x"}${trace.yaxis ?? "y"}`, names = Array.isArray(trace.meta) ? trace.meta : [];
-      const more = (extra) => names.map((name, k) => `${name}=${names.length > 1 ? at(extra, k) : extra}`).join("; ");
-      const add = (x, y, z, extra, low, high) => out.push([panel, trace.name, x, y, z, low, high, extra === undefined ? "" : more(extra)]);
-      if (trace.z) {
-        trace.z.forEach((row, j) => [...row].forEach((z, i) => add(at(trace.x, i) ?? i, at(trace.y, j) ?? j, z, at(at(trace.customdata, j), i))));
-      } else {
-        const bars = trace.error_y?.visible ? trace.error_y : {};
-        [...(trace.y ?? [])].forEach((y, i) => {
-          const up = at(bars.array, i), down = bars.symmetric === false ? at(bars.arrayminus, i) : up;
-          add(at(trace.x, i), y, undefined, at(trace.customdata, i), down === undefined ? undefined : y - down, up === undefined ? undefined : y + up);
-        });
-      }
-    }
-    return out;
-  }
-
-  function save(name, type, text) {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type }));
-    link.download = name;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-  }
-
-  const file = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "figure";
-  const does = {
-    csv: ({ plot, title }) => save(`${file(title)}.csv`, "text/csv", rows(plot).map((row) => row.map(cell).join(",")).join("\n")),
-    svg: ({ plot, text, title }) => {  // for paper, so always on white
-      const { data, layout } = spec(text, false);
-      Plotly.downloadImage({ data, layout }, { format: "svg", width: plot.clientWidth, height: plot.clientHeight, filename: file(title) });
+function draw() {
+  const measure = { quantity: state.quantity, condition: state.condition, show: state.show },
+    made = measured(model(), measure);
+  const index = indexOf(model(), state.layer, state.head);
+  const on = {
+    index,
+    brushed,
+    choose: (i) => choose(headAt(model(), i)),
+    brush: (heads) => {
+      brushed = heads;
+      draw();
     },
   };
-  for (const one of figures) {
-    one.figure.querySelectorAll("[data-do]").forEach((button) => button.addEventListener("click", () => does[button.dataset.do](one)));
+  part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
+  part("about").textContent = `${quantity().about} (${quantity().units}).`;
+  if (made) {
+    drawMap(part("map"), model(), made, measure, on);
+    drawScale(part("scale"), made);
+    part("said").textContent = `${said(model(), made, measure, index)}. ${sureHeads(model(), made)}`;
   }
-  document.getElementById("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
+  if (!made) part("map").replaceChildren(quantity().missing[state.condition] ?? "");
+  drawBeside(measure);
+  drawRoom(part("room"), model(), state.layer, state.head, state.condition);
+  if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
+  table(on);
+}
+
+/** The same measure of another model; a click there goes over to it. */
+function drawBeside(measure) {
+  const other = models.findIndex((one) => one.name === state.beside),
+    place = part("map-beside");
+  const made = other < 0 ? undefined : measured(models[other], measure);
+  if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} has no such number.`);
+  const there = indexOf(models[other], state.layer, state.head),
+    drawn = html("div"),
+    scale = html("p", { className: "scale" });
+  place.replaceChildren(html("p", { className: "note", textContent: state.beside }), drawn, scale);
+  const over = (i) => choose({ model: other, beside: model().name, ...headAt(models[other], i) });
+  drawMap(drawn, models[other], made, measure, { index: there, brushed: null, prefix: "beside-", choose: over });
+  return drawScale(scale, made);
+}
+
+function table(on) {
+  const columns = columnsOf(model(), quantity(), state.condition);
+  const by = { beyond: "beyond", change: "difference", value: state.condition }[state.show];
+  const now = sort.by ? sort : { by, down: true };
+  const order = (name) => {
+    sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" };
+    table(on);
+    part(`by-${name}`)?.focus();
+  };
+  const count = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
+  part("more-rows").hidden = count <= FEW;
+  part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${count} heads`;
+  const of = brushed ? `${count} brushed heads` : `${count} heads`;
+  part("table-note").textContent = `${of}, ${quantity().words}, condition “${state.condition}”. ${PICKED}`;
+}
+
+function theme(name) {
+  root.dataset.theme = name;
+  if (models.length) draw();
+  redrawFigures();
+}
+
+function listen() {
+  for (const name of ["condition", "show", "quantity", "beside", "x", "y"])
+    part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
+  part("scatter-part").addEventListener("toggle", draw);
+  part("clear").addEventListener("click", () => {
+    brushed = null;
+    draw();
+  });
+  part("more-rows").addEventListener("click", () => {
+    rows = rows > FEW ? FEW : Infinity;
+    draw();
+  });
+  part("heads-csv").addEventListener("click", () =>
+    saveTable(
+      fileName(`${model().name} ${state.quantity} ${state.condition}`),
+      columnsOf(model(), quantity(), state.condition),
+      state,
+      brushed,
+    ),
+  );
+  part("models").addEventListener("keydown", (event) => {
+    const to = { ArrowRight: state.model + 1, ArrowLeft: state.model - 1 }[event.key];
+    if (to === undefined || !models[to]) return;
+    choose({ model: to });
+    part(`model-${to}`).focus();
+  });
+  addEventListener("hashchange", () => {
+    fromAddress();
+    controls();
+    draw();
+  });
+  let wide = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth !== wide) draw();
+    wide = innerWidth;
+  });
+}
+
+async function start() {
+  const held = JSON.parse(await squeezed("data")).models;
+  models = held.filter((one) => one.quantities.length);
+  const preferred = matchMedia("(prefers-color-scheme: dark)");
+  part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
   preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));
-  theme(preferred.matches ? "dark" : "light");
-})();
+  if (models[state.model]) {
+    [state.layer, state.head] = model().start;
+    fromAddress();
+    controls();
+    draw();
+    listen();
+  } else {
+    const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
+    part("heads").replaceChildren(
+      html("p", {
+        className: "note",
+        textContent: `There is no map of heads: ${why ?? "the run has measured no number of single heads"}.`,
+      }),
+    );
+  }
+  redrawFigures = figures();
+  root.dataset.ready = "yes";
+}
+start();

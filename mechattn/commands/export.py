@@ -1,0 +1,95 @@
+"""The command ``mechattn export``: the numbers of every head of a stored result as one CSV file."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.pages.head_values import head_quantities
+from mechattn.results.reading import load_result
+from mechattn.results.whole import check_writable, write_whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mechattn.results.result import Result
+
+COLUMNS = (
+    "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
+    "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "p", "q", "n", "unit",
+)  # fmt: skip
+
+
+def export_csv(place: str | Path, out: Path) -> tuple[Path, list[str]]:
+    """Write a row for each quantity, condition, layer and head; returns the file, and what has no row, with the reason.
+
+    Values with their intervals are those of ``result.heads``, changes those of ``result.compare``.
+
+    Args:
+        place: Where the result is.
+        out: The CSV file; a file that is there is replaced where its first line says that it is one of these.
+
+    Raises:
+        MechattnError: The result cannot be read, has no number of single heads, or the file cannot be written.
+    """
+    _check_place(out)
+    result = load_result(place)
+    table, missing = heads_table(result)
+    write_whole(out, lambda new: table.to_csv(new, index=False))
+    return out, missing
+
+
+def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
+    """Every quantity that has one number a head, in every condition; and what has no rows, with the reason.
+
+    Raises:
+        OptionError: There is none.
+    """
+    import pandas as pd
+
+    tables: list[pd.DataFrame] = []
+    missing: list[str] = []
+    for quantity in head_quantities(result):
+        for condition in result.conditions:
+            try:
+                tables.append(_rows(result, quantity, condition))
+            except OptionError as error:
+                missing.append(f"{quantity}, {condition}: {error}")
+    if not tables:
+        why = missing[0] if missing else "the run has measured no number of single heads"
+        raise OptionError(f"there is nothing to export: {why}")
+    return pd.concat(tables, ignore_index=True).reindex(columns=list(COLUMNS)), missing
+
+
+def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
+    """The rows of one quantity in one condition."""
+    values = result.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
+    values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
+    values = values.assign(quantity=quantity, condition=condition, unit=values.attrs["unit"])
+    if condition == BASELINE:
+        return values
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of heads that are left out: their cells are empty
+        changes = result.compare(condition, quantity=quantity)
+    kept = [name for name in COLUMNS if name in changes and name not in ("n", "value")]
+    changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
+    return values.merge(changes, on=["layer", "head"], how="left")
+
+
+def _check_place(out: Path) -> None:
+    """Find out before the work whether the file can be written, and is nobody else's."""
+    if out.suffix != ".csv":
+        raise OptionError(f'"{out.name}" should end with .csv')
+    check_writable(out)
+    if out.exists() and not _is_ours(out):
+        raise OptionError(f"{out} exists, and it is no export of mechattn, so it is not replaced: choose another name")
+
+
+def _is_ours(out: Path) -> bool:
+    if not out.is_file():
+        return False
+    with open(out, encoding="utf-8", errors="replace") as there:
+        return there.readline().strip() == ",".join(COLUMNS)

@@ -1,0 +1,184 @@
+"""The first screen of a page: how the question's attention changed beside uniform attention, drawn and said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.pages.verdicts import captions, explained
+from mechattn.render.words import percent, percent_words
+from mechattn.results.result import Result
+from mechattn.stats.comparison import Verdict
+from mechattn.stats.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of the picture: a model under a condition.
+
+    Args:
+        model: The model's caption.
+        condition: The user's own name of the condition.
+        verdict: Its change and that of uniform attention; None where there is none.
+        problem: Why there is none.
+    """
+
+    model: str
+    condition: str
+    verdict: Verdict | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A row as it is drawn; lengths in percent of the axis.
+
+    Args:
+        model: The model's caption; empty where the row above is of the same one.
+        condition: The condition's name.
+        low: Where the interval starts.
+        length: Of the interval.
+        point: Where the measured change is.
+        null: Where the change under uniform attention is.
+        words: The change with its interval.
+        null_words: The change under uniform attention.
+        problem: Why there is nothing to draw.
+    """
+
+    model: str
+    condition: str
+    low: float = 0.0
+    length: float = 0.0
+    point: float = 0.0
+    null: float = 0.0
+    words: str = ""
+    null_words: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Points and whiskers on one axis.
+
+    Args:
+        rows: One for each model and condition.
+        ticks: Where the axis has marks, in percent of its length, and what stands there.
+        zero: Where no change is.
+        says: All of it in a sentence, for whoever doesn't see it.
+    """
+
+    rows: Seq[Mark]
+    ticks: Seq[tuple[float, str]]
+    zero: float
+    says: str
+
+
+def changes(results: Seq[Result]) -> list[Change]:
+    """The change of the question's attention in each model under each condition, by ``result.verdict``."""
+    found = []
+    for model, result in zip(captions(results), results, strict=True):
+        if "received_attention" not in result.datasets:
+            continue
+        for name in result.conditions[1:]:
+            try:
+                with explained([result]):
+                    found.append(Change(model, name, result.verdict(name)))
+            except OptionError as error:  # too few prompts for an interval, or no question in every prompt
+                found.append(Change(model, name, None, f"no verdict, since {error}"))
+    return found
+
+
+def picture(rows: Seq[Change]) -> Picture | None:
+    """The rows on one axis; None where there is nothing to draw."""
+    drawn = [row.verdict for row in rows if row.verdict is not None]
+    if not drawn:
+        return None
+    ends = np.array([(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float)
+    step = _step(float(ends.max() - ends.min()))
+    start, end = np.floor(ends.min() / step) * step, np.ceil(ends.max() / step) * step
+    end = max(end, start + step)
+
+    def at(value: float | np.ndarray) -> float:
+        return round(float(100 * (value - start) / (end - start)), 3)
+
+    marks, before = [], ""
+    for row in rows:
+        model, before = "" if row.model == before else row.model, row.model
+        v = row.verdict
+        if v is None:
+            marks.append(Mark(model, row.condition, problem=row.problem))
+            continue
+        low, high = at(v.change.low), at(v.change.high)
+        words = (percent_words(v.change), percent(v.null.estimate))
+        place = (low, round(high - low, 3), at(v.change.estimate), at(v.null.estimate))
+        marks.append(Mark(model, row.condition, *place, *words))
+    places = np.arange(start, end + step / 2, step)
+    ticks = [(at(value), percent(value).replace(".0", "") if abs(value) > step / 2 else "0") for value in places]
+    says = "; ".join(
+        f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}, uniform attention "
+        f"{percent(row.verdict.null.estimate)}"
+        for row in rows
+        if row.verdict is not None
+    )
+    return Picture(marks, ticks, at(0.0), says)
+
+
+def _step(reach: float) -> float:
+    """A round distance between marks, of which six or fewer cover the axis."""
+    steps = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    return next((step for step in steps if reach / step <= 6), 10.0)
+
+
+def sentence(rows: Seq[Change]) -> str:
+    """What the picture shows, in one sentence: the first condition, another one beside it, uniform attention."""
+    drawn = [row for row in rows if row.verdict is not None]
+    if not drawn:
+        return next((f"{row.model}: {row.problem}." for row in rows), "")
+    found: dict[str, list[Verdict]] = {}
+    for row in drawn:
+        found.setdefault(row.condition, []).extend([row.verdict] if row.verdict is not None else [])
+    name, *others = found
+    here = found[name]
+    who = "" if len(here) == 1 else f" in {len(here)} models"
+    beside = f" (with “{others[0]}” {_amount([v.change for v in found[others[0]]])})" if len(others) == 1 else ""
+    amount = _amount([v.change for v in here], " attention")
+    return (
+        f"With “{name}”, each token of the question receives {amount}{who}{beside}; "
+        f"if heads attended uniformly, it would be {_amount([v.null for v in here])}{_beside(here)}."
+    )
+
+
+def _amount(found: Seq[Interval], what: str = "") -> str:
+    """How much more or less, where all models agree on the direction; with signs where they don't."""
+    estimates = [float(change.estimate) for change in found]
+    words = _range(estimates)
+    if all(value < 0 for value in estimates):
+        return f"{words.replace('−', '')} less{what}"
+    if all(value > 0 for value in estimates):
+        return f"{words.replace('+', '')} more{what}"
+    return f"{words}{what}"
+
+
+def _range(values: Seq[float]) -> str:
+    """Percentages from the nearest to 0 to the furthest."""
+    shown = list(dict.fromkeys(percent(v) for v in sorted(values, key=abs)))
+    return shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
+
+
+def _beside(found: Seq[Verdict]) -> str:
+    """On which side of uniform attention the intervals lie."""
+    above = sum(bool(v.change.low > v.null.estimate) for v in found)
+    below = sum(bool(v.change.high < v.null.estimate) for v in found)
+    if len(found) == 1:
+        if above or below:
+            return ": the question keeps more than that" if above else ": the question loses more than that"
+        return ": the two can't be told apart"
+    parts = [f"in {above} of {len(found)} the question keeps more than that"] * bool(above)
+    parts += [f"in {below} it loses more"] * bool(below)
+    parts += [f"in {len(found) - above - below} the two can't be told apart"] * bool(len(found) - above - below)
+    if above == len(found):
+        return ": in all of them the question keeps more than that"
+    return ": " + ", ".join(parts)

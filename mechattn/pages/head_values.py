@@ -1,0 +1,95 @@
+"""What the map of heads shows: each quantity that has one number a head, in each condition and as its change."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.pages.packed import packed
+from mechattn.render.theme import quantity_words
+from mechattn.results.quantities import NULLS, variable_of
+from mechattn.results.result import Result
+
+_A_HEAD = {"prompt", "condition", "layer", "head"}
+_NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
+# A t interval is as long on one side as on the other, so its half is enough.
+_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")
+
+
+def head_quantities(result: Result) -> list[str]:
+    """The quantities with one number for each head and prompt, as ``result.compare`` names them."""
+    found = {
+        str(name).removesuffix("_by_segment"): None
+        for at, dataset in result.datasets.items()
+        for name, variable in dataset.data_vars.items()
+        if at != "sequences"
+        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
+        and not str(name).endswith(_NOT_SHOWN)
+    }
+    return sorted(found, key=lambda name: name != "received")
+
+
+def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
+    """One quantity as the page holds it: the numbers of ``result.heads`` and ``result.compare``, [layer, head] each.
+
+    Args:
+        result: A result.
+        quantity: One of :func:`head_quantities`.
+        layers: The layers that are shown, in their order.
+        heads: How many heads a layer has.
+    """
+    variable = variable_of(result, quantity, "segment")
+    of_segment = "segment" in variable.dims
+    words = quantity_words(quantity, "question") if of_segment else quantity
+    made: dict[str, Any] = {
+        "name": quantity,
+        "words": words.replace("_", " "),
+        "units": str(variable.attrs.get("units", "")),
+        "about": str(variable.attrs.get("description", "")),
+        "values": {},
+        "changes": {},
+        "missing": {},
+    }
+    for condition in result.conditions:
+        try:
+            made["values"][condition] = _values(result, quantity, condition, layers, heads)
+            if condition != BASELINE:
+                made["changes"][condition] = _changes(result, quantity, condition, layers, heads)
+        except OptionError as error:
+            made["missing"][condition] = str(error)
+    return made
+
+
+def _values(result: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+    """Means over prompts with their intervals, and those of uniform attention."""
+    table = result.heads(quantity, None, condition=condition)
+    table = table.assign(half=table.high - table[quantity])
+    columns = {"mean": quantity, "half": "half", "null": "uniform"}
+    found = {name: _square(table, of, layers, heads) for name, of in columns.items()}
+    return found | {"n": int(table.n.iloc[0]), "unit": table.attrs["unit"]}
+
+
+def _changes(result: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+    """Changes from the baseline with their intervals, the null's change, and what is beyond it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of heads that are left out: they are empty on the map
+        table = result.compare(condition, quantity=quantity)
+    table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    found = {name: _square(table, name, layers, heads) for name in _CHANGES}
+    about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
+    return found | about | {"unit": table.attrs["unit"], "known": bool(table.null.notna().any())}
+
+
+def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:
+    """A column of a table as [layer, head]; as [layer, 1] where all heads have one number; None where none has any."""
+    square = np.full((len(layers), heads), np.nan)
+    rows = [layers.index(layer) for layer in table.layer]
+    square[rows, table["head"].values] = table[column].values
+    if np.isnan(square).all():
+        return None
+    alike = np.array_equal(square, np.broadcast_to(square[:, :1], square.shape), equal_nan=True)
+    return packed(square[:, :1] if alike else square)

@@ -1,0 +1,68 @@
+"""Everything that the map of heads and the rooms behind it show, as JSON with packed arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
+from mechattn.pages.head_values import head_quantities, head_values
+from mechattn.pages.packed import squeezed
+from mechattn.pages.verdicts import captions
+from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[tuple[int, int] | None] = ()) -> str:
+    """The data of a page: JSON, squeezed.
+
+    Args:
+        results: One result a model.
+        maps: For each of them a result with attention maps of a few of its prompts; its own by default.
+        start: For each of them the layer and head that are shown first; the first of all by default.
+    """
+    beside = [*maps, *[None] * (len(results) - len(maps))]
+    first = [*start, *[None] * (len(results) - len(start))]
+    models = [
+        {"name": name} | model_data(result, beside[i] or result, first[i])
+        for i, (name, result) in enumerate(zip(captions(results), results, strict=True))
+    ]
+    return squeezed(json.dumps({"models": models}, separators=(",", ":"), allow_nan=False))
+
+
+def model_data(result: Result, maps: Result, start: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What the page holds of one model.
+
+    Args:
+        result: Its result.
+        maps: Where its attention maps are.
+        start: The layer and head that are shown first.
+    """
+    names = head_quantities(result)
+    layers, heads = _layers_and_heads(result, names)
+    model = {"conditions": result.conditions, "layers": layers, "heads": heads}
+    on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in result.datasets.items()})
+    found = [head_values(result, name, layers, heads) for name in names]
+    return model | {
+        "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
+        "quantities": [quantity for quantity in found if quantity["values"]],
+        "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
+        "curves": head_curves(on_map),
+        "texts": head_texts(on_map),
+        "patterns": head_patterns(maps) | {"apart": maps is not result},
+    }
+
+
+def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
+    """A dataset with every layer of the map, empty where it hasn't measured one."""
+    return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
+
+
+def _layers_and_heads(result: Result, names: Seq[str]) -> tuple[list[int], int]:
+    """The layers of the map, and how many heads each has."""
+    layers = sorted({int(layer) for data in result.datasets.values() if "layer" in data for layer in data.layer.values})
+    return layers, int(result.provenance["model"]["heads"]) if names else 0

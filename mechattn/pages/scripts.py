@@ -1,0 +1,58 @@
+"""The scripts of a page: its own ES modules as one script, and the libraries that it unpacks where they are needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib.resources import files
+
+from mechattn.pages.packed import squeezed
+from mechattn.render.theme import DARK, faint
+from mechattn.render.view import Script, in_script, view_script
+
+# Each after those that it imports.
+MODULES = ("data", "drawing", "words", "heads_map", "curves", "room", "scatter", "heads_table", "figures", "page")
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTILINE)
+
+
+def template(name: str) -> str:
+    """The text of a file of the page's templates."""
+    return files("mechattn.pages").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def joined(modules: dict[str, str]) -> str:
+    """ES modules as one script, each in a function of its own: a page in a file can't import another file.
+
+    Args:
+        modules: The text of each, after those that it imports.
+    """
+    parts = []
+    for name, text in modules.items():
+        exported = [found[2] for found in _EXPORT.finditer(text)]
+        body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = \2Module;", text))
+        parts.append(f"const {name}Module = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();")
+    return "\n".join(parts)
+
+
+@cache
+def page_script() -> str:
+    """The page's own script, the colours of a dark ground in it."""
+    text = joined({name: template(f"{name}.js") for name in MODULES})
+    return text.replace("/*COLOURS*/ {}", in_script(json.dumps(_dark())))
+
+
+@cache
+def packed_script(name: Script) -> str:
+    """The script of plotly or circuitsvis, gzip and base64: a third of its size, and read only where it is needed."""
+    text = view_script(name)
+    if name == "circuitsvis":
+        text += "\nwindow.CircuitsVis = CircuitsVis;"
+    return squeezed(text)
+
+
+def _dark() -> dict[str, str]:
+    """Each colour of the figures and what stands for it on a dark ground, faint ones too."""
+    faints = {faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0] for a, b in DARK.items() if len(a) == len(b) == 7}
+    return DARK | faints

@@ -1,0 +1,225 @@
+// @ts-check
+// Received attention of one head by position: without and with the tokens on one axis, bands, nulls, segments.
+
+import { row } from "./data.js";
+import { html, svg, ticks, tip } from "./drawing.js";
+import { saveCsv, shown } from "./words.js";
+
+const BOX = { left: 52, right: 8, top: 8, bottom: 34, tall: 250 };
+
+/** The points of one line: places on the axis, means, intervals, null, how many prompts.
+ * @typedef {{name: string, colour: string, x: number[], mean: number[], half: number[], null: number[],
+ *   n: number[]}} Line */
+
+/** The lines of a head, without and with what is inserted; the axis counts the positions of the longer sequence.
+ * @param {any} model
+ * @param {number} layer Its index
+ * @param {number} head
+ * @param {string} condition
+ * @returns {Line[]} */
+export function linesOf(model, layer, head, condition) {
+  const { curves } = model,
+    inserted = curves.inserted[condition];
+  const names = condition === "baseline" ? ["baseline"] : ["baseline", condition];
+  const shift = (key) => (inserted && key >= inserted.start ? key + inserted.count : key);
+  return names.map((name) => {
+    const at = model.conditions.indexOf(name);
+    const mean = [...row(curves.mean, at, layer, head)],
+      half = [...row(curves.half, at, layer, head)];
+    const line = {
+      name,
+      colour: name === "baseline" ? "var(--without)" : "var(--with)",
+      x: mean.map((_, key) => shift(key)),
+      mean,
+      half,
+      null: [...row(curves.null, at, layer)],
+      n: [...row(curves.n, at, layer)],
+    };
+    if (!inserted || name === "baseline") return line;
+    const more = {
+      x: Array.from({ length: inserted.count }, (_, i) => inserted.start + i),
+      mean: [...row(inserted.mean, layer, head)],
+      half: [...row(inserted.half, layer, head)],
+      null: [...row(inserted.null, layer)],
+      n: Array(inserted.count).fill(curves.prompts),
+    };
+    for (const part of ["x", "mean", "half", "null", "n"]) line[part].splice(inserted.start, 0, ...more[part]);
+    return line;
+  });
+}
+
+/** The end of the y axis: that of the largest value but the first token's, where that one dwarfs all others.
+ * @param {Line[]} lines */
+function topOf(lines) {
+  const most = (from) =>
+    Math.max(
+      ...lines.flatMap((line) =>
+        line.mean.map((m, i) => Math.max(m * (1 + (line.half[i] || 0)), line.null[i]) || 0).slice(from),
+      ),
+    );
+  const all = most(0),
+    rest = most(1);
+  return {
+    top: 1.06 * (all > 2 * rest && rest > 0 ? rest : all || 1),
+    cut:
+      all > 2 * rest && rest > 0 ? lines.map((line) => `${line.name} ${shown(line.mean[0], "value")}`).join(", ") : "",
+  };
+}
+
+/** Draw a head's curves.
+ * @param {HTMLElement} place
+ * @param {any} model
+ * @param {number} layer Its index
+ * @param {number} head
+ * @param {string} condition */
+export function drawCurves(place, model, layer, head, condition) {
+  const lines = linesOf(model, layer, head, condition),
+    { top, cut } = topOf(lines);
+  const wide = Math.max(260, place.clientWidth),
+    last = Math.max(...lines.flatMap((line) => line.x));
+  const x = (at) => BOX.left + ((wide - BOX.left - BOX.right) * (at + 0.5)) / (last + 1);
+  const y = (value) => BOX.tall - BOX.bottom - ((BOX.tall - BOX.top - BOX.bottom) * Math.min(value, top)) / top;
+  const title = `Received attention by position, ${lines.map((line) => line.name).join(" and ")}`;
+  const plot = svg("svg", { viewBox: `0 0 ${wide} ${BOX.tall}`, role: "img", "aria-label": title, class: "curves" });
+  plot.append(...ground(model, condition, x, y, top, wide, last));
+  for (const line of lines) plot.append(...drawn(line, x, y));
+  plot.addEventListener("mousemove", (event) => tip(wordsAt(lines, plot, event, wide, last), event));
+  plot.addEventListener("mouseleave", () => tip(""));
+  place.replaceChildren(
+    legend(lines),
+    html("div", { className: "drawn" }, plot),
+    html("p", { className: "note", textContent: noteOf(model, condition, cut) }),
+  );
+}
+
+/** Axes, segments, the inserted tokens and where the question starts. */
+function ground(model, condition, x, y, top, wide, last) {
+  const { curves } = model;
+  const inserted = curves.inserted[condition];
+  const shift = (key) => (inserted && key >= inserted.start ? key + inserted.count : key);
+  const shaded = curves.segments
+    .filter((_, i) => i % 2 === 0)
+    .map(([name, from, to]) => [name, shift(from), shift(to)]);
+  if (inserted) shaded.push([condition, inserted.start, inserted.start + inserted.count - 1]);
+  const words = inserted ? "position in the sequence with the inserted tokens" : "original token position";
+  const found = shaded.flatMap(([name, from, to]) => shade(name, from, to, x));
+  const note = (at, high, text, anchor = "middle") =>
+    svg("text", { class: "quiet", x: at, y: high, "text-anchor": anchor }, text);
+  for (const at of ticks(0, top)) {
+    found.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y(at), y2: y(at) }));
+    found.push(note(BOX.left - 5, y(at) + 4, shown(at, "value"), "end"));
+  }
+  found.push(...ticks(0, last).map((at) => note(x(at), BOX.tall - BOX.bottom + 14, String(at))));
+  found.push(note((wide + BOX.left) / 2, BOX.tall - 4, words));
+  if (curves.question !== null) {
+    const at = x(shift(curves.question) - 0.5);
+    found.push(svg("line", { class: "start", x1: at, x2: at, y1: BOX.top, y2: BOX.tall - BOX.bottom }));
+    found.push(note(at + 4, BOX.top + 24, "question", "start"));
+  }
+  return found;
+}
+
+/** A shaded stretch of positions, with its name where there is room for it. */
+function shade(name, from, to, x) {
+  const [left, right] = [x(from - 0.5), x(to + 0.5)];
+  const box = { x: left, width: right - left, y: BOX.top, height: BOX.tall - BOX.top - BOX.bottom };
+  const found = [svg("rect", { class: "shade", ...box })];
+  const middle = { class: "quiet", x: (left + right) / 2, y: BOX.top + 11, "text-anchor": "middle" };
+  if (right - left > 6.5 * name.length) found.push(svg("text", middle, name));
+  return found;
+}
+
+/** Paths of a line: its band, its null, itself; a gap where positions are left out. */
+function drawn(line, x, y) {
+  const path = (values) =>
+    values.reduce((made, value, i) => {
+      if (!Number.isFinite(value)) return made;
+      const joined = i > 0 && Number.isFinite(values[i - 1]) && line.x[i] - line.x[i - 1] === 1;
+      return `${made}${joined ? "L" : "M"}${x(line.x[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+    }, "");
+  const bands = line.mean
+    .map((mean, i) => {
+      if (!Number.isFinite(line.half[i]) || !Number.isFinite(mean)) return "";
+      const [high, low] = [y(mean * (1 + line.half[i])), y(Math.max(0, mean * (1 - line.half[i])))],
+        from = x(line.x[i] - 0.5),
+        to = x(line.x[i] + 0.5);
+      return `M${from.toFixed(1)} ${high.toFixed(1)}H${to.toFixed(1)}V${low.toFixed(1)}H${from.toFixed(1)}Z`;
+    })
+    .join("");
+  return [
+    svg("path", { class: "band", d: bands, style: `fill:${line.colour}` }),
+    svg("path", {
+      class: "null",
+      d: path(line.null.map((value, i) => (Number.isNaN(line.mean[i]) ? NaN : value))),
+      style: `stroke:${line.colour}`,
+    }),
+    svg("path", { class: "line", d: path(line.mean), style: `stroke:${line.colour}` }),
+  ];
+}
+
+/** The names of the lines. */
+function legend(lines) {
+  const key = (words, colour, dots) => {
+    const mark = html("i", { className: dots ? "dots" : "" });
+    mark.style.borderColor = colour;
+    return html("span", {}, mark, words);
+  };
+  return html(
+    "p",
+    { className: "legend" },
+    ...lines.flatMap((line) => [
+      key(line.name, line.colour, false),
+      key(`uniform attention, ${line.name}`, line.colour, true),
+    ]),
+  );
+}
+
+/** What the lines are at the mouse. */
+function wordsAt(lines, plot, event, wide, last) {
+  const box = plot.getBoundingClientRect(),
+    at = ((event.clientX - box.left) * wide) / box.width;
+  const place = Math.round(((at - BOX.left) * (last + 1)) / (wide - BOX.left - BOX.right) - 0.5);
+  const words = lines.flatMap((line) => {
+    const i = line.x.indexOf(place);
+    if (i < 0 || Number.isNaN(line.mean[i])) return [];
+    const half = line.mean[i] * line.half[i],
+      ends = Number.isNaN(half)
+        ? ""
+        : ` [${shown(line.mean[i] - half, "value")}, ${shown(line.mean[i] + half, "value")}]`;
+    return [
+      `${line.name}: ${shown(line.mean[i], "value")}${ends}, uniform ${shown(line.null[i], "value")}, n = ${line.n[i]}`,
+    ];
+  });
+  return words.length ? [`position ${place}`, ...words].join("\n") : "";
+}
+
+/** How to read the curves. */
+function noteOf(model, condition, cut) {
+  const none = condition !== "baseline" && !model.curves.inserted[condition];
+  const parts = [
+    `Bands: ${model.curves.bands}; dotted: uniform attention; positions that too few prompts have are left out.`,
+    none
+      ? "What is inserted stands elsewhere in each prompt, or nothing is, so the original tokens alone are shown."
+      : "",
+    cut ? `The first token is beyond the axis: ${cut}.` : "",
+  ];
+  return parts.filter(Boolean).join(" ");
+}
+
+/** The numbers of a head's curves as CSV.
+ * @param {string} name
+ * @param {Line[]} lines */
+export function saveCurves(name, lines) {
+  const rows = lines.flatMap((line) =>
+    line.x.map((x, i) => [
+      line.name,
+      x,
+      line.mean[i],
+      line.mean[i] * (1 - line.half[i]),
+      line.mean[i] * (1 + line.half[i]),
+      line.null[i],
+      line.n[i],
+    ]),
+  );
+  saveCsv(name, [["condition", "position", "received", "low", "high", "uniform", "n"], ...rows]);
+}

@@ -1,0 +1,144 @@
+// @ts-check
+// The numbers of a page: packed arrays, and what the map shows of a quantity in a condition.
+
+/** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
+/** @typedef {{quantity: string, condition: string, show: string}} Measure */
+
+export const SHOWS = {
+  value: "in the condition",
+  change: "change from the baseline",
+  beyond: "change beyond the null",
+};
+const SCALE = 1024;
+const read = new WeakMap();
+/** @type {Float32Array | undefined} */
+let halves;
+
+/** The bytes of base64; a loop, as a call a letter takes five times as long.
+ * @param {string} text */
+function bytesOf(text) {
+  const letters = atob(text),
+    made = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) made[i] = letters.charCodeAt(i);
+  return made;
+}
+
+/** A text that the page holds squeezed.
+ * @param {string} name
+ * @returns {Promise<string>} */
+export async function squeezed(name) {
+  const packed = document.querySelector(`script[data-packed="${name}"]`)?.textContent ?? "";
+  return new Response(new Blob([bytesOf(packed)]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+/** Every half-precision number, by its bits. */
+function halfTable() {
+  if (halves) return halves;
+  halves = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const exponent = (bits >> 10) & 31,
+      fraction = bits & 1023,
+      sign = bits >> 15 ? -1 : 1;
+    halves[bits] =
+      (sign *
+        (exponent === 31
+          ? fraction
+            ? NaN
+            : Infinity
+          : exponent
+            ? 2 ** (exponent - 15) * (1 + fraction / 1024)
+            : 2 ** -14 * (fraction / 1024))) /
+      SCALE;
+  }
+  return halves;
+}
+
+/** The numbers of a packed array, read once.
+ * @param {Packed} array
+ * @returns {Float32Array | Uint16Array} */
+export function numbers(array) {
+  let found = read.get(array);
+  if (found) return found;
+  const bytes = bytesOf(array.data).buffer;
+  if (array.kind === "f4") found = new Float32Array(bytes);
+  else if (array.kind === "u2") found = new Uint16Array(bytes);
+  else {
+    const table = halfTable();
+    found = Float32Array.from(new Uint16Array(bytes), (bits) => table[bits]);
+  }
+  read.set(array, found);
+  return found;
+}
+
+/** The last axis of a packed array at some indices of the others.
+ * @param {Packed} array
+ * @param {number[]} at */
+export function row(array, ...at) {
+  const length = array.shape[array.shape.length - 1];
+  const start = at.reduce((sum, index, dim) => sum * array.shape[dim] + index, 0) * length;
+  return numbers(array).subarray(start, start + length);
+}
+
+/** A number a head: none where nothing is held, one for all heads of a layer where they are alike.
+ * @param {Packed | null} array
+ * @param {any} model
+ * @returns {Float32Array} */
+export function ofHeads(array, model) {
+  const count = model.layers.length * model.heads;
+  if (array === null) return new Float32Array(count).fill(NaN);
+  const held = /** @type {Float32Array} */ (numbers(array));
+  return held.length === count
+    ? held
+    : Float32Array.from({ length: count }, (_, i) => held[Math.floor(i / model.heads)]);
+}
+
+/** The ends of intervals from their middles and halves. */
+const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middle.map((value, i) => value + half[i])];
+
+/** What a measure can show in a condition.
+ * @param {any} quantity
+ * @param {string} condition */
+export function showsOf(quantity, condition) {
+  const change = quantity.changes[condition];
+  if (!change) return quantity.values[condition] ? ["value"] : [];
+  return change.known ? ["beyond", "change", "value"] : ["change", "value"];
+}
+
+/** A measure of every head, each array [layer · head]; undefined where the result has none.
+ * @param {any} model
+ * @param {Measure} measure */
+export function measured(model, { quantity: name, condition, show }) {
+  const quantity = model.quantities.find((one) => one.name === name);
+  if (!quantity || !showsOf(quantity, condition).includes(show)) return undefined;
+  const part = show === "value" ? quantity.values[condition] : quantity.changes[condition];
+  const names = { value: ["mean", "half"], change: ["difference", "half"], beyond: ["beyond", "beyond_half"] }[show];
+  const [value, half] = names.map((one) => ofHeads(part[one], model));
+  const [low, high] = ends(value, half);
+  const about = { quantity, n: part.n, unit: part.unit, scale: part.scale ?? "value", against: part.against };
+  return {
+    ...about,
+    value,
+    low,
+    high,
+    null: show === "beyond" ? undefined : ofHeads(part.null, model),
+    q: show === "value" ? undefined : ofHeads(part.q, model),
+    signed: show !== "value" || value.some((one) => one < 0),
+  };
+}
+
+/** Which head an index is.
+ * @param {any} model
+ * @param {number} index */
+export const headAt = (model, index) => ({
+  layer: model.layers[Math.floor(index / model.heads)],
+  head: index % model.heads,
+});
+
+/** The index of a head; -1 where there is none.
+ * @param {any} model
+ * @param {number} layer
+ * @param {number} head */
+export function indexOf(model, layer, head) {
+  const at = model.layers.indexOf(layer);
+  return at < 0 || !(head >= 0 && head < model.heads) ? -1 : at * model.heads + head;
+}

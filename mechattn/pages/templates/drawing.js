@@ -1,0 +1,91 @@
+// @ts-check
+// Colours, elements of SVG, and the note beside the mouse.
+
+const GROUNDS = {
+  light: [
+    [244, 244, 242],
+    [0, 114, 178],
+    [213, 94, 0],
+  ],
+  dark: [
+    [38, 43, 49],
+    [86, 180, 233],
+    [255, 154, 77],
+  ],
+};
+
+/** An element of SVG with attributes and children.
+ * @param {string} name
+ * @param {Record<string, any>} attributes
+ * @param {...(Node | string)} children
+ * @returns {any} */
+export function svg(name, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
+  made.append(...children);
+  return made;
+}
+
+/** An element of HTML with properties and children.
+ * @param {string} name
+ * @param {Record<string, any>} properties
+ * @param {...(Node | string)} children
+ * @returns {any} */
+export function html(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+/** The colour of a share of the scale's reach: −1 to 1, or 0 to 1.
+ * @param {number} share */
+export function colour(share) {
+  if (Number.isNaN(share)) return "none";
+  const [ground, less, more] = GROUNDS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
+  const end = share < 0 ? less : more,
+    weight = Math.min(1, Math.abs(share));
+  return `rgb(${ground.map((from, i) => Math.round(from + weight * (end[i] - from))).join(",")})`;
+}
+
+/** The largest size, or 1 where there is none.
+ * @param {ArrayLike<number>} values */
+export function reach(values) {
+  let most = 0;
+  for (let i = 0; i < values.length; i++) if (Math.abs(values[i]) > most) most = Math.abs(values[i]);
+  return most || 1;
+}
+
+/** Round steps of an axis from low to high, six at most.
+ * @param {number} low
+ * @param {number} high */
+export function ticks(low, high) {
+  const rough = (high - low) / 5 || 1,
+    power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || 10 * power;
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high * (1 + 1e-9); at++)
+    found.push(Number((at * step).toPrecision(10)));
+  return found;
+}
+
+/** Steps of an axis of log-ratios that are round as percentages.
+ * @param {number} low
+ * @param {number} high */
+export const percentTicks = (low, high) =>
+  ticks(Math.expm1(low), Math.expm1(high))
+    .map(Math.log1p)
+    .filter((at) => at >= low && at <= high);
+
+/** The note beside the mouse; none without words.
+ * @param {string} words
+ * @param {MouseEvent} [event] */
+export function tip(words, event) {
+  const note = /** @type {HTMLElement} */ (document.getElementById("tip"));
+  note.hidden = !words || !event;
+  if (!words || !event) return;
+  note.textContent = words;
+  const { scrollX, scrollY, innerWidth } = window,
+    wide = note.offsetWidth;
+  note.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - wide - 12)) + scrollX}px`;
+  note.style.top = `${event.clientY + 16 + scrollY}px`;
+}

@@ -1,0 +1,163 @@
+// @ts-check
+// The other figures of a page, by plotly, and views: drawn when they are opened, light or dark; CSV and SVG of each.
+
+import { squeezed } from "./data.js";
+import { fileName, saveCsv } from "./words.js";
+
+const DARK = /*COLOURS*/ {};
+const CONFIG = { displaylogo: false, responsive: true };
+/** @type {Record<string, Promise<void>>} */
+const loading = {};
+
+/** Run a script that the page holds packed.
+ * @param {string} name */
+function load(name) {
+  loading[name] ??= (async () => {
+    const made = document.createElement("script");
+    made.textContent = await squeezed(name);
+    document.head.append(made);
+  })();
+  return loading[name];
+}
+
+/** The library, once it is loaded. */
+const plotly = () => /** @type {any} */ (window).Plotly;
+
+/** A figure from its JSON, its colours those of a dark ground where it is dark. */
+function spec(text, dark) {
+  const made = JSON.parse(dark ? Object.entries(DARK).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text);
+  if (!dark) return made;
+  const { layout } = made;
+  Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });
+  layout.font = { ...layout.font, color: "#e6e6e3" };
+  const lines = { gridcolor: "#343a42", zerolinecolor: "#4a525c", linecolor: "#4a525c" };
+  for (const part of [layout, layout.template.layout]) {
+    for (const name of ["xaxis", "yaxis", ...Object.keys(part).filter((key) => /^[xy]axis\d/.test(key))]) {
+      part[name] = { ...part[name], ...lines };
+    }
+  }
+  layout.sliders?.forEach((slider) => Object.assign(slider, { bgcolor: "#343a42", activebgcolor: "#79b0ee" }));
+  return made;
+}
+
+const plain = (text) =>
+  String(text)
+    .replace(/<[^>]*>/g, " ")
+    .replace(/&lt;/g, "<")
+    .replace(/&gt;/g, ">")
+    .replace(/&amp;/g, "&")
+    .trim();
+const at = (list, i) => (Array.isArray(list) || ArrayBuffer.isView(list) ? list[i] : undefined);
+
+/** What the panel of a trace is called: the title above it and the words under its axis. */
+function panelName(plot, trace) {
+  const layout = plot._fullLayout,
+    [x, y] = [trace.xaxis ?? "x", trace.yaxis ?? "y"].map((name) => layout[name.replace(/^([xy])/, "$1axis")]);
+  if (!x?.domain) return "";
+  const above = (layout.annotations ?? []).filter(
+    (note) =>
+      note.xref === "paper" && note.yref === "paper" && note.x >= x.domain[0] - 0.001 && note.x <= x.domain[1] + 0.001,
+  );
+  const nearest = above.sort((a, b) => Math.abs(a.y - y.domain[1]) - Math.abs(b.y - y.domain[1]))[0];
+  return [nearest?.text, x.title?.text].filter(Boolean).map(plain).join(", ");
+}
+
+/** The numbers of a drawn figure as rows. */
+export function rows(plot) {
+  const out = [["panel", "series", "x", "y", "z", "low", "high", "more"]];
+  for (const trace of plot._fullData) {
+    if (trace.fill === "toself") continue; // the outline of a band, whose ends stand with its line
+    const panel = panelName(plot, trace),
+      names = Array.isArray(trace.meta) ? trace.meta : [];
+    const more = (extra) => names.map((name, k) => `${name}=${names.length > 1 ? at(extra, k) : extra}`).join("; ");
+    const add = (x, y, z, extra, low, high) =>
+      out.push([panel, trace.name, x, y, z, low, high, extra === undefined ? "" : more(extra)]);
+    if (trace.z) {
+      trace.z.forEach((row, j) =>
+        [...row].forEach((z, i) =>
+          add(at(trace.x, i) ?? i, at(trace.y, j) ?? j, z, at(at(trace.customdata, j), i), undefined, undefined),
+        ),
+      );
+      continue;
+    }
+    const bars = trace.error_y?.visible ? trace.error_y : {};
+    [...(trace.y ?? [])].forEach((y, i) => {
+      const up = at(bars.array, i),
+        down = bars.symmetric === false ? at(bars.arrayminus, i) : up;
+      add(
+        at(trace.x, i),
+        y,
+        undefined,
+        at(trace.customdata, i),
+        down === undefined ? undefined : y - down,
+        up === undefined ? undefined : y + up,
+      );
+    });
+  }
+  return out;
+}
+
+/** Titles as names of files, each its own. */
+function names(figures) {
+  const seen = new Map();
+  return figures.map((figure) => {
+    const name = fileName(figure.parentElement.querySelector("summary").textContent),
+      count = (seen.get(name) ?? 0) + 1;
+    seen.set(name, count);
+    return count > 1 ? `${name}-${count}` : name;
+  });
+}
+
+/** Draw a figure of an opened part. */
+async function draw(figure) {
+  await load("plotly");
+  const { data, layout } = spec(
+    figure.querySelector("script").textContent,
+    document.documentElement.dataset.theme === "dark",
+  );
+  await plotly().react(figure.querySelector(".plot"), data, layout, CONFIG);
+  figure.dataset.drawn = document.documentElement.dataset.theme;
+}
+
+/** Put a view into its place, where its own scripts then run. */
+async function show(view) {
+  const inside = view.querySelector("template");
+  if (!inside) return;
+  if (view.dataset.script) await load(view.dataset.script);
+  inside.replaceWith(document.importNode(inside.content, true));
+}
+
+/** Everything that is open and not yet drawn in this light. */
+function drawOpen() {
+  for (const part of document.querySelectorAll("details.section[open]")) {
+    part
+      .querySelectorAll(":scope > figure")
+      .forEach(
+        (/** @type {any} */ figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure),
+      );
+    part.querySelectorAll(".card").forEach(show);
+  }
+}
+
+/** Listen for parts that are opened, and for their buttons. Gives what draws again in another light. */
+export function figures() {
+  const all = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("details.section > figure")]),
+    called = names(all);
+  document.querySelectorAll("details.section").forEach((part) => part.addEventListener("toggle", drawOpen));
+  all.forEach((figure, i) =>
+    figure.querySelectorAll("[data-do]").forEach((/** @type {any} */ button) =>
+      button.addEventListener("click", () => {
+        const plot = figure.querySelector(".plot");
+        if (button.dataset.do === "csv") return saveCsv(called[i], rows(plot));
+        // For paper, so always on white.
+        const { data, layout } = spec(figure.querySelector("script").textContent, false);
+        return plotly().downloadImage(
+          { data, layout },
+          { format: "svg", width: plot.clientWidth, height: plot.clientHeight, filename: called[i] },
+        );
+      }),
+    ),
+  );
+  drawOpen();
+  return drawOpen;
+}

@@ -1,0 +1,174 @@
+// @ts-check
+// A point for each head: one measure against another; a rectangle drawn with the mouse chooses heads on the map.
+
+import { headAt, measured, showsOf } from "./data.js";
+import { percentTicks, svg, ticks, tip } from "./drawing.js";
+import { called, shown } from "./words.js";
+
+const BOX = { left: 64, right: 12, top: 10, bottom: 40, tall: 380 };
+
+/** Every measure of a model in a condition and the baseline, as the choices of an axis.
+ * @param {any} model
+ * @param {string} condition */
+export function measuresOf(model, condition) {
+  return model.quantities.flatMap((quantity) =>
+    ["baseline", ...(condition === "baseline" ? [] : [condition])].flatMap((name) =>
+      showsOf(quantity, name).map((show) => ({ quantity: quantity.name, condition: name, show })),
+    ),
+  );
+}
+
+/** Draw the scatter.
+ * @param {HTMLElement} place
+ * @param {any} model
+ * @param {any[]} measures Those of x and y
+ * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void,
+ *   brush: (heads: Set<number> | null) => void}} on */
+export function drawScatter(place, model, measures, on) {
+  const [a, b] = measures.map((measure) => measured(model, measure));
+  if (!a || !b) return place.replaceChildren();
+  const wide = Math.max(280, place.clientWidth),
+    x = axis(a.value, BOX.left, wide - BOX.right),
+    y = axis(b.value, BOX.tall - BOX.bottom, BOX.top);
+  const names = [called(a.quantity, measures[0]), called(b.quantity, measures[1])];
+  const plot = svg("svg", {
+    viewBox: `0 0 ${wide} ${BOX.tall}`,
+    role: "img",
+    "aria-label": `Heads by ${names[0]} and ${names[1]}`,
+  });
+  plot.append(
+    svg("rect", { class: "ground", x: 0, y: 0, width: wide, height: BOX.tall, fill: "transparent" }),
+    ...axes(x, y, a, b, names, wide),
+  );
+  plot.append(...points(a, b, x, y, on));
+  plot.addEventListener("mousemove", (event) => tip(wordsAt(model, a, b, names, event), event));
+  plot.addEventListener("mouseleave", () => tip(""));
+  plot.addEventListener(
+    "click",
+    (event) =>
+      /** @type {any} */ (event.target).dataset?.i !== undefined &&
+      on.choose(Number(/** @type {any} */ (event.target).dataset.i)),
+  );
+  brushing(plot, wide, on, (box) => within(a.value, b.value, x, y, box));
+  place.replaceChildren(plot);
+}
+
+/** A point for each head that has both numbers. */
+function points(a, b, x, y, on) {
+  const found = [];
+  a.value.forEach((value, i) => {
+    if (!Number.isFinite(value) || !Number.isFinite(b.value[i])) return;
+    const kept = !on.brushed || on.brushed.has(i),
+      here = i === on.index;
+    found.push(
+      svg("circle", {
+        class: kept ? "cell" : "cell dim",
+        "data-i": i,
+        cx: x.at(value),
+        cy: y.at(b.value[i]),
+        r: here ? 6 : 4,
+        fill: here ? "var(--with)" : "var(--without)",
+        "fill-opacity": 0.75,
+        stroke: here ? "var(--ink)" : "none",
+      }),
+    );
+  });
+  return found;
+}
+
+/** The head at the mouse and its two numbers. */
+function wordsAt(model, a, b, names, event) {
+  const i = event.target.dataset?.i;
+  if (i === undefined) return "";
+  const { layer, head } = headAt(model, Number(i));
+  const [first, second] = [a, b].map((one, k) => `${names[k]}: ${shown(one.value[i], one.scale)}`);
+  return `layer ${layer} head ${head}\n${first}\n${second}`;
+}
+
+/** From values to pixels. */
+function axis(values, from, to) {
+  const real = [...values].filter(Number.isFinite),
+    low = Math.min(...real),
+    high = Math.max(...real);
+  const room = 0.05 * (high - low) || 0.5,
+    ends = [low - room, high + room];
+  return { ends, at: (value) => from + ((to - from) * (value - ends[0])) / (ends[1] - ends[0]) };
+}
+
+function axes(x, y, a, b, names, wide) {
+  const found = [];
+  const steps = ([low, high], scale) => (scale === "log-ratio" ? percentTicks(low, high) : ticks(low, high));
+  for (const at of steps(x.ends, a.scale)) {
+    found.push(svg("line", { class: "grid", x1: x.at(at), x2: x.at(at), y1: BOX.top, y2: BOX.tall - BOX.bottom }));
+    found.push(
+      svg(
+        "text",
+        { class: "quiet", x: x.at(at), y: BOX.tall - BOX.bottom + 15, "text-anchor": "middle" },
+        shown(at, a.scale),
+      ),
+    );
+  }
+  for (const at of steps(y.ends, b.scale)) {
+    found.push(svg("line", { class: "grid", x1: BOX.left, x2: wide - BOX.right, y1: y.at(at), y2: y.at(at) }));
+    found.push(
+      svg("text", { class: "quiet", x: BOX.left - 6, y: y.at(at) + 4, "text-anchor": "end" }, shown(at, b.scale)),
+    );
+  }
+  found.push(
+    svg("text", { class: "quiet", x: (wide + BOX.left) / 2, y: BOX.tall - 5, "text-anchor": "middle" }, names[0]),
+  );
+  const middle = (BOX.tall - BOX.bottom) / 2;
+  found.push(
+    svg(
+      "text",
+      { class: "quiet", x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` },
+      names[1],
+    ),
+  );
+  return found;
+}
+
+/** The heads inside a rectangle of pixels. */
+function within(a, b, x, y, box) {
+  const found = new Set();
+  a.forEach((value, i) => {
+    const [px, py] = [x.at(value), y.at(b[i])];
+    if (px >= box[0] && px <= box[2] && py >= box[1] && py <= box[3]) found.add(i);
+  });
+  return found;
+}
+
+/** A rectangle from where the mouse goes down to where it comes up. */
+function brushing(plot, wide, on, inside) {
+  let start = null,
+    frame = null;
+  const at = (event) => {
+    const box = plot.getBoundingClientRect();
+    return [((event.clientX - box.left) * wide) / box.width, ((event.clientY - box.top) * BOX.tall) / box.height];
+  };
+  const box = (to) => [
+    Math.min(start[0], to[0]),
+    Math.min(start[1], to[1]),
+    Math.max(start[0], to[0]),
+    Math.max(start[1], to[1]),
+  ];
+  plot.addEventListener("pointerdown", (event) => {
+    if (event.target.dataset.i !== undefined) return;
+    start = at(event);
+    frame = svg("rect", { class: "chosen" });
+    plot.append(frame);
+    plot.setPointerCapture(event.pointerId);
+  });
+  plot.addEventListener("pointermove", (event) => {
+    if (!start) return;
+    const [left, top, right, bottom] = box(at(event));
+    for (const [name, value] of Object.entries({ x: left, y: top, width: right - left, height: bottom - top }))
+      frame.setAttribute(name, value);
+  });
+  plot.addEventListener("pointerup", (event) => {
+    if (!start) return;
+    const drawn = box(at(event));
+    start = null;
+    on.brush(drawn[2] - drawn[0] < 4 && drawn[3] - drawn[1] < 4 ? null : inside(drawn));
+  });
+}

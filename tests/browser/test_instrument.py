@@ -1,0 +1,334 @@
+"""The map of heads, its rooms, scatter and table, in a real browser with the network cut."""
+
+import csv
+import re
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.pages.page import page as result_page
+from mechattn.pages.page import results_page
+from tests.browser.conftest import CHROMIUM
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
+]
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def result(toy):
+    """Two conditions, two analyses, short prompts with their attention maps; the first prompt and a name are HTML."""
+    texts = [f"{HOSTILE} Tom has {i} apples." for i in range(2, 8)]
+    conditions = {"slash": ma.MeaninglessTokens("/", 6), "<b>word</b>": ma.RandomTokens(6)}
+    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.AttentionMap()]
+    return ma.run(toy, texts, conditions, analyses, positions="prompts", progress=False)
+
+
+@pytest.fixture(scope="module")
+def place(result, tmp_path_factory):
+    return results_page([result], tmp_path_factory.mktemp("page") / "page.html", [])
+
+
+def percent(text):
+    return float(text.replace("−", "-").replace("\u00a0%", "")) / 100
+
+
+def at(page, layer, head, heads=8):
+    return page.locator(f"#head-{layer * heads + head}")
+
+
+def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, slash_result, tmp_path):
+    page = opened(result_page(slash_result, tmp_path / "page.html", 0, [2]))
+    verdict = slash_result.verdict("slash")
+    assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
+    ticks = page.locator(".axis .track i")
+    ends = [(ticks.nth(i).inner_text(), ticks.nth(i).bounding_box()) for i in (0, ticks.count() - 1)]
+    (low, left), (high, right) = [(percent(words), box["x"] + box["width"] / 2) for words, box in ends]
+
+    def value(name):
+        box = page.locator(f".row:not(.axis) i.{name}").bounding_box()
+        return low + (high - low) * (box["x"] + box["width"] / 2 - left) / (right - left)
+
+    assert value("measured") == pytest.approx(float(verdict.change.estimate), abs=0.002)
+    assert value("uniform") == pytest.approx(float(verdict.null.estimate), abs=0.002)
+    assert percent(page.locator(".row .words").first.inner_text().split(" [")[0]) == pytest.approx(
+        float(verdict.change.estimate), abs=5.1e-4
+    )
+
+
+def test_hover_says_what_compare_says(opened, place, result):
+    page = opened(place)
+    at(page, 2, 5).hover()
+    words = page.locator("#tip").inner_text()
+    table = result.compare("slash").set_index(["layer", "head"]).loc[(2, 5)]
+    shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
+    np.testing.assert_allclose(shown, np.expm1([table.beyond, table.beyond_low, table.beyond_high]), atol=5.1e-4)
+    assert "layer 2 head 5" in words
+    assert float(re.search(r"q = ([\d.e-]+)", words)[1]) == pytest.approx(table.q, rel=0.05)
+    assert f"{result['sequences'].sizes['prompt']} prompts" in words
+    sure = int((result.compare("slash").q < 0.05).sum())
+    assert page.locator("#map .mark").count() == sure
+    about = result["received_attention"].received_by_segment.attrs
+    assert page.locator("#about").inner_text() == f"{about['description']} ({about['units']})."
+    assert f"{sure} of 32 heads at q < 0.05" in page.locator("#said").inner_text()
+
+
+def test_a_click_opens_the_room_of_a_head(opened, place, result):
+    page = opened(place)
+    at(page, 3, 6).click()
+    room = page.locator("#room")
+    assert room.locator("h3").inner_text() == "Layer 3, head 6"
+    assert room.locator(".curves path.line").count() == 2
+    assert room.locator(".curves path.null").count() == 2
+    assert "question" in room.locator(".curves").text_content()
+    assert "layer=3&head=6" in page.url
+    for name in ("quantities", "text", "pattern"):
+        room.locator(f"[data-part={name}] summary").click()
+    table = room.locator("[data-part=quantities] tr", has_text="entropy of the question").first
+    entropy = result["attention_focus"].entropy.sel(layer=3, head=6, segment="question")
+    assert float(table.locator("td").nth(1).inner_text()) == pytest.approx(
+        float(entropy.sel(condition="baseline").mean()), rel=0.006
+    )
+    tokens = room.locator("[data-part=text] .tokens")
+    assert tokens.count() == 2
+    assert room.locator("[data-part=text] b").count() == 0
+    assert "".join(tokens.first.locator("span").all_text_contents()).count("<b>") == 1, "a token is text, not HTML"
+    assert room.locator("canvas").count() == 6, "three prompts, without and with the tokens"
+    assert "6 of them inserted" in room.locator("[data-part=pattern] .note").nth(1).inner_text()
+    at(page, 1, 1).click()
+    assert room.locator("canvas").count() == 6, "what is open stays open"
+    assert page.title().startswith("mechattn")
+
+
+def test_a_pattern_says_its_numbers(opened, place, result):
+    page = opened(place)
+    at(page, 1, 4).click()
+    page.locator("[data-part=pattern] summary").click()
+    canvas = page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    box, n = canvas.bounding_box(), int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum())
+    page.mouse.move(box["x"] + box["width"] * 2.5 / n, box["y"] + box["height"] * 7.5 / n)
+    words = page.locator("#tip").inner_text()
+    weight = result["attention_map"].attention.sel(condition="baseline", layer=1, head=4).isel(prompt=0).values[7, 2]
+    assert words.startswith("7 “")
+    assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(float(weight), abs=2e-5, rel=0.006)
+
+
+def test_arrows_walk_over_heads(opened, place):
+    page = opened(place)
+    page.locator("#map svg").focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.locator("#room h3").inner_text() == "Layer 1, head 1"
+    assert page.evaluate("document.activeElement.getAttribute('aria-activedescendant')") == "head-9"
+    assert page.locator("#said").inner_text().startswith("layer 1 head 1")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#room h3").inner_text() == "Layer 3, head 7", "there is no head beyond the last"
+
+
+def test_a_link_reproduces_the_view(opened, place, result):
+    page = opened(place)
+    page.locator("#condition").select_option("<b>word</b>")
+    page.locator("#quantity").select_option("entropy")
+    page.locator("#show").select_option("value")
+    at(page, 2, 7).click()
+    title, url = page.locator("#map-title").inner_text(), page.url
+    assert page.locator("#map-title b").count() == 0
+    page.goto("about:blank")
+    page.goto(url)
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert page.locator("#map-title").inner_text() == title
+    assert page.locator("#room h3").inner_text() == "Layer 2, head 7"
+    expected = result.heads("entropy", None, condition="<b>word</b>").set_index(["layer", "head"]).entropy
+    at(page, 2, 7).hover()
+    shown = re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]
+    assert float(shown) == pytest.approx(expected.loc[(2, 7)], rel=0.006)
+    page.goto("about:blank")
+    page.goto(f"{place.as_uri()}#layer=3&head=7&condition=slash&quantity=entropy")
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert page.locator("#room h3").inner_text() == "Layer 3, head 7"
+    assert page.locator("#map-title").inner_text().startswith("entropy of the question (slash)")
+    page.goto("about:blank")
+    page.goto(f"{place.as_uri()}#layer=99&head=x&condition=none&quantity=nothing")
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert page.locator("#room h3").inner_text() == "Layer 0, head 0", "what isn't there is passed over"
+
+
+def test_tabs_are_models(opened, result, slash_result, tmp_path):
+    page = opened(results_page([result, slash_result], tmp_path / "page.html", []))
+    tabs = page.get_by_role("tab")
+    assert tabs.count() == 2
+    assert page.locator("#quantity option").count() > 5
+    tabs.nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert page.locator("#quantity option").count() == 2
+    tabs.nth(0).click()
+    assert page.locator("#quantity option").count() > 5
+    page.locator("#beside").select_option(index=1)
+    page.locator("#beside-head-12").hover()
+    other = slash_result.compare("slash").set_index(["layer", "head"]).loc[(1, 4)]
+    shown = re.search(r": ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
+    assert percent(shown) == pytest.approx(np.expm1(other.beyond), abs=5.1e-4), "the other model's number"
+    page.locator("#beside-head-12").click()
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
+
+
+def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
+    page = opened(place)
+    table = result.compare("slash")
+    expected = table.reindex(table.beyond.abs().sort_values(ascending=False).index)
+    first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
+    assert first == f"layer {expected.layer.iloc[0]} head {expected['head'].iloc[0]}"
+    page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
+    top = table.loc[table.reference.idxmax()]
+    first = page.locator("#heads-table tbody tr").first.locator("button")
+    assert first.inner_text() == f"layer {top.layer} head {top['head']}"
+    first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == f"layer {top.layer} head {top['head']}"
+    assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
+    with page.expect_download() as caught:
+        page.locator("#heads-csv").click()
+    caught.value.save_as(tmp_path / "heads.csv")
+    rows = list(csv.DictReader((tmp_path / "heads.csv").open()))
+    for name, of in {"slash": "value", "baseline": "reference"}.items():
+        np.testing.assert_allclose([float(row[name]) for row in rows], table[of], rtol=1e-6)
+    for name in ("difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q"):
+        np.testing.assert_allclose([float(row[name]) for row in rows], table[name], rtol=1e-6, atol=1e-7)
+    assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(zip(table.layer, table["head"], strict=True))
+
+
+def test_the_curves_of_a_head_as_csv_and_svg(opened, slash_result, tmp_path):
+    page = opened(result_page(slash_result, tmp_path / "page.html", 0, [2]))
+    room = page.locator("#room")
+    with page.expect_download() as caught:
+        room.get_by_role("button", name="CSV").click()
+    caught.value.save_as(tmp_path / "curves.csv")
+    rows = [row for row in csv.DictReader((tmp_path / "curves.csv").open()) if row["condition"] == "slash"]
+    data = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
+    known = [row for row in rows if row["received"]]
+    positions = [int(row["position"]) for row in known]
+    inserted = slash_result["sequences"].origin.sel(condition="slash").values[0] == -1
+    assert set(np.flatnonzero(inserted)) <= set(positions)
+    np.testing.assert_allclose([float(row["received"]) for row in known], data.received.values[positions], rtol=1e-6)
+    assert [int(row["n"]) for row in known] == data.received_n.values[positions].tolist()
+    with page.expect_download() as caught:
+        room.get_by_role("button", name="SVG").click()
+    caught.value.save_as(tmp_path / "curves.svg")
+    drawing = (tmp_path / "curves.svg").read_text()
+    assert drawing.startswith("<svg")
+    assert "var(--" not in drawing, "it stands alone"
+
+
+def test_a_brush_chooses_heads_on_the_map(opened, place):
+    page = opened(place)
+    page.locator("#scatter-part summary").click()
+    page.locator("#scatter svg").scroll_into_view_if_needed()
+    box = page.locator("#scatter svg").bounding_box()
+    points = page.locator("#scatter circle").count()
+    assert points == 32
+    page.mouse.move(box["x"] + 66, box["y"] + 12)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 45, steps=3)
+    page.mouse.up()
+    dimmed = page.locator("#map .cell.dim").count()
+    assert 0 < dimmed < 32
+    assert page.locator("#table-note").inner_text().startswith(f"{32 - dimmed} brushed heads")
+    page.locator("#clear").click()
+    assert page.locator("#map .cell.dim").count() == 0
+
+
+def test_dark_on_a_phone_nothing_runs_over(browser, place):
+    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
+    page = context.new_page()
+    page.goto(place.as_uri())
+    page.wait_for_function("document.documentElement.dataset.ready")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    before = page.locator("#head-1").get_attribute("fill")
+    page.locator("#theme").click()
+    assert page.locator("#head-1").get_attribute("fill") != before, "the map is drawn again in the other light"
+    context.close()
+
+
+def test_colours_of_words_are_readable_in_both_lights(opened, place):
+    """WCAG AA: 4.5 to 1 for words, 3 to 1 for marks, by the page's own colours."""
+    page = opened(place)
+    for theme in ("light", "dark"):
+        colours = page.evaluate(
+            "(theme) => { if (document.documentElement.dataset.theme !== theme) document.getElementById('theme').click(); const s = getComputedStyle(document.documentElement);"
+            " return Object.fromEntries(['ink','quiet','link','with','without','ground','panel'].map("
+            " (n) => [n, s.getPropertyValue('--' + n).trim()])); }",
+            theme,
+        )
+        for ground in ("ground", "panel"):
+            assert all(contrast(colours[name], colours[ground]) >= 4.5 for name in ("ink", "quiet", "link")), colours
+            assert all(contrast(colours[name], colours[ground]) >= 3 for name in ("with", "without")), colours
+        page.locator("[data-part=text]").evaluate("(part) => { part.open = true; }")
+        grounds = page.evaluate(
+            "() => { const of = (css) => { const c = document.createElement('canvas').getContext('2d'); c.fillStyle = css;"
+            " c.fillRect(0, 0, 1, 1); return c.getImageData(0, 0, 1, 1).data; }; const s = getComputedStyle(document.body);"
+            " return [...document.querySelectorAll('[data-part=text] .tokens span')].map((one) => {"
+            " const [r, g, b, a] = of(getComputedStyle(one).backgroundColor), under = of(s.backgroundColor);"
+            " return '#' + [r, g, b].map((v, i) => Math.round(v * a / 255 + under[i] * (1 - a / 255)))"
+            ".map((v) => v.toString(16).padStart(2, '0')).join(''); }); }"
+        )
+        assert len(set(grounds)) > 3
+        assert min(contrast(colours["ink"], one) for one in grounds) >= 4.5, "words on the strongest ground"
+    assert contrast("#777", "#fff") < 4.5 < contrast("#767676", "#fff"), "the limit that is known"
+
+
+def contrast(one, other):
+    def light(colour):
+        text = colour.lstrip("#")
+        text = "".join(2 * letter for letter in text) if len(text) == 3 else text
+        parts = [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        return np.dot(
+            [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts], [0.2126, 0.7152, 0.0722]
+        )
+
+    high, low = sorted((light(one), light(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_names_and_roles_for_a_screen_reader(opened, place):
+    page = opened(place)
+    assert page.get_by_role("grid").count() == 1
+    assert page.get_by_role("gridcell").count() == 32
+    assert page.get_by_role("gridcell").first.get_attribute("aria-label").startswith("layer 0 head 0")
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, select, [role=img], [role=tab], [role=region], canvas')].filter((e) =>"
+        " !(e.getAttribute('aria-label') || e.textContent.trim() || e.closest('label'))).length"
+    )
+    assert unnamed == 0
+
+
+def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
+    result = ma.run(toy, prompts[:4], progress=False)
+    page = opened(results_page([result], tmp_path / "page.html", []))
+    assert page.locator(".picture").count() == 0
+    assert page.locator("#show option").all_text_contents() == ["in the condition"]
+    at(page, 0, 1).hover()
+    expected = result.heads("received", None).set_index(["layer", "head"]).received.loc[(0, 1)]
+    assert float(re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]) == pytest.approx(
+        expected, rel=0.006
+    )
+
+
+def test_too_few_prompts_say_why_there_is_no_map(opened, toy, prompts, tmp_path):
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    page = opened(results_page([result], tmp_path / "page.html", []))
+    assert "There is no map of heads: received: there are 2 prompts" in page.locator("#heads").inner_text()
+
+
+def test_in_a_notebook_every_head_is_a_click_away(opened, result, tmp_path):
+    view = ma.browse(result)
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
+    inside = opened(tmp_path / "notebook.html").frame_locator("iframe")
+    inside.locator("#head-11").click()
+    assert inside.locator("#room h3").inner_text() == "Layer 1, head 3"

@@ -1,0 +1,170 @@
+"""What a page holds is what the result says: heads by compare and heads, positions by the dataset."""
+
+import base64
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.commands.report import report
+from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
+from mechattn.pages.head_values import head_quantities, head_values
+from mechattn.pages.instrument import instrument, model_data
+from mechattn.pages.packed import unpacked
+from mechattn.render.received_figures import line_and_band, moments_of
+from tests.pages.read import data_of
+
+
+@pytest.fixture(scope="module")
+def focused(toy, prompts):
+    """Several analyses, of which some have no null; and two layers alone."""
+    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.AttentionSinks(), ma.AffineShift(), ma.HeadUpdates()]
+    conditions = {"slash": ma.MeaninglessTokens(count=10), "arm": ma.Baseline(intervention=ma.ARM())}
+    return ma.run(toy, prompts[:6], conditions, analyses, layers=[1, 3], progress=False)
+
+
+def square(table, column, layers):
+    made = np.full((len(layers), 8), np.nan)
+    for row in table.to_dict("records"):
+        made[layers.index(row["layer"]), row["head"]] = row[column]
+    return made
+
+
+def held_square(array):
+    """Of [layer, head], also where nothing is held, or one number a layer."""
+    return np.full((2, 8), np.nan) if array is None else np.broadcast_to(unpacked(array), (2, 8))
+
+
+def ends(middle, half, low, high):
+    middle, half = held_square(middle), held_square(half)
+    scale = np.nanmax(np.abs(middle), initial=1e-9)
+    np.testing.assert_allclose(middle - half, low, rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose(middle + half, high, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_each_quantity_is_what_compare_and_heads_give(focused):
+    names = head_quantities(focused)
+    assert names[0] == "received"
+    assert {"received", "mass", "entropy", "self_share", "span_mass", "scale", "magnitude"} <= set(names)
+    compared = 0
+    for name in names:
+        held = head_values(focused, name, [1, 3], 8)
+        for condition, found in held["values"].items():
+            table = focused.heads(name, None, condition=condition)
+            for column, of in {"mean": name, "null": "uniform"}.items():
+                np.testing.assert_allclose(held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6)
+            ends(found["mean"], found["half"], square(table, "low", [1, 3]), square(table, "high", [1, 3]))
+        for condition, found in held["changes"].items():
+            table = focused.compare(condition, quantity=name)
+            for column in ("difference", "null", "beyond", "q"):
+                np.testing.assert_allclose(held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6)
+            for middle, of in (("difference", ""), ("beyond", "beyond_")):
+                low, high = (square(table, f"{of}{end}", [1, 3]) for end in ("low", "high"))
+                ends(found[middle], found[f"{of}half"], low, high)
+            assert found["known"] == bool(table.null.notna().any())
+            compared += 1
+        assert held["values"] or held["missing"]
+    assert compared > 15
+    assert len(names) > 10
+
+
+def test_what_cannot_be_compared_says_why(toy, prompts):
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    model = json.loads(gzip.decompress(base64.b64decode(instrument([result]))))["models"][0]
+    assert model["quantities"] == []
+    assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
+
+
+def test_curves_are_those_of_the_figure(slash_result):
+    """The mean, its band and its null as ``render.received_attention`` draws them."""
+    held, data = head_curves(slash_result), slash_result["received_attention"]
+    mean, half, null = (unpacked(held[name]) for name in ("mean", "half", "null"))
+    prompts = np.arange(data.sizes["prompt"])
+    for condition, at in (("baseline", 0), ("slash", 1)):
+        moments = moments_of(data, "received_by_origin", condition, 2, 5, prompts)
+        low, high, line = line_and_band(moments, "", "#000000", len(prompts), legend=False)
+        assert np.flatnonzero(np.isfinite(mean[at, 2, 5])).tolist() == list(line.x)
+        here = mean[at, 2, 5, line.x]
+        np.testing.assert_allclose(here, line.y, rtol=1e-6)
+        np.testing.assert_allclose(here * (1 + half[at, 2, 5, line.x]), high.y, rtol=1e-6)
+        np.testing.assert_allclose(here * (1 - half[at, 2, 5, line.x]), low.y, rtol=1e-5, atol=1e-8)
+        assert unpacked(held["n"])[at, 2, line.x].tolist() == list(line.customdata)
+        expected = data.received_uniform_by_origin.sel(condition=condition, layer=2).values[: null.shape[-1]]
+        np.testing.assert_allclose(null[at, 2], expected, rtol=1e-6)
+
+
+def test_what_is_inserted_has_numbers_of_its_own(slash_result):
+    held = head_curves(slash_result)["inserted"]["slash"]
+    where = np.flatnonzero(slash_result["sequences"].origin.sel(condition="slash").values[0] == -1)
+    assert (held["start"], held["count"]) == (where[0], 55)
+    data = slash_result["received_attention"].sel(condition="slash").isel(key=where)
+    np.testing.assert_allclose(unpacked(held["mean"]), data.received.values, rtol=1e-6)
+    np.testing.assert_allclose(unpacked(held["null"]), data.received_uniform.values, rtol=1e-6)
+
+
+def test_tokens_at_other_places_in_each_prompt_have_none(toy, prompts):
+    conditions = {"random": ma.MeaninglessTokens(count=5, place="random")}
+    result = ma.run(toy, prompts[:4], conditions, progress=False)
+    assert head_curves(result)["inserted"] == {"random": None}
+
+
+def test_where_the_question_starts(slash_result):
+    codes = slash_result["sequences"].segment_index.sel(condition="baseline").values
+    held = head_curves(slash_result)
+    assert {row.tolist().index(4) for row in codes} == {held["question"]}
+    name, first, last = held["segments"][-1]
+    assert (name, first) == ("question", held["question"])
+    assert last == held["mean"]["shape"][-1] - 1
+
+
+def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
+    held = head_texts(slash_result)
+    tokens = held["tokens"]["slash"]
+    assert sum(segment == "inserted" for _, segment in tokens) == 55
+    expected = slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
+    np.testing.assert_allclose(unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6)
+    means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()}, progress=False)
+    assert "positions=" in head_texts(means)["missing"]
+
+
+def test_patterns_are_lower_triangles(toy, monkeypatch):
+    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.AttentionMap()], progress=False)
+    held = head_patterns(result)
+    n = len(held["prompts"][1]["baseline"]["tokens"])
+    square = result["attention_map"].attention.values[1, 0, :, :, :n, :n]
+    queries, keys = np.tril_indices(n)
+    expected = square[..., queries, keys]
+    np.testing.assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
+    monkeypatch.setattr("mechattn.pages.head_curves.PATTERNS", 10)
+    assert "too large for a page" in head_patterns(result)["missing"]
+
+
+def test_patterns_of_another_run_say_so(slash_result, toy):
+    beside = ma.run(
+        toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.AttentionMap()], progress=False
+    )
+    for maps, apart in ((beside, True), (slash_result, False)):
+        assert model_data(slash_result, maps)["patterns"]["apart"] is apart
+    assert model_data(slash_result, beside)["patterns"]["prompts"][0]["slash"]["inserted"] == 4
+
+
+def test_without_patterns_a_sentence(slash_result):
+    assert "ma.AttentionMap()" in head_patterns(slash_result)["missing"]
+
+
+def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
+    starts = {}
+    for name, options in {"named": {"layer": 2, "heads": [5, 1]}, "chosen": {"layer": 3}, "neither": {}}.items():
+        page = slash_result.page(tmp_path / f"{name}.html", **options)
+        starts[name] = data_of(page)["models"][0]["start"]
+    assert starts == {"named": [2, 5], "chosen": [3, 0], "neither": [0, 0]}
+    report([_saved(slash_result, tmp_path)], tmp_path / "report.html", layer=1, heads=[4])
+    assert data_of(tmp_path / "report.html")["models"][0]["start"] == [1, 4]
+
+
+def _saved(result, folder):
+    result.save(folder / "r.zarr")
+    return folder / "r.zarr"
