@@ -48,7 +48,10 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
     assert "can't make 55 tokens of '/': 56 are inserted" in capsys.readouterr().err
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
-    assert "when 56 tokens of “/” are put before the question" in page.read_text(encoding="utf-8")
+    assert (
+        "when 56 tokens of “/” (slash), or as many of random sentences (sentence), are put before the question"
+        in page.read_text(encoding="utf-8")
+    )
 
 
 def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path):

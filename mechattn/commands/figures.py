@@ -139,7 +139,8 @@ def _looked_at(
 def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, source: str) -> str:
     """What the page is of."""
     tokens = " or ".join(map(str, sorted({one.count for one in looked})))
-    what = f"{tokens} tokens of “{plain(inserted.text)}” are put {WHERE[inserted.place]}"
+    slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
+    what = f"{slash}, or as many of random sentences (sentence), are put {WHERE[inserted.place]}"
     return f"What happens to attention when {what}: {prompts} prompts of {name_of(source)}."
 
 

@@ -141,14 +141,16 @@ def sentence(rows: Seq[Change]) -> str:
     for row in drawn:
         found.setdefault(row.condition, []).extend([row.verdict] if row.verdict is not None else [])
     name, *others = found
-    here = found[name]
-    who = "" if len(here) == 1 else f" in {len(here)} models"
-    beside = f" (with “{others[0]}” {_amount([v.change for v in found[others[0]]])})" if len(others) == 1 else ""
+    here, control = found[name], found[others[0]] if len(others) == 1 else []
+    who = "" if len(here) == 1 else f", in {len(here)} models"
     amount = _amount([v.change for v in here], " attention")
-    return (
-        f"With “{name}”, each token of the question receives {amount}{who}{beside}; "
-        f"if heads attended uniformly, it would be {_amount([v.null for v in here])}{_beside(here)}."
-    )
+    beside = f" With “{others[0]}”: {_amount([v.change for v in control])}." if control else ""
+    null = _amount([v.null for v in here])
+    if not amount.endswith("attention"):
+        first = f"With “{name}”, the attention that each token of the question receives changes by {amount}{who}."
+    else:
+        first = f"With “{name}”, each token of the question receives {amount} than without it{who}."
+    return f"{first} If heads attended uniformly, it would be {null}; {_beside(here)}.{beside}"
 
 
 def _amount(found: Seq[Interval], what: str = "") -> str:
@@ -159,7 +161,7 @@ def _amount(found: Seq[Interval], what: str = "") -> str:
         return f"{words.replace('−', '')} less{what}"
     if all(value > 0 for value in estimates):
         return f"{words.replace('+', '')} more{what}"
-    return f"{words}{what}"
+    return words
 
 
 def _range(values: Seq[float]) -> str:
@@ -172,13 +174,21 @@ def _beside(found: Seq[Verdict]) -> str:
     """On which side of uniform attention the intervals lie."""
     above = sum(bool(v.change.low > v.null.estimate) for v in found)
     below = sum(bool(v.change.high < v.null.estimate) for v in found)
+    falls = all(float(v.null.estimate) < 0 for v in found)
+    less, more = ("lose less", "lose more") if falls else ("gain more", "gain less")
     if len(found) == 1:
-        if above or below:
-            return ": the question keeps more than that" if above else ": the question loses more than that"
-        return ": the two can't be told apart"
-    parts = [f"in {above} of {len(found)} the question keeps more than that"] * bool(above)
-    parts += [f"in {below} it loses more"] * bool(below)
-    parts += [f"in {len(found) - above - below} the two can't be told apart"] * bool(len(found) - above - below)
-    if above == len(found):
-        return ": in all of them the question keeps more than that"
-    return ": " + ", ".join(parts)
+        verb, _, rest = (less if above else more).partition(" ")
+        return f"it {verb}s {rest}" if above or below else "the two can't be told apart"
+    apart = len(found) - above - below
+    sides = ((above, less), (below, more), (apart, "can't be told apart from it"))
+    for count, words in sides:
+        if count == len(found):
+            return f"all {count} models {words}"
+    parts = [f"{count} {_verb(count, words)}" for count, words in sides if count]
+    return f"of {len(found)} models {', '.join(parts)}"
+
+
+def _verb(count: int, words: str) -> str:
+    """ "lose less" of several, "loses less" of one."""
+    verb, _, rest = words.partition(" ")
+    return words if count != 1 or verb == "can't" else f"{verb}s {rest}"

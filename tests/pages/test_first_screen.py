@@ -48,26 +48,34 @@ def test_marks_stand_at_their_numbers():
 
 @pytest.mark.parametrize(
     ("null", "words"),
-    [(-0.5, "the question keeps more than that"), (-0.1, "the question loses more than that"), (-0.2, "can't be told")],
+    [
+        (-0.5, "50.0\u00a0% less; it loses less."),
+        (-0.1, "10.0\u00a0% less; it loses more."),
+        (-0.2, "20.0\u00a0% less; the two can't be told apart."),
+    ],
 )
 def test_the_sentence_says_on_which_side_of_the_null(null, words):
     said = sentence([change("a", "slash", LESS, null)])
-    assert said.startswith("With “slash”, each token of the question receives 20.0\u00a0% less attention; ")
-    assert words in said
+    start = "With “slash”, each token of the question receives 20.0\u00a0% less attention than without it. "
+    assert said == f"{start}If heads attended uniformly, it would be {words}"
 
 
 def test_a_sentence_of_several_models_says_where_they_differ():
     rows = [change("a", "x", LESS, -0.5), change("b", "x", (-0.4, -0.5, -0.3), -0.1), change("c", "x", LESS, -0.2)]
     said = sentence(rows)
-    assert "receives 20.0 to 40.0\u00a0% less attention in 3 models" in said
-    assert "in 1 of 3 the question keeps more than that, in 1 it loses more, in 1 the two can't be told apart" in said
+    assert "receives 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
+    assert said.endswith("of 3 models 1 loses less, 1 loses more, 1 can't be told apart from it.")
+    assert sentence([*rows[:1], change("b", "x", LESS, -0.4)]).endswith("; all 2 models lose less.")
     both = sentence([change("a", "x", LESS, 0.1), change("b", "x", (0.3, 0.2, 0.4), 0.1)])
-    assert "receives −20.0 to +30.0\u00a0% attention" in both
+    assert (
+        "the attention that each token of the question receives changes by −20.0 to +30.0\u00a0%, in 2 models." in both
+    )
+    assert both.endswith("of 2 models 1 gains more, 1 gains less.")
 
 
 def test_a_control_stands_beside_the_first_condition():
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)])
-    assert "(with “sentence” 30.0\u00a0% less)" in said
+    assert said.endswith(" With “sentence”: 30.0\u00a0% less.")
 
 
 def test_what_has_no_verdict_says_why():
