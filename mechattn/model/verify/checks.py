@@ -65,7 +65,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     checks = [
         _logits(facts, logits[:1], native, dtype),
         kernel,
-        check_config(model),
+        check_config(model, facts.native),
         *_weights(facts, native, dtype),
         _rows(model, captured),
         _mask(model, captured, tokens.shape[1]),

@@ -96,9 +96,9 @@ def unknown_fields(config: Any) -> dict[str, str]:
     return found
 
 
-def check_config(model: HookedModel) -> Check:
-    """Whether every field that says something of attention is known."""
-    config = config_of(model)
+def check_config(model: HookedModel, native: Any = None) -> Check:
+    """Whether every field that says something of attention is known: of the model, or of the one it was made from."""
+    config = config_of(model) or getattr(native, "config", None)
     if config is None:
         return Check("config", "not checked", detail=f"a {type(model).__name__} has no configuration of transformers")
     values, unknown = dict(_fields(config)), unknown_fields(config)
