@@ -547,3 +547,14 @@ def test_a_view_is_one_line_in_a_console(toy):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [1])
     assert "\n" not in repr(view)
     assert len(repr(view)) < 120
+
+
+def test_a_trend_of_nothing():
+    with pytest.raises(OptionError, match="measured is of type NoneType"):
+        ma.trend(None, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("times", [1.5, "2"])
+def test_a_question_repeated_half_a_time(times):
+    with pytest.raises(OptionError, match="give a whole number, 1 at least"):
+        ma.RepeatQuestion(times)

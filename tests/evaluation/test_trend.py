@@ -57,8 +57,3 @@ def test_accuracy():
 def test_what_is_no_sweep(result, conditions, said):
     with pytest.raises(OptionError, match=said):
         ma.trend(result, conditions)
-
-
-def test_what_was_not_measured():
-    with pytest.raises(OptionError, match="measured is of type NoneType"):
-        ma.trend(None, ["a", "b", "c"])

@@ -71,6 +71,10 @@ def test_the_window_of_recurrent_gemma_is_read():
     """It has another name there, and all layers that attend have it."""
 
     class Model:
+        cfg = tokenizer = None
         original_model = type("Original", (), {"config": transformers.RecurrentGemmaConfig(attention_window_size=7)})
+
+        def run_with_hooks(self, *inputs, fwd_hooks, **options):
+            """What a hooked model has."""
 
     assert hooks.attention_window(Model(), 2) == 7

@@ -316,7 +316,7 @@ def test_the_question_is_repeated_token_by_token(toy, times):
     assert int(sequence.inserted.nonzero()[0]) > int(sequence.of_segment("question").nonzero()[-1])
 
 
-@pytest.mark.parametrize("times", [0, 1.5, True, "2"])
+@pytest.mark.parametrize("times", [0, -1, True])
 def test_a_question_repeated_no_times(times):
     with pytest.raises(OptionError, match="give a whole number, 1 at least"):
         ma.RepeatQuestion(times)
