@@ -30,6 +30,7 @@ def test_every_toy_gives_the_numbers_of_the_row_kernel(toy, options):
         np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_checked_before_it_is_trusted(family, tokenizer):
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)

@@ -31,6 +31,7 @@ def test_identity_values_give_the_pattern(keys, masked):
     torch.testing.assert_close(got.double(), expected @ v.double().repeat_interleave(2, 1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_shows_the_pattern_that_it_computes_with(family, tokenizer):
     check = ma.verify_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)["kernel"]

@@ -115,6 +115,7 @@ def test_a_fault_in_what_is_streamed_is_noticed(fault, tokenizer, monkeypatch):
     assert check_streaming(model).outcome == "limited"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_see_what_they_see_without_streaming(family, tokenizer):
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
