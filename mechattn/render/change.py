@@ -95,12 +95,18 @@ def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str)
         "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}<extra></extra>",
         colorbar=dict(title=unit),
     )  # fmt: skip
+    return [heat, sure_marks(sure)]
+
+
+def sure_marks(sure: pd.DataFrame) -> go.Scatter:
+    """A dot on each cell of a map [layer head] that is sure."""
+    import plotly.graph_objects as go
+
     layer, head = np.nonzero(sure.values)
-    marks = go.Scatter(
-        x=beyond.columns.values[head], y=beyond.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
+    return go.Scatter(
+        x=sure.columns.values[head], y=sure.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
         marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
     )  # fmt: skip
-    return [heat, marks]
 
 
 def sweep(

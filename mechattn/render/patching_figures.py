@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mechattn.render.change import sure_marks
 from mechattn.render.theme import headed
 from mechattn.render.words import says
 
@@ -38,17 +39,12 @@ def patched_heads(patching: HeadPatching) -> go.Figure:
         "<br>random direction %{customdata[4]:.3g}<extra></extra>",
         colorbar=dict(title="effect"),
     )  # fmt: skip
-    layer, head = np.nonzero(sure.values)
-    marks = go.Scatter(
-        x=effect.columns.values[head], y=effect.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
-        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
-    )  # fmt: skip
     about, (whole, low, high) = patching.about, patching.whole
     note = (
         f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
         f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
     )
-    figure = go.Figure([heat, marks])
+    figure = go.Figure([heat, sure_marks(sure)])
     title = f"{about['model']}: what each head carries of the effect"
     figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
