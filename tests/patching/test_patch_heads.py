@@ -229,6 +229,15 @@ def test_the_table(tmp_path):
     assert halves.n[0] == 4
 
 
+def test_the_map_shows_the_means_and_leaves_the_others_empty():
+    made = ma.patch_heads("toy:llama", prompts(4), SLASH, heads=HEADS, progress=False)
+    heat, marks = ma.render.patched_heads(made).data
+    expected = made.effects.effect.mean("prompt").values
+    np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
+    assert np.isnan(expected).sum() == expected.size - len(HEADS)
+    assert len(marks.x) == int((made.heads().q < 0.05).sum())
+
+
 def test_the_table_of_layers():
     made = ma.patch_residual("toy:llama", prompts(4), SLASH, layers=[1, 3], progress=False)
     table = made.layers()
