@@ -18,13 +18,16 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
 from mechattn.functional.grouped import for_each_head
 from mechattn.functional.received import visible_keys
+from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import unembedding
 from mechattn.model.verify.facts import facts_of
+from mechattn.model.verify.mixed_values import GATES, gate_function
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
 
+_BY_QUERY = "batch head segment query d_head -> batch head query segment d_head"
 _NO_NULL = "it depends on the values"
 
 
@@ -33,9 +36,10 @@ class SegmentLogits(AnalysisBase):
     """What each head reads from the keys of each segment, as its direct contribution to the logit of the next token.
 
     ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is what :class:`DirectLogits`
-    makes of an update Δ at query q: the final norm's scale, and that of a norm after attention, held as they are. Over
-    all segments it adds up to ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the
-    last token has no next.
+    makes of an update Δ at query q: the final norm's scale, and that of a norm after attention, held as they are. Where
+    each head's mix passes a gate of the query (Qwen3-Next), ``v[k] · g[q]`` takes the place of ``v[k]``. Over all
+    segments it adds up to ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last
+    token has no next.
 
     ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The difference of two segments
     is the contrast of a needle with the rest of its context (LOCOS).
@@ -47,6 +51,7 @@ class SegmentLogits(AnalysisBase):
     weights: Any = field(default=None, repr=False, compare=False)
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
     norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
+    gate: Any = field(default=None, repr=False, compare=False)  # the hook of what opens a head's output, and how
 
     name = "segment_logits"
 
@@ -65,24 +70,30 @@ class SegmentLogits(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """What the norm after attention is given; in a model without one, z, which nothing is made of."""
-        return (POST,) if self.norms else ("attn.hook_z",)
+        """What the norm after attention is given; in a model without one, z, which nothing is made of; the gate."""
+        return (*((POST,) if self.norms else ("attn.hook_z",)), *((self.gate[0],) if self.gate else ()))
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, the norms after attention, and the unembedding.
+        """With W_O of the layers, the norms after attention, the gate of their outputs, and the unembedding.
 
         Raises:
             ModelError: A head's update is not known, or how it reaches the logits; or what attention mixes passes a
-                gate or a norm before it is z, so that no key's share of it is what the head adds.
+                norm before it is z, so that no key's share of it is what the head adds.
         """
-        facts = facts_of(model)
+        facts, gate = facts_of(model), None
         if facts is not None and facts.report is not None and "values" in facts.report.limited:
-            raise ModelError(
-                f"{model.cfg.model_name}: {facts.report.limited['values']}; so a key's share of what a head adds is "
-                "not A · v W_O"
+            why = facts.report.limited["values"]
+            shown = next(
+                (name for name in GATES if all(f"blocks.{n}.attn.{name}" in model.hook_dict for n in layers)), ""
             )
+            function = gate_function(why)
+            if function is None or not shown:
+                raise ModelError(
+                    f"{model.cfg.model_name}: {why}; so a key's share of what a head adds is not A · v W_O"
+                )
+            gate = (f"attn.{shown}", function)
         weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Nothing read yet."""
@@ -102,12 +113,26 @@ class SegmentLogits(AnalysisBase):
         toward = toward if norm is None else norm.toward(toward)
         asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
         values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
+        members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
+        if self.gate is not None:  # each channel's gate opens later: until then the mix of each segment is kept
+            members = rearrange(members, "batch segment key -> batch 1 segment key 1")
+            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ (
+                members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
+            )
+            if "mixed" not in sums:
+                sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
+            sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)
+            return
         each = rows.pattern * (asked @ rearrange(values, "batch head key d_head -> batch head d_head key"))
-        members = rows.batch.members()[..., rows.keys].to(each.dtype)
         sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The scale of the norm after attention."""
+        """The scale of the norm after attention; the gate, through which what is read has to pass."""
+        if self.gate is not None:
+            name, function = self.gate
+            heads = sums["mixed"].shape[1]
+            opened = function(split_heads(captures.tensors[name], heads))  # one number a head, or one a channel
+            sums["read"] = (sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")).sum(-1)
         norm = (self.norms or {}).get(captures.layer)
         if norm is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]

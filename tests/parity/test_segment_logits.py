@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
@@ -75,7 +76,27 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, tokeniz
         assert np.nanmax(abs(part.values[there] - expected[there])) > 0.01 * scale, "one segment alone is not the sum"
 
 
-def test_a_gate_after_the_mix_is_refused(tokenizer):
+def test_what_a_gate_lets_through(tokenizer, monkeypatch):
+    """Qwen3-Next opens each channel of the mix; with a gate that is always open the sum would be another."""
     model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
-    with pytest.raises(ModelError, match=r"times a gate of its query.*a key's share of what a head adds is not"):
+    prompts = ma.load_prompts("word-problems", limit=1)
+
+    def both():
+        result = ma.run(model, prompts, {"slash": SLASH}, [ma.SegmentLogits(), ma.DirectLogits()], progress=False)
+        read = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True).values
+        return read, result["direct_logits"].next_token_logit.values
+
+    got, expected = both()
+    there = ~np.isnan(expected)
+    scale = np.sqrt(np.mean(expected[there] ** 2))
+    np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
+    monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: torch.ones_like)
+    ungated, _ = both()
+    assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
+
+
+def test_a_norm_after_the_mix_is_refused(tokenizer, monkeypatch):
+    model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: None)
+    with pytest.raises(ModelError, match=r"a key's share of what a head adds is not"):
         ma.run(model, "Tom has 3 apples.", analyses=ma.SegmentLogits(), progress=False)

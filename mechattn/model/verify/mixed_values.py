@@ -18,6 +18,7 @@ from mechattn.model.verify.verification import Check
 GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")  # of attention: where a bridge shows what a gate is made of
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": nn.functional.softplus}
 _DETAIL = "pattern · v against z"
+_GATED = "times a gate of its query ("
 
 Mixed = Float[Tensor, "query head d_head"]
 
@@ -54,6 +55,11 @@ def check_values(model: HookedModel, layers: Mapping[int, LayerProbe], tolerance
         pairs[layer] = (mixed, shown.z)
     check = compare("values", pairs, tolerance, _DETAIL + _before(model, list(layers)), "")
     return check if check.outcome != "failed" else _explained(model, check, layers, pairs, tolerance)
+
+
+def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
+    """What makes a gate of what the hook shows, by the detail of a check of values; None where no gate is meant."""
+    return next((function for name, function in _GATES.items() if f"{_GATED}{name})" in detail), None)
 
 
 def _explained(
@@ -106,7 +112,7 @@ def _afterwards(
     if gate is not None and gate.numel() in (mixed.numel(), mixed[..., 0].numel()):
         for name, function in _GATES.items():
             opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number a head, or one a channel
-            yield f"times a gate of its query ({name}), so values reach W_O through the gate", mixed * opened
+            yield f"{_GATED}{name}), so values reach W_O through the gate", mixed * opened
     parameter = next(model.parameters())
     for name, norm in norms_of_output(model, layer):
         flat = rearrange(mixed, "query head d_head -> query (head d_head)").to(parameter.device, parameter.dtype)
