@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
     from mechattn.analysis.attention_map import AttentionMap as AttentionMap
     from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
+    from mechattn.analysis.attention_spread import AttentionSpread as AttentionSpread
     from mechattn.analysis.block_updates import BlockUpdates as BlockUpdates
     from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
     from mechattn.analysis.head_updates import HeadUpdates as HeadUpdates
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mechattn.engine.random_runs import run_random as run_random
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
+    from mechattn.engine.record import record_keys_values as record_keys_values
     from mechattn.engine.run import run as run
     from mechattn.engine.tensors import measure as measure
     from mechattn.errors import MechattnError as MechattnError
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from mechattn.interventions.affine_attention import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
     from mechattn.interventions.knockout import Knockout as Knockout
+    from mechattn.interventions.transplant import KeysValues as KeysValues
+    from mechattn.interventions.transplant import Transplant as Transplant
     from mechattn.jobs.chunks import run_job as run_job
     from mechattn.jobs.job import Job as Job
     from mechattn.known_answers.selftest import selftest as selftest
@@ -67,6 +71,8 @@ if TYPE_CHECKING:
     from mechattn.results.merge import merge_results as merge_results
     from mechattn.results.reading import load_result as load_result
     from mechattn.results.result import Result as Result
+    from mechattn.results.sink_kinds import sink_kinds as sink_kinds
+    from mechattn.results.sink_kinds import sweep_sink_kinds as sweep_sink_kinds
     from mechattn.results.storage import save_result as save_result
 
 __version__ = "0.1.0"
@@ -79,6 +85,7 @@ _HOME = {
     "AttentionFocus": "analysis.attention_focus",
     "AttentionMap": "analysis.attention_map",
     "AttentionSinks": "analysis.attention_sinks",
+    "AttentionSpread": "analysis.attention_spread",
     "Baseline": "prompts.conditions",
     "BlockUpdates": "analysis.block_updates",
     "DirectLogits": "analysis.direct_logits",
@@ -90,6 +97,7 @@ _HOME = {
     "HeadUpdates": "analysis.head_updates",
     "Insertion": "prompts.conditions",
     "Job": "jobs.job",
+    "KeysValues": "interventions.transplant",
     "Knockout": "interventions.knockout",
     "MeaninglessTokens": "prompts.conditions",
     "Text": "prompts.conditions",
@@ -109,6 +117,7 @@ _HOME = {
     "Sequence": "prompts.sequences",
     "ShuffledSentence": "prompts.conditions",
     "TopTargetUpdates": "analysis.head_updates",
+    "Transplant": "interventions.transplant",
     "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
     "browse": "pages.page",
@@ -127,7 +136,10 @@ _HOME = {
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",
+    "sink_kinds": "results.sink_kinds",
+    "sweep_sink_kinds": "results.sink_kinds",
     "record_affine": "engine.record",
+    "record_keys_values": "engine.record",
     "render": "",
     "run": "engine.run",
     "selftest": "known_answers.selftest",

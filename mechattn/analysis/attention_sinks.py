@@ -35,6 +35,7 @@ _PER_HEAD = {
     "span_mass": ("probability", "attention to all inserted tokens, mean over the original queries after them"),
     "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
     "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small where the sink has nothing to give"),
+    "strongest_value_ratio": ("ratio", "|v| of the key with the largest mean attention / mean |v| of all"),
     "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
     "first_norm_share": ("share", "share of sum A |v W_O| of the first token (norm-based; before interventions on z)"),
     "first_output_share": ("ratio", "mean A |v W_O| of the first token / mean |z W_O|: near 1 if it is broadcast"),
@@ -58,6 +59,7 @@ _PER_KEY = {
 _NO_NULL = {
     "strongest_position": "uniform attention has no largest",
     **dict.fromkeys(("value_drain", "inserted_value_ratio", "first_norm_share"), "it depends on the values"),
+    "strongest_value_ratio": "it depends on the values",
     **dict.fromkeys(("value_norm", "output_value_norm"), "it depends on the values"),
     **dict.fromkeys(("first_output_share", "output_rank", "output_ratio", "inactive"), "it depends on the values"),
     **dict.fromkeys(_PER_LAYER, "it is not made of attention"),
@@ -183,7 +185,7 @@ class AttentionSinks(AnalysisBase):
         hidden = ~batch.real[:, None]
         return {
             **of_attention,
-            **self._of_values(sums, batch),
+            **self._of_values(sums, batch, of_attention["strongest_position"]),
             **{name: sums[name] for name in _PER_LAYER if name != "length"},
             "length": batch.lengths.float(),
             **{name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")},
@@ -215,15 +217,19 @@ class AttentionSinks(AnalysisBase):
         span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / _after(batch).sum(-1)[:, None].float()
         return {"span_mass": span, "span_sink": _above(span, self.threshold)}
 
-    def _of_values(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
-        """What the inserted tokens and the first one give, of all that is read and of the output; idle heads."""
+    def _of_values(self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]) -> dict[str, Tensor]:
+        """What inserted tokens, the first and the strongest one give, of all that is read and written; idle heads."""
         norms, inserted = sums["value_norm"], batch.inserted
         output = _mean(sums["output"], batch.real)
         given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|
         ratio = output / output.mean(1, keepdim=True)
+        at_strongest = norms.gather(-1, strongest.nan_to_num(0.0).long()[..., None])[..., 0]
         return {
             "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
             "value_drain": norms[..., 0] / _mean(norms, batch.real),
+            "strongest_value_ratio": (at_strongest / _mean(norms, batch.real)).masked_fill(
+                strongest.isnan(), torch.nan
+            ),
             "first_norm_share": given[..., 0] / given.sum(-1),
             "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),

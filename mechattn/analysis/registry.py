@@ -9,6 +9,7 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_map import AttentionMap
 from mechattn.analysis.attention_sinks import AttentionSinks
+from mechattn.analysis.attention_spread import AttentionSpread
 from mechattn.analysis.block_updates import BlockUpdates
 from mechattn.analysis.direct_logits import DirectLogits
 from mechattn.analysis.head_updates import HeadUpdates, TopTargetUpdates
@@ -30,6 +31,7 @@ ANALYSES: tuple[Callable[[], Analysis], ...] = (
     DirectLogits,
     SegmentLogits,
     AttentionSinks,
+    AttentionSpread,
     ScoreDecomposition,
     AttentionMap,
 )

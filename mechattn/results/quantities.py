@@ -68,6 +68,9 @@ def values_of(
         )
     for dim in ("segment", "to_segment"):
         values = values.dropna(dim, how="all") if dim in values.dims else values
+    if "band" in values.dims:  # short prompts don't reach as far back
+        others = [dim for dim in values.dims if dim not in ("prompt", "band")]
+        values = values.isel(band=values.notnull().all("prompt").any(others).values)
     missing = values.isnull()
     missing &= ~missing.all("prompt") | missing.all()  # a layer where no prompt has it is left out
     if missing.any():

@@ -82,6 +82,7 @@ def measured(family, model, prompts):
     """Every analysis of rows, under every condition that the model takes."""
     analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True), ma.SegmentFlow(), ma.TopTargetUpdates()]
     analyses += [ma.AttentionFocus(half_mass=True, per_query=True), ma.AttentionSinks(least_queries=8)]
+    analyses += [ma.AttentionSpread(bands=6)]
     assert {type(analysis) for analysis in analyses} | {AttentionMap, ma.SegmentLogits} == set(
         OF_ROWS
     )  # which have no null
