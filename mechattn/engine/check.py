@@ -21,6 +21,7 @@ from mechattn.analysis.analysis import (
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
+from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
@@ -197,15 +198,18 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
 
 def check_interventions(model: HookedModel, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
     """Every intervention can act on this model, and on the prompts that it is for."""
-    found: dict[int, tuple[Any, list[str]]] = {}
+    found: dict[int, tuple[Any, list[tuple[str, Sequence]]]] = {}
     for prompt, made in zip(ids, sequences, strict=True):
         for sequence in made.values():
             for intervention in sequence.interventions:
-                found.setdefault(id(intervention), (intervention, []))[1].append(prompt)
+                found.setdefault(id(intervention), (intervention, []))[1].append((prompt, sequence))
             if sequence.edge_mask and sequence.edge_mask.layers is not None:
                 hooks.chosen_layers(model, sequence.edge_mask.layers)
-    for intervention, prompts in found.values():
-        intervention.check(model, prompts)
+    for intervention, asked in found.values():
+        intervention.check(model, [prompt for prompt, _ in asked])
+        if isinstance(intervention, ChecksSequences):
+            for prompt, sequence in asked:
+                intervention.check_sequence(prompt, sequence)
 
 
 def positions_of(sequence: Sequence) -> int:

@@ -111,7 +111,7 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Targ
     for intervention, rows in found.values():
         index = torch.tensor(rows, device=batch.tokens.device)
         ids = tuple(prompt_ids[batch.rows[row][0]] for row in rows)
-        made.append((intervention, Target(index, ids, positions[index])))
+        made.append((intervention, Target(index, ids, positions[index], batch.segment[index])))
     return made
 
 

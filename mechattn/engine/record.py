@@ -1,4 +1,4 @@
-"""What interventions apply is recorded first: the affine map of inserted tokens, and the mean output of heads."""
+"""What interventions apply is recorded first: an affine map, the mean output of heads, keys and values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import PairedRows, Quantity, Sums
-from mechattn.axes import BASELINE
+from mechattn.analysis.analysis import Captures, PairedRows, Quantity, Sums
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import (
+    check_captures,
     check_interventions,
     check_sequences,
     check_side,
@@ -26,10 +27,13 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine_attention import Affine, AffineAttention
+from mechattn.interventions.transplant import KeysValues
 from mechattn.model import hooks
+from mechattn.model.heads import is_latent
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.patch.head_outputs import ChangeZ, changing_z
+from mechattn.model.patch.keys_values import Part
 from mechattn.model.verify.facts import facts_of
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -124,6 +128,87 @@ class _AffineParts:
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         return dict(sums)
+
+
+def record_keys_values(
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    condition: Condition,
+    *,
+    segment: str = "inserted",
+    layers: Iterable[int] | int | None = None,
+    seed: int = 0,
+) -> KeysValues:
+    """Keys and values of one segment's tokens under a condition, for :class:`Transplant`.
+
+    Keeps ``2 × tokens × kv_heads × d_head`` numbers a prompt and layer, in the model's precision.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: As for ``run``.
+        condition: What inserts tokens.
+        segment: Whose keys and values.
+        layers: Which layers, from 0; all that attend by default.
+        seed: Of the condition's draws: that of the run.
+
+    Raises:
+        OptionError: A prompt has no such token under the condition, or a layer is out of range.
+        ModelError: The model shows no keys and values before RoPE (latent attention).
+    """
+    if segment not in SEGMENTS:
+        raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
+    model = load_model(as_hooked(model))
+    prompts = as_prompts(prompts)
+    chosen = hooks.attention_layers(model) if layers is None else hooks.chosen_layers(model, layers)
+    if not chosen:
+        raise ModelError(f"{model.cfg.model_name} has no attention, so there are no keys and values")
+    if latent := [layer for layer in chosen if is_latent(model, layer)]:
+        raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})")
+    analysis = _KeysValues()
+    check_captures(model, [analysis], chosen)
+    forward, _ = chosen_forward(model, "auto", [analysis])
+    windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
+    named = with_baseline({"recorded": condition})
+    sequences = made_sequences(named, prompts, model, seed)
+    for prompt, made in zip(prompts, sequences, strict=True):
+        check_sequences(prompt, made, named, [analysis], model)
+        if not made["recorded"].of_segment(segment).any():
+            raise OptionError(f"prompt {prompt.id} has no {segment} token under {condition}: nothing to record")
+    check_variants(model, sequences)
+    check_interventions(model, [prompt.id for prompt in prompts], sequences)
+    found: dict[str, dict[int, dict[Part, Tensor]]] = {}
+    for prompt, made in zip(prompts, sequences, strict=True):
+        batch = pad_right([made["recorded"]], [(0, "recorded")], 0)
+        (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
+        where = batch.of_segment(segment)[0]
+        found[prompt.id] = {
+            layer: {part: seen[part][0, where] for part in ("k", "v")} for layer, seen in values.items()
+        }
+    return KeysValues(found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}")
+
+
+class _KeysValues:
+    """An analysis that keeps keys and values as they are projected."""
+
+    name = "keys_values"
+    options: Mapping[str, Any] = {}
+    captures = ("attn.hook_k", "attn.hook_v")
+    quantities: Mapping[str, Quantity] = {
+        part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded") for part in ("k", "v")
+    }
+
+    def problem(self, sequence: Sequence) -> str | None:
+        return None
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        return {}
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        for part, name in zip(("k", "v"), self.captures, strict=True):
+            sums[part] = captures.tensors[name].flatten(2)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        return {part: kept.clone() for part, kept in sums.items()}
 
 
 def head_means(

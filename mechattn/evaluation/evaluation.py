@@ -312,6 +312,31 @@ class Evaluation:
 
         return mediation(self, total, through, resamples, seed, level, unit)
 
+    def follows(
+        self, condition: str, donors: Mapping[str, str], without: str, *, level: float = 0.95, unit: Unit = "auto"
+    ) -> dict[str, Any]:
+        """Under a transplant, the share of problems that get their donor's answer in place of their own.
+
+        Problems whose own answer and donor's answer are the same, or cannot be read, are left out (``alike``).
+
+        Args:
+            condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
+            donors: Whose keys and values each problem got: ``KeysValues.donors``.
+            without: The same condition without it: where both answers are read.
+            level: Of the interval.
+            unit: As for :meth:`accuracy`.
+
+        Returns:
+            "followed" with "low" and "high" (Wilson's, or t over groups); "kept", the share that kept their own answer;
+            "by_chance", how often the answer is that of a prompt that had no part in it; "n"; "alike".
+
+        Raises:
+            OptionError: There is no such condition, several answers a problem, or donors that were not answered.
+        """
+        from mechattn.evaluation.following import follows
+
+        return follows(self, condition, donors, without, level, unit)
+
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
         """The prompts with the answers that were generated, in the segment "answer": to be analysed in one pass.
 

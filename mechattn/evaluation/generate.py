@@ -19,7 +19,7 @@ from mechattn.interventions.intervention import Target
 from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.facts import facts_of
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.sequences import PADDING, Sequence
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class _Padded:
         self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
         origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
+        self._segments: Int[Tensor, "batch pos"] = padded([s.segment for s in sequences], PADDING)
         self.cut = self._cut(padded) if any(s.edge_mask for s in sequences) else None
         # Ids that jump need a mask: without one transformers takes them for several sequences.
         self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
@@ -201,6 +202,10 @@ class _Padded:
         """The index of each token that is read in the baseline sequence, for interventions."""
         return self._origin if self.step == 0 else self._origin.amax(1, keepdim=True) + self.step
 
+    def segments(self) -> Int[Tensor, "batch pos"]:
+        """The segment of each token that is read; what is generated is of none."""
+        return self._segments if self.step == 0 else torch.full_like(self._segments[:, :1], PADDING)
+
     @contextmanager
     def acting(self, model: Any) -> Iterator[None]:
         """The interventions of the sequences, in their order, each on its rows."""
@@ -217,7 +222,7 @@ class _Padded:
     def _target(self, rows: list[int]) -> Any:
         index = torch.tensor(rows, device=self.device)
         ids = tuple(self.asked[row].prompt for row in rows)
-        return lambda: Target(index, ids, self.positions()[index])
+        return lambda: Target(index, ids, self.positions()[index], self.segments()[index])
 
 
 def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.attributes import attribute_set
+from mechattn.prompts.sequences import Sequence as Tokens
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,14 @@ class Target:
         rows: The rows of the batch.
         prompts: The id of each row's prompt.
         positions: The index of each token in the baseline sequence; −1 and less for inserted tokens and padding.
+        segments: The index of each token's segment in ``SEGMENTS``, −1 and less for padding and for what is generated;
+            None where segments are not known.
     """
 
     rows: Int[Tensor, " row"]
     prompts: tuple[str, ...]
     positions: Int[Tensor, "row pos"]
+    segments: Int[Tensor, "row pos"] | None = None
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -49,6 +53,15 @@ class Intervention(Protocol):
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Act on the tokens that ``target()`` names at each forward pass."""
+        ...
+
+
+@runtime_checkable
+class ChecksSequences(Protocol):
+    """An intervention that cannot act on every sequence."""
+
+    def check_sequence(self, prompt: str, sequence: Tokens) -> None:
+        """Refuse a sequence that it cannot act on; asked before the first forward pass."""
         ...
 
 

@@ -19,7 +19,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import prepends_bos
 from mechattn.model.lettered import lettered_tokenizer
 from mechattn.model.patch.mend import mend
-from mechattn.model.toys import PREFIX, load_tokenizer, toy_folder, toy_names
+from mechattn.model.toys import PREFIX, RELAY, load_tokenizer, toy_folder, toy_names
 from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
 from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, check_model
 from mechattn.model.verify.facts import ModelFacts, boots, count_boot, facts_of, remember
@@ -289,8 +289,8 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
         if Path(name).is_dir():
             raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
         raise ModelError(
-            f"there is no model {name!r}: not a toy ({', '.join(toy_names())}), not a checkpoint directory here, "
-            f"and the hub did not give it ({_reason(error)})"
+            f"there is no model {name!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
+            f"here, and the hub did not give it ({_reason(error)})"
         ) from error
     _check_sizes(config, name)
     return config

@@ -8,12 +8,13 @@ from typing import Any
 from mechattn.errors import ModelError
 
 PREFIX = "toy:"
+RELAY = "toy:relay"  # of its own kind: it recalls, and passes what it recalls through filler
 FOLDER = Path(__file__).parent.parent / "toys"
 
 
 def toy_names() -> list[str]:
-    """The names that ``load_model`` takes, such as "toy:llama"."""
-    return sorted(PREFIX + config.parent.name for config in FOLDER.glob("*/config.json"))
+    """The toys that solve word problems, one a family, such as "toy:llama"."""
+    return sorted({PREFIX + config.parent.name for config in FOLDER.glob("*/config.json")} - {RELAY})
 
 
 def toy_folder(name: str) -> Path:
@@ -22,8 +23,8 @@ def toy_folder(name: str) -> Path:
     Raises:
         ModelError: There is no such toy.
     """
-    if name not in toy_names():
-        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())}")
+    if name not in (*toy_names(), RELAY):
+        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}")
     return FOLDER / name.removeprefix(PREFIX)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.problems import SYSTEM, word_problems
 from mechattn.prompts.prompt import HALVES, Prompt, Template, check_template
+from mechattn.prompts.recall import recall_questions
 from mechattn.prompts.repeated import repeated_random
 from mechattn.prompts.templates import TokenizedModel
 
-GENERATED, REPEATED = "word-problems", "repeated-random"
+GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
 _WITHOUT_LIMIT = 64  # prompts, of those that are generated
@@ -42,19 +43,21 @@ def load_prompts(
     """Load prompts.
 
     Args:
-        source: "word-problems"; "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which reads
-            limit, seed and model alone; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
+        source: "word-problems"; "recall", questions whose answer stands in them, which toy:relay solves;
+            "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which reads limit, seed and model
+            alone; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
         limit: How many, from the beginning; all by default (64 of those that are generated).
         field: The field that holds the question.
         answer_field: The field that holds the answer, where there is one.
         group_field: The field that holds what prompts share, such as their template (``Prompt.group``): statistics
             take such groups as the unit. Of a file or data set none by default; of word problems their template.
-        system: The text before each question; by default the one that the word problems (or the paper) use.
+        system: The text before each question; by default the one that the word problems (or the paper) use, and none
+            before recall questions.
         template: "plain" or "chat".
         with_answer: Whether the model reads the answer after the question.
-        split: The split of a hub data set, or "train" / "test" of the word problems.
+        split: The split of a hub data set, or "train" / "test" of what is generated.
         subset: The subset (configuration) of a hub data set.
-        seed: Which word problems, or random tokens.
+        seed: Which word problems, recall questions or random tokens.
         model: The model from whose vocabulary random tokens are drawn; nothing else needs it.
 
     Raises:
@@ -76,6 +79,9 @@ def load_prompts(
         rows = _generated(split, limit, seed, field, answer_field)
         group_field = "template" if group_field is None else group_field
         system = SYSTEM if system is None else system
+    elif source == RECALL:
+        rows = _recall(split, limit, seed, field, answer_field)
+        system = system or ""
     elif Path(source).suffix in (".jsonl", ".json") or os.path.exists(source):
         rows = _jsonl(Path(source), limit)
     else:
@@ -104,7 +110,7 @@ def load_prompts(
 def _checked_source(source: Any) -> str:
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
-            f'source={source!r}: give "word-problems", the path of a .jsonl file, or a data set of the hub'
+            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a data set of the hub'
         )
     return os.fspath(source)
 
@@ -134,10 +140,20 @@ def _repeated(model: TokenizedModel | None, limit: int | None, seed: int) -> lis
 
 
 def _generated(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict]:
-    if split not in ("train", "test"):
-        raise OptionError(f'split={split!r}: the word problems have "train" and "test"')
+    _check_split(split)
     made = islice(word_problems(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
     return [{"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
+
+
+def _recall(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict]:
+    _check_split(split)
+    made = islice(recall_questions(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
+    return [{field: q.question, answer_field: q.answer, "solution": q.solution} for q in made]
+
+
+def _check_split(split: str) -> None:
+    if split not in ("train", "test"):
+        raise OptionError(f'split={split!r}: what is generated has "train" and "test"')
 
 
 def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:
@@ -224,8 +240,8 @@ def _json_row(line: str, path: Path, number: int) -> dict:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict]:
-    if "/" not in name and get_close_matches(name, [GENERATED], cutoff=0.7):
-        raise PromptError(f"no prompts at {name!r}: did you mean {GENERATED!r}? (The hub was not asked.)")
+    if "/" not in name and (near := get_close_matches(name, [GENERATED, RECALL], 1, 0.7)):
+        raise PromptError(f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not asked.)")
     import datasets
 
     try:

@@ -20,6 +20,7 @@ LARGEST = 999
 
 _HE = ("Tom", "Ben", "Omar", "Luca", "Ravi", "Sam", "Noah", "Ivan", "Hugo", "Eli", "Adam", "Finn")
 _SHE = ("Anna", "Mia", "Sara", "Lena", "Zoe", "Ines", "Ruth", "Tara", "Nora", "Emma", "Yuki", "Leila")
+PEOPLE = _HE + _SHE
 _COUNTED = [
     "apples",
     "marbles",
@@ -127,7 +128,7 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     """
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"steps={steps}: a word problem has 1 to {MAX_STEPS} steps")
-    names = rng.sample(_HE + _SHE, 4)
+    names = rng.sample(PEOPLE, 4)
     item = rng.choice(_COUNTED) if rng.random() < 0.8 else rng.choice(_MEASURED)
     first = rng.randint(2, 99)
     story = _Story(names[0], item, first, str(first), [], [], names[1:])

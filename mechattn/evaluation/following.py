@@ -1,0 +1,64 @@
+"""Whose answer is it after a transplant: that of the prompt itself, or that of the one whose keys and values it got?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.evaluation.units import units_of
+from mechattn.stats.intervals import t_interval, wilson_interval
+from mechattn.stats.units import Unit
+
+if TYPE_CHECKING:
+    from mechattn.evaluation.evaluation import Evaluation
+
+
+def follows(
+    evaluation: Evaluation, condition: str, donors: Mapping[str, str], without: str, level: float, unit: Unit
+) -> dict[str, Any]:
+    """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
+    if evaluation.samples > 1:
+        raise OptionError(f"{evaluation.samples} answers a problem: whose an answer is, is told of one (samples=1)")
+    own, made = (_answers(evaluation, name) for name in (without, condition))
+    strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
+    if strangers:
+        raise OptionError(
+            f"the donor of prompt {strangers[0]} is not among the problems that were answered; give "
+            "KeysValues.from_other_prompts().donors of the same prompts"
+        )
+    apart = [p for p in own if None not in (own[p], own[donors.get(p, p)]) and own[p] != own[donors.get(p, p)]]
+    if not apart:
+        raise OptionError(
+            f"under {without!r} no prompt's answer differs from its donor's, so nothing can be told apart"
+        )
+    units = units_of(evaluation._of(apart), unit)
+    followed = np.array([made[p] == own[donors[p]] for p in apart], float)
+    others = [[own[q] for q in own if q not in (p, donors[p]) and own[q] is not None] for p in apart]
+    chance = [
+        float(np.mean([made[p] == answer for answer in some])) if some else np.nan for p, some in zip(apart, others)
+    ]
+    share = float(units.means(followed).mean())
+    if units.of is None or share in (0, 1):
+        low, high = wilson_interval(round(share * units.n), units.n, level)
+    else:
+        interval = t_interval(units.means(followed), level)
+        low, high = max(float(interval.low), 0.0), min(float(interval.high), 1.0)
+    return {
+        "condition": condition,
+        "followed": share,
+        "low": low,
+        "high": high,
+        "kept": float(np.mean([made[p] == own[p] for p in apart])),
+        "by_chance": float(np.nanmean(chance)) if len(own) > 2 else float("nan"),
+        "n": units.n,
+        "alike": len(own) - len(apart),
+    }
+
+
+def _answers(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
+    """The final answer to each problem under a condition."""
+    evaluation.right(condition)  # refuses what is not there, or not complete
+    return {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}

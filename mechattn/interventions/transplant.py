@@ -1,0 +1,161 @@
+"""Keys and values of some tokens taken from another run: does the answer follow them?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.axes import SEGMENTS
+from mechattn.errors import OptionError
+from mechattn.interventions.intervention import Target, digest, on
+from mechattn.model.hooks import attention_layers
+from mechattn.model.patch.head_outputs import check_layers
+from mechattn.model.patch.keys_values import Part, changing_keys_values
+from mechattn.prompts.sequences import Sequence as Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class KeysValues:
+    """Keys and values of one segment's tokens in a run; see :func:`mechattn.record_keys_values`.
+
+    Args:
+        of: By prompt, layer and "k" or "v": of all heads in a row, before RoPE and norms [pos width].
+        segment: Whose.
+        source: In words, where they come from.
+        donors: For each prompt the one whose keys and values it gets; its own by default.
+    """
+
+    of: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
+    segment: str
+    source: str
+    donors: Mapping[str, str] = field(default_factory=dict)
+
+    def from_other_prompts(self, seed: int = 0) -> KeysValues:
+        """The same, where each prompt gets those of another one, drawn at random; no two get the same.
+
+        Raises:
+            OptionError: There is one prompt only.
+        """
+        if len(self.of) < 2:
+            raise OptionError("one prompt was recorded, so there is no other one to take keys and values from")
+        order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
+        donors = dict(zip(order, [*order[1:], order[0]], strict=True))  # a ring: nobody gets his own
+        return replace(self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})")
+
+    def donor(self, prompt: str) -> str:
+        """Whose keys and values this prompt gets."""
+        return self.donors.get(prompt, prompt)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that were recorded."""
+        return tuple(next(iter(self.of.values())))
+
+    def __repr__(self) -> str:
+        made = digest(part for one in self.of.values() for layer in one.values() for part in layer.values())
+        return f"KeysValues({self.segment!r}, {self.source}, digest={made})"
+
+
+@dataclass(frozen=True, eq=False)
+class Transplant:
+    """Keys and values at a segment's tokens become those of another run: ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``.
+
+    Later tokens read what the other run wrote there; what these tokens themselves read and predict stays theirs. Keys
+    are exchanged before RoPE, so they stand at the places of the tokens that they are put in. If the answer follows,
+    it was carried by these tokens (as in "Reading Between the Dots", ICML workshop 2026).
+
+    Args:
+        segment: Which tokens; "inserted" for filler.
+        from_: What :func:`mechattn.record_keys_values` gave: of the same prompts under another filler of as many
+            tokens, or, with ``.from_other_prompts()``, of another prompt under the same filler.
+        layers: In which layers, from 0; in all that were recorded by default.
+    """
+
+    segment: str = "inserted"
+    from_: KeysValues | None = None
+    layers: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.segment not in SEGMENTS:
+            raise OptionError(f"segment={self.segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
+        if not isinstance(self.from_, KeysValues):
+            raise OptionError(
+                f"from_={self.from_!r}: give what ma.record_keys_values(model, prompts, condition) returns, or that "
+                "with .from_other_prompts()"
+            )
+        if self.from_.segment != self.segment:
+            raise OptionError(f"from_ was recorded at {self.from_.segment!r} tokens, and not at {self.segment!r}")
+        missing = [layer for layer in self.which if layer not in self.from_.layers]
+        if missing or not self.which:
+            raise OptionError(f"layers={self.layers!r}: the layers that were recorded are {list(self.from_.layers)}")
+
+    @property
+    def recorded(self) -> KeysValues:
+        """What is put in."""
+        assert self.from_ is not None  # or __post_init__ had refused it
+        return self.from_
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        """The layers."""
+        if self.layers is None:
+            return self.recorded.layers
+        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+
+    def check(self, model: Any, prompts: Sequence[str]) -> None:
+        """The layers are there, and the prompts, with their donors, were recorded."""
+        check_layers(model, self.which)
+        attending = attention_layers(model) if hasattr(model, "hook_dict") else []
+        if attending and len(attending) < model.cfg.n_layers:
+            raise OptionError(
+                f"{model.cfg.model_name} has attention in {len(attending)} of {model.cfg.n_layers} layers; the others "
+                "carry on what these tokens hold, whatever their keys and values are"
+            )
+        missing = [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of]
+        if missing or not prompts:
+            what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
+            raise OptionError(f"{what}: a Transplant acts on the prompts of its record_keys_values")
+
+    def check_sequence(self, prompt: str, sequence: Tokens) -> None:
+        """As many tokens are exchanged as were recorded."""
+        there = int(sequence.of_segment(self.segment).sum())
+        if (recorded := self._length(prompt)) != there:
+            whose = self.recorded.donor(prompt)
+            raise OptionError(
+                f"prompt {prompt} has {there} {self.segment} tokens, and {recorded} were recorded of prompt {whose}: "
+                "they have to be as many"
+            )
+
+    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+        """Exchange keys and values of these tokens."""
+
+        def change(layer: int) -> Callable[[Part, Tensor], Tensor]:
+            def put(part: Part, shown: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos width"]:
+                now = target()
+                if now.segments is None:
+                    raise OptionError("a Transplant acts in run and evaluate, which know the segment of each token")
+                there = (now.segments == SEGMENTS.index(self.segment)).to(shown.device)
+                if not there.any():  # while an answer is generated
+                    return shown
+                shown = shown.clone()
+                for row, prompt, places in zip(now.rows.tolist(), now.prompts, there, strict=True):
+                    shown[row, places] = self.recorded.of[self.recorded.donor(prompt)][layer][part].to(shown)
+                return shown
+
+            return put
+
+        return changing_keys_values(model, {layer: change(layer) for layer in self.which})
+
+    def _length(self, prompt: str) -> int:
+        return len(self.recorded.of[self.recorded.donor(prompt)][self.which[0]]["k"])
+
+    def __repr__(self) -> str:
+        return f"Transplant({self.segment!r}, from_={self.recorded!r}, layers={self.which})"
+
+    on = on

@@ -1,0 +1,106 @@
+"""Keys and values of a layer as they are projected, before RoPE and norms: seen, and changed, as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.errors import ModelError
+from mechattn.model.heads import is_latent
+from mechattn.model.hooks import blocks_of
+
+Part = Literal["k", "v"]
+# What takes keys or values of all heads in a row; what it returns goes on in their place.
+Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
+
+_PARTS: tuple[Part, Part] = ("k", "v")
+_ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}  # a fused projection's columns: all q, all k, all v
+_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # the queries that share a key, that key, its value; then the next
+
+
+@contextmanager
+def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> Iterator[None]:
+    """Call a function with the keys, and with the values, of a layer as they pass; what it returns goes on.
+
+    Args:
+        model: A hooked model, or a model of transformers.
+        layers: The function for each layer.
+
+    Raises:
+        ModelError: The model makes keys and values in a way that is not known.
+    """
+    with ExitStack() as stack:
+        for layer, change in layers.items():
+            put = _put_in_hooked if hasattr(model, "hook_dict") else _put_in_plain
+            for handle in put(model, layer, change):
+                stack.callback(handle.remove)
+        yield
+
+
+def _put_in_hooked(model: Any, layer: int, change: Change) -> list[Any]:
+    if is_latent(model, layer):
+        raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known here")
+
+    def changed(part: Part, module: Any, given: Any, shown: Tensor) -> Tensor:
+        return change(part, shown.flatten(2)).to(shown.dtype).reshape(shown.shape)
+
+    names = {part: f"blocks.{layer}.attn.hook_{part}" for part in _PARTS}
+    missing = [name for name in names.values() if name not in model.hook_dict]
+    if missing:
+        raise ModelError(f"{model.cfg.model_name} has no {missing[0]}, so its keys and values cannot be changed")
+    return [model.hook_dict[name].register_forward_hook(partial(changed, part)) for part, name in names.items()]
+
+
+def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
+    modules = {path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()}
+
+    def changed(part: Part, module: Any, given: Any, out: Tensor) -> Tensor:
+        return change(part, out).to(out.dtype)
+
+    if "k_proj" in modules and "v_proj" in modules:
+        return [modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in _PARTS]
+    fused = next((modules[name] for name in ("query_key_value", "c_attn", "Wqkv", "qkv_proj") if name in modules), None)
+    config = getattr(model.config, "text_config", model.config)
+    columns = None if fused is None else _columns(config)
+    if fused is None or columns is None:
+        raise ModelError(f"where a {type(model).__name__} makes its keys and values is not known to mechattn")
+
+    def changed_columns(module: Any, given: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        for part in _PARTS:
+            where = columns[part].to(out.device)
+            out[..., where] = change(part, out[..., where]).to(out.dtype)
+        return out
+
+    return [fused.register_forward_hook(changed_columns)]
+
+
+def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
+    """Which outputs of a fused projection are keys, and which are values; None where that is not known."""
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    groups = _groups(config, heads)
+    if config.model_type in _ONE_AFTER_THE_OTHER:
+        first = torch.arange(groups * width)
+        return {"k": heads * width + first, "v": (heads + groups) * width + first}
+    if config.model_type in _BY_GROUP:
+        places = torch.arange((heads + 2 * groups) * width).view(groups, heads // groups + 2, width)
+        return {"k": places[:, -2].flatten(), "v": places[:, -1].flatten()}
+    return None
+
+
+def _groups(config: Any, heads: int) -> int:
+    """How many heads have keys and values of their own."""
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1 if config.multi_query else heads
+    if config.model_type == "falcon":
+        return int(config.num_kv_heads)
+    if config.model_type == "gpt_bigcode":
+        return 1 if config.multi_query else heads
+    return int(getattr(config, "num_key_value_heads", None) or heads)

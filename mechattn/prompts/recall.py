@@ -1,0 +1,55 @@
+"""Generated recall questions: who has how many, and one of them is asked for; nothing is computed but the look-up."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mechattn.prompts.problems import PEOPLE
+
+MOST = 6
+
+
+@dataclass(frozen=True)
+class Recall:
+    """A question whose answer stands in it.
+
+    Args:
+        question: "Tom has 3, Anna has 7 and Ben has 1. What is the number that Anna has?"
+        solution: The number.
+    """
+
+    question: str
+    solution: int
+
+    @property
+    def answer(self) -> str:
+        """The answer as a model writes it."""
+        return f"Answer: {self.solution}"
+
+    @property
+    def split(self) -> Literal["train", "test"]:
+        """About one question in ten is for testing, by a hash of its text."""
+        return "test" if hashlib.sha256(self.question.encode()).digest()[0] % 10 == 0 else "train"
+
+
+def generate_recall(rng: random.Random, most: int = MOST) -> Recall:
+    """One question about two people or more, ``most`` at most, whose numbers are 1 to 9 (either split)."""
+    names = rng.sample(PEOPLE, rng.randint(2, most))
+    numbers = [rng.randint(1, 9) for _ in names]
+    facts = [f"{name} has {number}" for name, number in zip(names, numbers, strict=True)]
+    asked = rng.randrange(len(names))
+    question = f"{', '.join(facts[:-1])} and {facts[-1]}. What is the number that {names[asked]} has?"
+    return Recall(question, numbers[asked])
+
+
+def recall_questions(split: Literal["train", "test"], seed: int = 0, most: int = MOST) -> Iterator[Recall]:
+    """An endless stream of questions of one split: the same arguments give the same stream."""
+    rng = random.Random(f"recall {split} {seed}")
+    while True:
+        made = generate_recall(rng, most)
+        if made.split == split:
+            yield made

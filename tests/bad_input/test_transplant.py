@@ -1,0 +1,67 @@
+"""Transplants that cannot be: told before anything is run."""
+
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.architectures import tiny_model
+
+SLASH = ma.MeaninglessTokens("/", 3)
+
+
+@pytest.fixture(scope="module")
+def recorded(toy):
+    return ma.record_keys_values(toy, ma.load_prompts("word-problems", limit=2), SLASH, layers=[0])
+
+
+def test_options(recorded):
+    with pytest.raises(OptionError, match=r"give what ma.record_keys_values"):
+        ma.Transplant("inserted")
+    with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
+        ma.Transplant("filler", recorded)
+    with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, and not at 'question'"):
+        ma.Transplant("question", recorded)
+    with pytest.raises(OptionError, match=r"layers=1: the layers that were recorded are \[0\]"):
+        ma.Transplant("inserted", recorded, layers=1)
+
+
+def test_other_prompts_and_other_lengths(toy, recorded, prompts):
+    longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.Transplant("inserted", recorded))}
+    with pytest.raises(OptionError, match=r"has 4 inserted tokens, and 3 were recorded of prompt 0"):
+        ma.run(toy, prompts[:2], longer, progress=False)
+    unknown = {"unknown": SLASH.under(ma.Transplant("inserted", recorded))}
+    with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
+        ma.evaluate(toy, prompts[:3], unknown, new_tokens=2, progress=False)
+
+
+def test_nothing_to_record(toy, prompts):
+    with pytest.raises(OptionError, match="has no inserted token"):
+        ma.record_keys_values(toy, prompts[:2], ma.Baseline())
+    with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
+        ma.record_keys_values(toy, prompts[:2], SLASH, segment="filler")
+    alone = ma.record_keys_values(toy, prompts[:1], SLASH, layers=[0])
+    with pytest.raises(OptionError, match="one prompt was recorded"):
+        alone.from_other_prompts()
+
+
+def test_models_without_keys_and_values_by_head(tokenizer, prompts):
+    latent = ma.load_model(tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="keeps latents"):
+        ma.record_keys_values(latent, prompts[:2], SLASH)
+    none = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="has no attention"):
+        ma.record_keys_values(none, prompts[:2], SLASH)
+
+
+def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
+    hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
+    swapped = {"swapped": SLASH.under(ma.Transplant("inserted", recorded.from_other_prompts()))}
+    with pytest.raises(OptionError, match="the others carry on what these tokens hold"):
+        ma.run(hybrid, prompts[:2], swapped, progress=False)
+
+
+def test_outside_of_run_and_evaluate_segments_are_not_known(toy, recorded):
+    with ma.Transplant("inserted", recorded).on(toy, ["0"]), pytest.raises(OptionError, match="the segment of each"):
+        toy(torch.tensor([[1, 5, 6]]))
