@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
     from mechattn.evaluation.noise import baseline_noise as baseline_noise
     from mechattn.evaluation.trend import trend as trend
+    from mechattn.evaluation.while_answering import WhileAnswering as WhileAnswering
+    from mechattn.evaluation.while_answering import while_answering as while_answering
     from mechattn.interventions.ablation import HeadAblation as HeadAblation
     from mechattn.interventions.affine_attention import AffineAttention as AffineAttention
     from mechattn.interventions.arm import ARM as ARM
@@ -51,8 +53,10 @@ if TYPE_CHECKING:
     from mechattn.pages.page import page as page
     from mechattn.patching.head_patching import patch_heads as patch_heads
     from mechattn.patching.head_patching import patch_residual as patch_residual
+    from mechattn.patching.head_patching import patch_together as patch_together
     from mechattn.patching.table import HeadPatching as HeadPatching
     from mechattn.patching.table import LayerPatching as LayerPatching
+    from mechattn.patching.table import SetPatching as SetPatching
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import Counting as Counting
     from mechattn.prompts.conditions import Insertion as Insertion
@@ -94,6 +98,7 @@ _HOME = {
     "HeadAblation": "interventions.ablation",
     "HeadPatching": "patching.table",
     "LayerPatching": "patching.table",
+    "SetPatching": "patching.table",
     "HeadUpdates": "analysis.head_updates",
     "Insertion": "prompts.conditions",
     "Job": "jobs.job",
@@ -118,6 +123,7 @@ _HOME = {
     "ShuffledSentence": "prompts.conditions",
     "TopTargetUpdates": "analysis.head_updates",
     "Transplant": "interventions.transplant",
+    "WhileAnswering": "evaluation.while_answering",
     "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
     "browse": "pages.page",
@@ -133,6 +139,7 @@ _HOME = {
     "page": "pages.page",
     "patch_heads": "patching.head_patching",
     "patch_residual": "patching.head_patching",
+    "patch_together": "patching.head_patching",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",
@@ -149,6 +156,7 @@ _HOME = {
     "sweep": "prompts.sweeps",
     "trend": "evaluation.trend",
     "verify_model": "model.load",
+    "while_answering": "evaluation.while_answering",
 }
 __all__ = sorted(_HOME)
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from mechattn.engine.check import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
 from mechattn.model.hooked import HookedModel, original_of
-from mechattn.model.hooks import attention_layers
-from mechattn.patching.runs import Where
+from mechattn.model.hooks import attention_layers, keeping_nothing
+from mechattn.patching.runs import Where, changing
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
 Direction = Literal["denoising", "noising"]
+HeadPart = Literal["z", "value", "pattern"]
 
 
-def chosen_heads(model: HookedModel, heads: Seq[Where] | None) -> list[Where]:
-    """The heads that are named, each once; all of them by default.
+def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None = None) -> list[Where]:
+    """The heads that are named, each once; all of them by default, of ``count`` a layer where they are not all.
 
     Raises:
         OptionError: One doesn't exist.
     """
-    layers, count = attention_layers(model), int(model.cfg.n_heads)
+    layers, count = attention_layers(model), count or int(model.cfg.n_heads)
     if heads is None:
         return [(layer, head) for layer in layers for head in range(count)]
     given: list[Any] = list(heads) if isinstance(heads, (tuple, list)) else [heads]
@@ -38,6 +41,45 @@ def chosen_heads(model: HookedModel, heads: Seq[Where] | None) -> list[Where]:
                 f"layers {', '.join(map(str, layers))}"
             )
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
+
+
+def check_part(model: HookedModel, part: str, attributed: bool) -> None:
+    """Refuse a part that doesn't exist, that is not attributed, or that the model's hooks only show.
+
+    Raises:
+        OptionError: There is no such part, or heads have to be named.
+        ModelError: A pattern that is changed has no effect.
+    """
+    if part not in get_args(HeadPart):
+        raise OptionError(f"part={part!r}: choose one of {', '.join(map(repr, get_args(HeadPart)))}")
+    if part != "z" and attributed:
+        raise OptionError(f"part={part!r} is patched, not attributed: name heads, such as heads=[(1, 4)]")
+    if part == "pattern" and not _patterns_act(model):
+        raise ModelError(
+            f"the attention of {model.cfg.model_name} is computed where hooks only watch, so a pattern that is changed "
+            'has no effect; patch "z" or "value"'
+        )
+
+
+def _patterns_act(model: HookedModel) -> bool:
+    """Whether a pattern that is changed in its hook changes what the head gives, tried on a few tokens."""
+    tokens = torch.arange(3, 9, device=next(model.parameters()).device)[None]
+    layer = attention_layers(model)[0]
+    seen: list[Tensor] = []
+
+    def keep(z: Tensor) -> Tensor:
+        seen.append(z.detach().clone())
+        return z
+
+    def to_oneself(pattern: Tensor) -> Tensor:
+        return torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)[None, :, None].expand_as(pattern)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TransformerLens says the same in its own words
+        for change in (lambda pattern: pattern, to_oneself):
+            with changing(model, "pattern", {layer: change}), changing(model, "z", {layer: keep}):
+                model(tokens, return_type=None, **keeping_nothing(model))
+    return not torch.equal(*seen)
 
 
 def check_options(model: HookedModel, attributed: bool, direction: str, check: Any, rows: Any) -> None:

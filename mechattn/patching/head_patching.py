@@ -18,10 +18,18 @@ from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
-from mechattn.patching.checks import Direction, check_metric, check_options, check_sequences, chosen_heads
+from mechattn.patching.checks import (
+    Direction,
+    HeadPart,
+    check_metric,
+    check_options,
+    check_part,
+    check_sequences,
+    chosen_heads,
+)
 from mechattn.patching.metrics import Measured, Metric, metric_of
-from mechattn.patching.runs import Part, Run, Where, Z, gradients, patched_logits, read
-from mechattn.patching.table import CONTROLS, HeadPatching, LayerPatching
+from mechattn.patching.runs import Part, Run, Where, Z, kv_heads_of, patched_logits, read, read_with_gradients
+from mechattn.patching.table import CONTROLS, HeadPatching, LayerPatching, SetPatching
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
@@ -41,6 +49,7 @@ def patch_heads(
     condition: Condition,
     *,
     heads: Seq[Where] | None = None,
+    part: HeadPart = "z",
     metric: Metric = "logprob",
     direction: Direction = "denoising",
     check: int = 8,
@@ -64,6 +73,8 @@ def patch_heads(
         prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
         condition: What is compared with the baseline.
         heads: (layer, head) pairs, from 0, patched exactly; all heads by default, attributed.
+        part: What of a head is patched: "z", its output; "value", what its keys give, before norms (of the heads that
+            have values of their own); "pattern", where it looks, among the original tokens alone. Only z is attributed.
         metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits;
             "kl" from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that gives
             a number a row [row].
@@ -82,15 +93,60 @@ def patch_heads(
         has to be computed again.
     """
     model = load_model(as_hooked(model))
-    chosen = chosen_heads(model, heads)
+    check_part(model, part, heads is None)
+    chosen = chosen_heads(model, heads, kv_heads_of(model) if part == "value" else None)
     check_options(model, heads is None, direction, check, rows)
-    one = _Prompt(model, metric_of(metric)[0], chosen, "z", heads is None, rows, seed)
+    one = _Prompt(model, metric_of(metric)[0], chosen, part, heads is None, rows, seed)
     pairs, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
     made = HeadPatching(dataset, units, about)
     if heads is not None or not check:
         return made
     sample = _sample(made, check, seed)
     return made.compared([one.exact(*pair, sample) for pair in pairs[:_CHECKED]], sample)
+
+
+def patch_together(
+    model: Any,
+    prompts: Prompt | str | Seq[Prompt | str],
+    condition: Condition,
+    heads: Seq[Where],
+    *,
+    part: HeadPart = "z",
+    metric: Metric = "logprob",
+    direction: Direction = "denoising",
+    seed: int = 0,
+    progress: bool = True,
+) -> SetPatching:
+    """What the answer gains when several heads' outputs come from the prompt's other run, all at the same time.
+
+    As :func:`patch_heads`, with the heads patched as one set: heads that make up for each other, or that write a sum in
+    which each alone is wrong, have no share of their own but one together.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` takes.
+        prompts: Prompts with an answer that the model reads.
+        condition: What is compared with the baseline.
+        heads: (layer, head) pairs, from 0.
+        part: As for ``patch_heads``.
+        metric: As for ``patch_heads``.
+        direction: Which run is patched.
+        seed: Of random directions, and of the condition's draws.
+        progress: Show a bar when it takes longer than two seconds.
+
+    Raises:
+        MechattnError: As for ``patch_heads``.
+    """
+    model = load_model(as_hooked(model))
+    check_part(model, part, False)
+    chosen = chosen_heads(model, [] if heads is None else heads, kv_heads_of(model) if part == "value" else None)
+    check_options(model, False, direction, 0, 1)
+    one = _Prompt(model, metric_of(metric)[0], chosen, part, False, 1, seed, together=True)
+    _, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
+    layer, head = chosen[0]  # the set's effect stands at each of its heads
+    first = dataset.sel(layer=layer, head=head, drop=True)
+    whole = first.whole
+    several = first.drop_vars("whole").expand_dims(set=[len(chosen)], axis=-1).assign(whole=whole)
+    return SetPatching(several, units, about | {"heads": chosen})
 
 
 def patch_residual(
@@ -141,7 +197,11 @@ def _patched(
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, one.model, one.seed)
     check_sequences(one.model, prompts, sequences)
     pairs = [_ordered(made, direction) for made in sequences]
-    found = [one.effects(*each) for each in _progress(_with_others(prompts, pairs), len(prompts), progress)]
+    found, stranger = [], one.read(pairs[-1][1])  # of each prompt the one before it, which has just been read
+    for prompt, (receiver, donor) in _progress(zip(prompts, pairs, strict=True), len(prompts), progress):
+        source = one.read(donor)
+        found.append(one.effects(prompt.id, receiver, source, stranger))
+        stranger = source
     units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group stands alone
     return pairs, _dataset(found, prompts, one.chosen), units, _about(one, prompts, condition, metric, direction)
 
@@ -157,25 +217,36 @@ class _Prompt:
     attributed: bool
     rows: int
     seed: int
+    together: bool = False
 
     @property
     def layers(self) -> list[int]:
         return sorted({layer for layer, _ in self.chosen})
 
-    def effects(self, prompt: str, receiver: Sequence, donor: Sequence, other: Sequence) -> dict[str, np.ndarray]:
+    def read(self, sequence: Sequence) -> Run:
+        return read(self.model, sequence, self.layers, self.part)
+
+    def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run) -> dict[str, np.ndarray]:
         """The effect of each head, of its controls, and of everything."""
-        run, source, stranger = (
-            read(self.model, sequence, self.layers, self.part) for sequence in (receiver, donor, other)
-        )
-        base = source if receiver.inserted.any() else run
+        by_z: dict[int, Z] = {}
+        denoising = bool(receiver.inserted.any())
+        if self.attributed:
+            run, by_z = read_with_gradients(
+                self.model,
+                receiver,
+                self.layers,
+                lambda made: self._measure(made, made.logits, source if denoising else made),
+            )
+        else:
+            run = self.read(receiver)
+        base = source if denoising else run
         before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
         values = {
-            "effect": {where: _aligned(run, source, where) for where in self.chosen},
-            "other_prompt": {where: _aligned(run, stranger, where) for where in self.chosen},
+            "effect": {where: _aligned(run, source, where, self.part) for where in self.chosen},
+            "other_prompt": {where: _aligned(run, stranger, where, self.part) for where in self.chosen},
         }
         values["random"] = {where: self._random(prompt, run, where, values["effect"][where]) for where in self.chosen}
         if self.attributed:
-            _, by_z = gradients(self.model, run, self.layers, lambda logits: self._measure(run, logits, base))
             made = {name: _attributed(run, by_z, given) for name, given in values.items()}
         else:
             made = {name: self._patched(run, base, given) - before for name, given in values.items()}
@@ -183,9 +254,9 @@ class _Prompt:
 
     def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[Where]) -> np.ndarray:
         """The effect of some heads, patched."""
-        run, source = (read(self.model, sequence, self.layers, self.part) for sequence in (receiver, donor))
+        run, source = self.read(receiver), self.read(donor)
         base = source if receiver.inserted.any() else run
-        put = {where: _aligned(run, source, where) for where in sample}
+        put = {where: _aligned(run, source, where, self.part) for where in sample}
         return self._patched(run, base, put) - float(self._measure(run, run.logits, base))
 
     def _measure(self, run: Run, logits: Float[Tensor, "row answer d_vocab"], base: Run) -> Float[Tensor, " row"]:
@@ -195,11 +266,13 @@ class _Prompt:
         return made
 
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z]) -> np.ndarray:
-        items, found = list(given.items()), []
+        items = [given] if self.together else [{where: value} for where, value in given.items()]
+        found = []
         for first in range(0, len(items), self.rows):
-            logits = patched_logits(self.model, run, dict(items[first : first + self.rows]), self.part)
+            logits = patched_logits(self.model, run, items[first : first + self.rows], self.part)
             found.append(self._measure(run, logits, base).double().cpu())
-        return torch.cat(found).numpy()
+        made: np.ndarray = torch.cat(found).numpy()
+        return np.broadcast_to(made, len(given)) if self.together else made
 
     def _random(self, prompt: str, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
         layer, head = where
@@ -207,18 +280,35 @@ class _Prompt:
         keys = token_keys(
             self.seed, [prompt], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
         )
+        if self.part == "pattern":
+            return _shuffled(run, value, keyed_uniform(keys[0], own.shape[-1]).to(own))
         draw = torch.special.ndtri(keyed_uniform(keys[0], own.shape[-1]).clamp(min=2**-25)).to(own)
         step = (value - own).norm(dim=-1, keepdim=True)
         return own + step * draw / draw.norm(dim=-1, keepdim=True)
 
 
-def _aligned(run: Run, source: Run, where: Where) -> Float[Tensor, "original d_head"]:
-    """A head's output in another run at the receiver's original tokens; where that has fewer, the receiver's own."""
+def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
+    """A head's output in another run at the receiver's original tokens; where that has fewer, the receiver's own.
+
+    Of a pattern, rows of the receiver's length: what the other run's tokens give each other, and nothing to others.
+    """
     layer, head = where
     own = run.z[layer][run.places.to(run.z[layer].device), head].clone()
     given = source.z[layer][source.places.to(own.device), head][: len(own)]
-    own[: len(given)] = given
+    if part != "pattern":
+        own[: len(given)] = given
+        return own
+    own[: len(given)] = 0
+    between = torch.meshgrid(torch.arange(len(given)), run.places[: len(given)], indexing="ij")
+    own[between] = given[:, source.places[: len(given)].to(given.device)]
     return own
+
+
+def _shuffled(run: Run, pattern: Float[Tensor, "original key"], draw: Float[Tensor, "original key"]) -> Tensor:
+    """Each row of a pattern with its probabilities dealt out anew among the keys that its token sees."""
+    seen = torch.arange(pattern.shape[-1], device=pattern.device) <= run.places.to(pattern.device)[:, None]
+    order = draw.masked_fill(~seen, 2.0).argsort(-1)
+    return pattern.gather(-1, order).masked_fill(~seen, 0.0)
 
 
 def _attributed(run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z]) -> np.ndarray:
@@ -234,14 +324,6 @@ def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequen
     """The run that is patched, and the one that it is patched from."""
     changed, baseline = made["condition"], made[BASELINE]
     return (changed, baseline) if direction == "denoising" else (baseline, changed)
-
-
-def _with_others(
-    prompts: Seq[Prompt], pairs: Seq[tuple[Sequence, Sequence]]
-) -> Iterator[tuple[str, Sequence, Sequence, Sequence]]:
-    """Each prompt's two sequences, and another prompt's of the second kind."""
-    for i, (prompt, (receiver, donor)) in enumerate(zip(prompts, pairs, strict=True)):
-        yield prompt.id, receiver, donor, pairs[i - 1][1]
 
 
 def _progress(items: Iterator, total: int, show: bool) -> Iterator:
@@ -260,6 +342,7 @@ def _about(
         "metric": metric_of(metric)[1],
         "direction": direction,
         "method": "attributed (first order)" if one.attributed else "patched",
+        "part": one.part,
         "seed": one.seed,
         "versions": provenance.versions(),
     }

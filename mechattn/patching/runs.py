@@ -10,15 +10,20 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
 from mechattn.model.patch.head_outputs import changing_z
+from mechattn.model.patch.keys_values import changing_keys_values
 from mechattn.prompts.sequences import Sequence
 
-Part = Literal["z", "resid"]  # each head's output before W_O; the residual stream after a layer, as one head
+# Each head's output before W_O, its values before RoPE and norms (of the heads that have their own), its pattern
+# [pos head key]; the residual stream after a layer, as one head.
+Part = Literal["z", "value", "pattern", "resid"]
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
 
@@ -29,7 +34,7 @@ class Run:
 
     Args:
         sequence: What is read.
-        z: Each head's output before W_O, by layer; or the residual stream after it, of one head then.
+        z: Each head's output before W_O, by layer; or another part, in its place.
         logits: Before each token of the answer.
     """
 
@@ -55,11 +60,36 @@ def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tens
         with changing_z(model, layers):
             yield
         return
+    if part == "value":
+        heads = kv_heads_of(model)
+        with changing_keys_values(model, {n: partial(_values_only, change, heads) for n, change in layers.items()}):
+            yield
+        return
     with ExitStack() as stack:
         for layer, change in layers.items():
+            if part == "pattern":
+                hook = model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+                stack.callback(hook.register_forward_hook(partial(_by_query, change)).remove)
+                continue
             hook = model.hook_dict[f"blocks.{layer}.hook_resid_post"]
             stack.callback(hook.register_forward_hook(partial(_as_one_head, change)).remove)
         yield
+
+
+def _values_only(change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
+    return change(split_heads(shown, heads)).reshape(shown.shape) if which == "v" else shown
+
+
+def _by_query(change: Callable[[Tensor], Tensor], module: Any, given: Any, pattern: Tensor) -> Tensor:
+    return rearrange(
+        change(rearrange(pattern, "batch head query key -> batch query head key")),
+        "batch query head key -> batch head query key",
+    )
+
+
+def kv_heads_of(model: HookedModel) -> int:
+    """How many heads of a layer have keys and values of their own."""
+    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
 
 
 def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, stream: Tensor) -> Tensor:
@@ -96,20 +126,21 @@ def logits_of(
 
 
 def patched_logits(
-    model: HookedModel, receiver: Run, put: Mapping[Where, Z], part: Part = "z"
+    model: HookedModel, receiver: Run, put: Seq[Mapping[Where, Z]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of the receiver with one head's output exchanged in each row: row i has the i-th of ``put``.
+    """Logits of the receiver with some heads' outputs exchanged in each row: row i has the i-th of ``put``.
 
     Args:
         model: A hooked model.
         receiver: The run that is changed.
-        put: For each (layer, head), what its output is at the receiver's original tokens [original d_head].
+        put: For each row, by (layer, head), what its output is at the receiver's original tokens [original d_head].
         part: Of what.
     """
     places = receiver.places
     of_layer: dict[int, list[tuple[int, int, Tensor]]] = {}
-    for row, ((layer, head), value) in enumerate(put.items()):
-        of_layer.setdefault(layer, []).append((row, head, value))
+    for row, several in enumerate(put):
+        for (layer, head), value in several.items():
+            of_layer.setdefault(layer, []).append((row, head, value))
 
     def change(changes: list[tuple[int, int, Tensor]], z: Tensor) -> Tensor:
         z = z.clone()
@@ -121,16 +152,18 @@ def patched_logits(
         return logits_of(model, receiver.sequence, len(put))
 
 
-def gradients(
-    model: HookedModel, receiver: Run, layers: Seq[int], metric: Callable[[Tensor], Float[Tensor, " row"]]
-) -> tuple[Float[Tensor, ""], dict[int, Z]]:
-    """The metric of a run, and its gradient by the output of every head at every token: one pass and its backward.
+def read_with_gradients(
+    model: HookedModel, sequence: Sequence, layers: Seq[int], metric: Callable[[Run], Float[Tensor, " row"]]
+) -> tuple[Run, dict[int, Z]]:
+    """Read a sequence as it is, and the gradient of a metric by the output of every head at every token.
+
+    One pass and its backward.
 
     Args:
         model: A hooked model.
-        receiver: The run.
+        sequence: What is read.
         layers: Of the heads.
-        metric: A number from the logits before the answer.
+        metric: A number from a run.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -144,6 +177,8 @@ def gradients(
     with ExitStack() as stack:
         stack.callback(model.hook_dict[f"blocks.{min(layers)}.hook_resid_pre"].register_forward_hook(begin).remove)
         stack.enter_context(changing_z(model, {layer: partial(keep, layer) for layer in layers}))
-        value = metric(logits_of(model, receiver.sequence, 1, gradients=True))[0]
+        logits = logits_of(model, sequence, 1, gradients=True)
+    value = metric(Run(sequence, {}, logits))[0]
     found = torch.autograd.grad(value, [outputs[layer] for layer in layers])
-    return value.detach(), {layer: each[0] for layer, each in zip(layers, found, strict=True)}
+    run = Run(sequence, {layer: z[0].detach() for layer, z in outputs.items()}, logits.detach())
+    return run, {layer: each[0] for layer, each in zip(layers, found, strict=True)}

@@ -105,6 +105,26 @@ class LayerPatching(Patching):
 
 
 @dataclass(frozen=True, eq=False)
+class SetPatching(Patching):
+    """The effect of several heads' outputs together on the answer; ``print(patching)`` shows it."""
+
+    def table(self, level: float = 0.95) -> pd.DataFrame:
+        """One row: ``heads``, how many there are, and the columns of :meth:`HeadPatching.heads`, ``p`` in place of q.
+
+        Raises:
+            OptionError: Too few prompts, or no probability.
+        """
+        _check_level(level)
+        self.units.refuse_below(FEWEST)
+        made = self._table(slice(None), slice(None), level, None, ranked=False)
+        return made.rename(columns={"set": "heads", "q": "p"})  # one test: nothing to adjust
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{layer}.{head}" for layer, head in self.about["heads"])
+        return "\n".join([f"heads {named} together", *self._lines(self.table() if self.units.n >= FEWEST else None)])
+
+
+@dataclass(frozen=True, eq=False)
 class HeadPatching(Patching):
     """The effect of each head's output on the answer; ``print(patching)`` shows the largest.
 

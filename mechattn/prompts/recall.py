@@ -1,4 +1,4 @@
-"""Generated recall questions: who has how many, and one of them is asked for; nothing is computed but the look-up."""
+"""Generated recall questions: who has which score, and one of them is asked for; there is nothing to work out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Recall:
     """A question whose answer stands in it.
 
     Args:
-        question: "Tom has 3, Anna has 7 and Ben has 1. What is the number that Anna has?"
+        question: "Scores: Tom 3, Anna 7, Ben 1. What is the score of Anna?"
         solution: The number.
     """
 
@@ -40,9 +40,9 @@ def generate_recall(rng: random.Random, most: int = MOST) -> Recall:
     """One question about two people or more, ``most`` at most, whose numbers are 1 to 9 (either split)."""
     names = rng.sample(PEOPLE, rng.randint(2, most))
     numbers = [rng.randint(1, 9) for _ in names]
-    facts = [f"{name} has {number}" for name, number in zip(names, numbers, strict=True)]
+    scores = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
     asked = rng.randrange(len(names))
-    question = f"{', '.join(facts[:-1])} and {facts[-1]}. What is the number that {names[asked]} has?"
+    question = f"Scores: {scores}. What is the score of {names[asked]}?"
     return Recall(question, numbers[asked])
 
 

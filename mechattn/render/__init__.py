@@ -11,6 +11,8 @@ from mechattn.render.activation_figures import agreement as agreement
 from mechattn.render.activation_figures import near_zero_by_class as near_zero_by_class
 from mechattn.render.affine_figures import scale_by_layer as scale_by_layer
 from mechattn.render.affine_figures import shift_rank as shift_rank
+from mechattn.render.answer_figures import dose_curves as dose_curves
+from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.change import change_map as change_map
 from mechattn.render.change import sweep as sweep
 from mechattn.render.change import two_by_two as two_by_two

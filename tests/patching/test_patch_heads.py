@@ -91,6 +91,96 @@ def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
 
 
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, monkeypatch):
+    """Two heads of one layer and two of others in a single pass, and not the sum of each alone."""
+    model, native = wide
+    some = prompts(3)
+    together = ma.patch_together(model, some, SLASH, HEADS, direction=direction, progress=False)
+    alone = ma.patch_heads(model, some, SLASH, heads=HEADS, direction=direction, progress=False)
+    for prompt in some:
+        made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
+        receiver, donor = made if direction == "denoising" else made[::-1]
+        (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
+        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        handles = []
+        for layer, head in HEADS:
+            put = {there[int(o)]: source[layer][place, head] for place, o in enumerate(donor.origin) if o >= 0}
+
+            def exchange(module, args, head=head, put=put):
+                z = args[0].clone()
+                width = z.shape[-1] // native.config.num_attention_heads
+                for place, value in put.items():
+                    z[0, place, head * width : (head + 1) * width] = value
+                return (z,)
+
+            handles.append(projection(native, layer).register_forward_pre_hook(exchange))
+        expected = by_hand(native, receiver)[0] - before
+        for handle in handles:
+            handle.remove()
+        assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(expected, abs=2e-5)
+    summed = alone.effects.effect.sum(("layer", "head"))
+    assert float(abs(summed - together.effects.effect.squeeze()).max()) > 5e-5, "effects of heads do not add up"
+    assert together.table().heads[0] == 4
+    assert "together" in str(together)
+
+
+def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
+    """toy:llama with eager attention: the pattern is what multiplies the values."""
+    from transformers.models.llama import modeling_llama
+
+    model = ma.load_model("toy:llama", dtype=torch.float64)
+    native = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float64).eval()
+    native.set_attn_implementation("eager")
+    some, (layer, head) = prompts(), (1, 1)
+    kv = head // 2
+    pattern = ma.patch_heads(model, some, SLASH, heads=[(layer, head)], part="pattern", progress=False)
+    value = ma.patch_heads(model, some, SLASH, heads=[(layer, kv)], part="value", progress=False)
+    plain = modeling_llama.eager_attention_forward
+    edit, seen, moved = {}, {}, []
+
+    def attention(module, q, k, v, mask, scaling, **rest):
+        repeated = k.repeat_interleave(2, 1)
+        scores = (q @ repeated.transpose(-1, -2)) * scaling + torch.full(2 * (q.shape[2],), -1e9).double().triu(1)
+        weights = scores.softmax(-1)
+        if module.layer_idx == layer:
+            weights, v = edit.get("pattern", lambda x: x)(weights), edit.get("value", lambda x: x)(v)
+            seen["pattern"], seen["value"] = weights[0, head].clone(), v[0, kv].clone()
+        return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), weights
+
+    assert plain is not attention
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *_: attention, raising=False)
+    for prompt in some:
+        receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        edit.clear()
+        by_hand(native, donor)
+        given = dict(seen)
+        before = by_hand(native, receiver)[0]
+        there = [place for place, o in enumerate(receiver.origin) if o >= 0]
+
+        def new_pattern(weights, given=given, there=there):
+            weights = weights.clone()
+            for i, row in enumerate(there):
+                weights[0, head, row] = 0
+                weights[0, head, row, there] = given["pattern"][i]
+            return weights
+
+        def new_value(v, given=given, there=there):
+            v = v.clone()
+            v[0, kv, there] = given["value"]
+            return v
+
+        for name, function, found in (("pattern", new_pattern, pattern), ("value", new_value, value)):
+            edit.clear()
+            edit[name] = function
+            expected = by_hand(native, receiver)[0] - before
+            moved.append(abs(expected))
+            got = float(found.effects.effect.sel(prompt=prompt.id).squeeze())
+            assert got == pytest.approx(expected, abs=2e-5), name
+    assert min(moved) > 1e-4
+
+
 def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
@@ -98,7 +188,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     attributed = ma.patch_heads(model, some, SLASH, check=0, progress=False)
     aligned = head_patching._aligned
 
-    def small(run, source, where):
+    def small(run, source, where, part="z"):
         layer, head = where
         own = run.z[layer][run.places, head]
         return own + 1e-2 * (aligned(run, source, where) - own)
@@ -108,6 +198,18 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     for layer, head in HEADS:
         got, expected = (each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact))
         np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
+
+
+def test_attribution_costs_two_passes_and_one_backward_a_prompt(monkeypatch):
+    """However many heads there are; and one pass for the first prompt's stranger."""
+    model, some = ma.load_model("toy:llama"), prompts(4)
+    passes, backwards = [], []
+    handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
+    plain = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1])
+    ma.patch_heads(model, some, SLASH, check=0, progress=False)
+    handle.remove()
+    assert (len(passes), len(backwards)) == (2 * 4 + 1, 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with():

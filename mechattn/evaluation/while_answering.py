@@ -1,0 +1,233 @@
+"""Where a model looks while it writes its own answers, right ones against wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from mechattn.analysis.segment_flow import SegmentFlow
+from mechattn.axes import SEGMENTS
+from mechattn.engine.check import with_baseline
+from mechattn.engine.run import run
+from mechattn.errors import OptionError
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.model.load import as_hooked, load_model
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt
+from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.paired import paired
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_CALIPER = 0.15  # of the longer answer's tokens, 2 at least
+
+
+@dataclass(frozen=True, eq=False)
+class WhileAnswering:
+    """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows it.
+
+    Args:
+        flow: By condition, mean over an answer's tokens of their attention to each segment [prompt layer head segment],
+            NaN for answers without a token.
+        uniform: The same of uniform attention.
+        right: By condition, whether each answer is right [prompt].
+        tokens: By condition, how long each answer is [prompt].
+        layers: The layers.
+        about: The model.
+    """
+
+    flow: Mapping[str, np.ndarray]
+    uniform: Mapping[str, np.ndarray]
+    right: Mapping[str, np.ndarray]
+    tokens: Mapping[str, np.ndarray]
+    layers: tuple[int, ...]
+    about: str
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions."""
+        return list(self.flow)
+
+    def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
+        """One row a condition: attention of right and of wrong answers to a segment, mean over heads and layers.
+
+        ``right``, ``wrong`` with t intervals over answers, and the same of uniform attention; then of pairs of a right
+        and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2 tokens at most,
+        each answer once): ``difference``, right less wrong, its ``null`` and ``beyond``, the one less the other, with
+        a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs.
+
+        Args:
+            to: The segment that is looked at.
+            level: Of the intervals.
+
+        Raises:
+            OptionError: There is no such segment.
+        """
+        import pandas as pd
+
+        rows = []
+        for name in self.conditions:
+            flow, null = (self._to(part[name], to).mean((1, 2)) for part in (self.flow, self.uniform))
+            row: dict[str, Any] = {"condition": name}
+            for said, which in (("right", self.right[name]), ("wrong", ~self.right[name])):
+                some = which & ~np.isnan(flow)
+                made = t_interval(flow[some][:, None], level) if some.sum() >= FEWEST else None
+                row |= {
+                    said: float(flow[some].mean()) if some.any() else np.nan,
+                    f"{said}_low": np.nan if made is None else float(made.low[0]),
+                    f"{said}_high": np.nan if made is None else float(made.high[0]),
+                    f"{said}_uniform": float(null[some].mean()) if some.any() else np.nan,
+                    f"{said}_tokens": float(self.tokens[name][some].mean()) if some.any() else np.nan,
+                    f"{said}_n": int(some.sum()),
+                }
+            found = self._matched(name, flow[:, None], null[:, None], level)
+            rows.append({**row, **{column: values[0] for column, values in found.items()}})
+        return pd.DataFrame(rows)
+
+    def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
+        """One row a head: right less wrong, over pairs of answers of about the same length, ``q`` over all heads.
+
+        Raises:
+            OptionError: No such condition or segment, or too few pairs.
+        """
+        import pandas as pd
+
+        if condition not in self.conditions:
+            raise OptionError(f"there is no condition {condition!r}; there are {', '.join(map(repr, self.conditions))}")
+        flow, null = (self._to(part[condition], to) for part in (self.flow, self.uniform))
+        heads = flow.shape[2]
+        found = self._matched(condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level)
+        if found["pairs"][0] < FEWEST:
+            raise OptionError(
+                f"{found['pairs'][0]} pairs of a right and a wrong answer of about the same length under "
+                f"{condition!r}: {FEWEST} at least are needed; evaluate more problems"
+            )
+        places = {"layer": np.repeat(self.layers, heads), "head": np.tile(np.arange(heads), len(self.layers))}
+        return pd.DataFrame({**places, **found}).sort_values("q", kind="stable", ignore_index=True)
+
+    def _to(self, flow: np.ndarray, to: str) -> np.ndarray:
+        if to not in SEGMENTS:
+            raise OptionError(f"to={to!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
+        return flow[..., SEGMENTS.index(to)]
+
+    def _matched(self, name: str, flow: np.ndarray, null: np.ndarray, level: float) -> dict[str, np.ndarray]:
+        """Right less wrong, of pairs of about the same length [cell]."""
+        there = ~np.isnan(flow).any(1)
+        pairs = matched_pairs(self.tokens[name], self.right[name] & there, ~self.right[name] & there)
+        names = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p", "q")
+        if len(pairs) < FEWEST:
+            empty = np.full(flow.shape[1], np.nan)
+            return {**dict.fromkeys(names, empty), "pairs": np.full(flow.shape[1], len(pairs))}
+        first, second = pairs.T
+        made = paired(flow[first] - flow[second], null[first] - null[second], level)
+        return {**{each: getattr(made, each) for each in names}, "pairs": np.full(flow.shape[1], len(pairs))}
+
+    def __str__(self) -> str:
+        first = f"{self.about}: attention of the tokens of its own answers to the question, mean over heads and layers"
+        columns = ["condition", "right", "right_n", "wrong", "wrong_n", "pairs", "difference", "beyond", "p"]
+        return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
+
+
+def matched_pairs(tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many as can be, as alike as can be.
+
+    Args:
+        tokens: The length of each answer.
+        right: Which may be the first of a pair.
+        wrong: Which may be the second.
+    """
+    first, second = np.flatnonzero(right), np.flatnonzero(wrong)
+    if not len(first) or not len(second):
+        return np.zeros((0, 2), dtype=int)
+    apart = np.abs(tokens[first][:, None] - tokens[second])
+    allowed = apart <= np.maximum(_CALIPER * np.maximum(tokens[first][:, None], tokens[second]), 2)
+    forbidden = 1.0 + apart.max() * min(apart.shape)  # dearer than all allowed pairs together
+    rows, columns = linear_sum_assignment(np.where(allowed, apart, forbidden))
+    kept = allowed[rows, columns]
+    return np.stack([first[rows[kept]], second[columns[kept]]], 1)
+
+
+def while_answering(
+    model: Any,
+    evaluation: Evaluation,
+    prompts: Seq[Prompt],
+    conditions: Mapping[str, Condition] | None = None,
+    *,
+    layers: Seq[int] | int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> WhileAnswering:
+    """What a model attends to while it writes its own answers, under each condition of an evaluation.
+
+    Each answer is read again behind its prompt under the condition that it was written under, in one pass
+    (``evaluation.answered``); the queries are the answer's tokens. Whether an answer is right and how long it is go
+    together, and attention to the question falls with length by definition: so answers are compared in pairs of about
+    the same length, beside the null.
+
+    Args:
+        model: The model that wrote the answers.
+        evaluation: Its answers; of several to a problem the first.
+        prompts: The problems that were evaluated.
+        conditions: Those of the evaluation, by the same names.
+        layers: Which layers, from 0; all by default.
+        seed: Of the conditions' draws: that of the evaluation.
+        progress: Show a progress bar.
+
+    Raises:
+        OptionError: A condition was not evaluated, or prompts were not.
+    """
+    model = load_model(as_hooked(model))
+    named = with_baseline(conditions)
+    lacking = [name for name in named if name not in evaluation.conditions]
+    if lacking:
+        have = ", ".join(map(repr, evaluation.conditions))
+        raise OptionError(f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}")
+    unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
+    if unknown:
+        raise OptionError(f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation")
+    measured = [
+        _measured(model, evaluation, prompts, name, condition, layers, seed, progress)
+        for name, condition in named.items()
+    ]
+    flow, uniform, right, tokens, read = zip(*measured, strict=True)
+    flows, nulls, verdicts, lengths = (dict(zip(named, part, strict=True)) for part in (flow, uniform, right, tokens))
+    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], str(model.cfg.model_name))
+
+
+def _measured(
+    model: Any,
+    evaluation: Evaluation,
+    prompts: Seq[Prompt],
+    name: str,
+    condition: Condition,
+    layers: Seq[int] | int | None,
+    seed: int,
+    progress: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Flow and null [prompt layer head segment], whether right and how long [prompt], and the layers."""
+    answers = {a.prompt: a for a in evaluation.answers if a.condition == name and a.sample == 0}
+    right = np.array([answers[p.id].right for p in prompts])
+    tokens = np.array([len(answers[p.id].tokens) for p in prompts])
+    written = [p for p in prompts if answers[p.id].text.strip()]
+    if not written:
+        raise OptionError(f"no answer under {name!r} holds any text, so there is nothing to read again")
+    named = {} if name == "baseline" else {name: condition}
+    result = run(
+        model, evaluation.answered(written, name), named, SegmentFlow(), layers=layers, seed=seed, progress=progress
+    )
+    data = result["segment_flow"].sel(condition=name, segment="answer")
+    index = [i for i, p in enumerate(prompts) if answers[p.id].text.strip()]
+    found = []
+    for variable in (data.flow, data.flow_uniform.broadcast_like(data.flow)):
+        values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)
+        every = np.full((len(prompts), *values.shape[1:]), np.nan)
+        absent = np.isnan(values).all((0, 1, 2))  # in every prompt; one that a single prompt lacks gets nothing there
+        every[index] = np.where(absent, np.nan, np.nan_to_num(values))
+        found.append(every)
+    return found[0], found[1], right, tokens, tuple(int(layer) for layer in data.layer.values)

@@ -1,0 +1,143 @@
+"""Attention while a model writes its own answers, right against wrong, in pairs of the same length."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.errors import OptionError
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.while_answering import WhileAnswering, matched_pairs
+
+QUESTION = SEGMENTS.index("question")
+SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
+TEXTS = ("9 + 4 = 13. Answer: 13", "Answer: 7", "9 + 4 = 12. Answer: 12", "Answer: 8", "", "1 + 1 = 2. Answer: 2")
+
+
+def evaluation(toy, prompts):
+    """Answers written by hand: what they say decides nothing here."""
+    answers = [
+        GradedAnswer(p.id, name, 0, text, tuple(toy.tokenizer(text)["input_ids"]), text, "1", bool(i % 2 == 0), True)
+        for name in ("baseline", "slash")
+        for i, (p, text) in enumerate(zip(prompts, TEXTS, strict=False))
+    ]
+    return Evaluation(tuple(answers), {"conditions": ["baseline", "slash"]})
+
+
+@pytest.fixture(scope="module")
+def measured(toy, prompts):
+    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, progress=False)
+
+
+def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts):
+    """Query by query, from the pattern of the hooked model."""
+    from dataclasses import replace
+
+    prompt = replace(prompts[2], answer=TEXTS[2])
+    sequence = SLASH["slash"].apply(prompt, toy)
+    _, cache = toy.run_with_cache(sequence.tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
+    queries = sequence.of_segment("answer").nonzero()[:, 0].tolist()
+    for layer, head in ((0, 1), (3, 5)):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, head].double().numpy()
+        for segment in ("system", "question", "inserted"):
+            keys = sequence.of_segment(segment).numpy()
+            expected = np.mean([pattern[q][keys].sum() for q in queries])
+            found = [measured._to(measured.flow["slash"], segment)[2, layer, head]]
+            assert found[0] == pytest.approx(expected, abs=1e-5), segment
+            uniform = np.mean([keys[: q + 1].sum() / (q + 1) for q in queries])
+            assert measured._to(measured.uniform["slash"], segment)[2, layer, head] == pytest.approx(uniform, abs=1e-6)
+    assert np.isnan(measured.flow["slash"][4]).all(), "an empty answer looks nowhere"
+    assert np.isnan(measured._to(measured.flow["baseline"], "inserted")).all()
+
+
+def test_pairs_are_as_many_and_as_alike_as_can_be():
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        tokens = draw.integers(5, 40, 7)
+        right = np.array([True] * 4 + [False] * 3)
+        found = matched_pairs(tokens, right, ~right)
+        best = max(_quality(tokens, zip(order, (4, 5, 6), strict=False)) for order in permutations(range(4), 3))
+        assert _quality(tokens, found) == best
+        assert len({a for a, _ in found}) == len(found) == len({b for _, b in found})
+    assert len(matched_pairs(np.array([10, 11]), np.array([True, True]), np.array([False, False]))) == 0
+
+
+def _quality(tokens, pairs):
+    """Pairs that are near enough, and then how near."""
+    apart = [
+        abs(int(tokens[a]) - int(tokens[b]))
+        for a, b in pairs
+        if abs(tokens[a] - tokens[b]) <= max(0.15 * max(tokens[a], tokens[b]), 2)
+    ]
+    return len(apart), -sum(apart)
+
+
+def made_up(effect, confounded, count=60):
+    """Wrong answers are longer; attention to the question falls with length, and in right ones is larger by an effect."""
+    draw = np.random.default_rng(1)
+    right = np.arange(count) % 2 == 0
+    tokens = draw.integers(20, 40, count) + (0 if not confounded else 8 * ~right)
+    null = np.zeros((count, 2, 3, 6))
+    null[..., QUESTION] = (20 / tokens)[:, None, None]
+    flow = null + draw.normal(0, 0.01, null.shape)
+    flow[..., QUESTION] += effect * right[:, None, None]
+    return WhileAnswering({"a": flow}, {"a": null}, {"a": right}, {"a": tokens}, (0, 1), "made up")
+
+
+def test_an_effect_is_found_and_length_is_not_taken_for_one():
+    table = made_up(effect=0.05, confounded=True).table().iloc[0]
+    assert table.p < 0.01
+    assert table.beyond_low < 0.05 < table.beyond_high
+    none = made_up(effect=0.0, confounded=True).table().iloc[0]
+    assert none.right - none.wrong > 0.05, "right answers look more at the question, since they are shorter"
+    assert none.beyond_low < 0 < none.beyond_high
+    assert abs(none.difference) < (none.right - none.wrong) / 2
+    heads = made_up(effect=0.05, confounded=False).heads("a")
+    assert len(heads) == 6
+    assert (heads.q < 0.05).all()
+
+
+def test_what_cannot_be_compared(measured, toy, prompts):
+    assert np.isnan(measured.table().beyond).all(), "two pairs are too few"
+    assert "too few" in ma.render.while_answering(measured).layout.meta["says"]
+    with pytest.raises(OptionError, match="pairs of a right and a wrong answer"):
+        measured.heads("slash")
+    with pytest.raises(OptionError, match="no condition 'dots'"):
+        measured.heads("dots")
+    with pytest.raises(OptionError, match="to='answers': choose one of"):
+        measured.table("answers")
+    with pytest.raises(OptionError, match="'dots' was not evaluated"):
+        ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], {"dots": SLASH["slash"]})
+    with pytest.raises(OptionError, match="prompt 6 was not evaluated"):
+        ma.while_answering(toy, evaluation(toy, prompts), prompts[:8])
+
+
+def test_the_figure_shows_the_table():
+    figure = ma.render.while_answering(made_up(effect=0.05, confounded=True))
+    table = made_up(effect=0.05, confounded=True).table().iloc[0]
+    right, null, wrong, _, pairs = figure.data
+    assert right.x[0] == pytest.approx(100 * table.right)
+    assert wrong.x[0] == pytest.approx(100 * table.wrong)
+    assert null.x[0] == pytest.approx(100 * table.right_uniform)
+    assert pairs.x[0] == pytest.approx(100 * table.beyond)
+    assert pairs.error_x.array[0] == pytest.approx(100 * (table.beyond_high - table.beyond))
+
+
+def test_dose_curves_hold_accuracy_and_attention(toy, prompts):
+    conditions = ma.sweep(SLASH["slash"], count=[3, 9])
+    result = ma.run(toy, prompts[:4], conditions, progress=False)
+    right = {"baseline": 1, "count=3": 1, "count=9": 0}
+    answers = tuple(
+        GradedAnswer(str(p), name, 0, "", (1,), "1", "1", bool(value), True)
+        for name, value in right.items()
+        for p in range(4)
+    )
+    accuracy = Evaluation(answers, {"conditions": list(right)}).accuracy()
+    figure = ma.render.dose_curves(accuracy, result)
+    assert list(figure.data[0].y) == [100, 100, 0]
+    change = 100 * float(result.verdict("count=9").change.estimate)
+    assert figure.data[1].y[-1] == pytest.approx(change)
+    with pytest.raises(OptionError, match="'count=9' was evaluated and not the other"):
+        ma.render.dose_curves(accuracy, ma.run(toy, prompts[:3], {"count=3": conditions["count=3"]}, progress=False))
