@@ -51,8 +51,9 @@ print(pair)
 # %% [markdown]
 # ## What do they read?
 #
-# With `part="pattern"` only *where* the two heads look is put back: nothing from the slashes, and the question as without
-# them. In the other direction the two look at the question as they would beside slashes, but there are none to read.
+# With `part="pattern"` only *where* the two heads look is put back: nothing from the slashes, and the question as
+# without them. In the other direction the two look at the question as they would beside slashes, but there are none to
+# read.
 
 # %%
 looking = ma.patch_together(model, answered, slash, [(0, 2), (0, 3)], part="pattern", progress=False)
