@@ -24,7 +24,7 @@ from mechattn.results.provenance import name_of
 
 PROMPTS, TOKENS = 8, 32
 ALIKE = 0.8  # the least share of an answer's text up to the first difference
-LOGPROB = 0.1  # the largest mean difference in nats; float32 beside bfloat16 gives 0.02, beside 4 bits more than 0.1
+LOGPROB = 0.05  # the largest mean difference in nats; on the toys bfloat16 gives 0.005, 8 bits 0.016, 4 bits 0.35
 _HOT = 2.0  # a temperature at which no two answers are alike
 
 
@@ -53,8 +53,9 @@ def probed(
     Returns:
         "model", its name there; "sent" (token ids or text); "against" what; "alike", the mean share of an answer's
         text up to the first difference; "logprob_difference", the mean |difference| in nats of the log-probabilities
-        of the server's own tokens (None where there are none to compare); "texts"; where answers are sampled
-        "same_seed", the share of answers that a second run with the same seeds repeats.
+        of the prompts' tokens, or of those of the answers where the server tells no others, which are so sure that
+        they tell little (None where there are none to compare), and "logprobs_of" which; "texts"; where answers are
+        sampled "same_seed", the share of answers that a second run with the same seeds repeats.
 
     Raises:
         ServerError: It does not sample, though it is to.
@@ -66,6 +67,7 @@ def probed(
             len(sequence),
             min(TOKENS, model.cfg.n_ctx - len(sequence)),
             end=model.end,
+            prompt_logprobs=True,
         )
         for prompt, name, sequence in some
     ]
@@ -75,12 +77,12 @@ def probed(
     native, found["against"] = _here(model)
     if native is None:
         others = [reply.text for reply in _all(connection, asked)]
-        found["logprob_difference"] = None
+        found |= {"logprob_difference": None, "logprobs_of": None}
     else:
         wanted = [Request(prompt, sequence, 0) for prompt, _, sequence in some]
         made = answers(native, wanted, TOKENS, model.end)
         others = [model.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in made]
-        found["logprob_difference"] = _logprob_difference(native, [sequence for _, _, sequence in some], replies)
+        found |= _logprob_difference(native, [sequence for _, _, sequence in some], replies)
     found["texts"] = [reply.text for reply in replies]
     found["alike"] = _alike(found["texts"], others)
     if temperature > 0:
@@ -97,7 +99,9 @@ def accepted(found: Mapping[str, Any], before: Mapping[str, Any] | None, server:
     difference = found["logprob_difference"]
     far = difference is not None and difference > LOGPROB
     figures = f"{100 * found['alike']:.0f} % of the text of {found['prompts']} greedy answers is the same"
-    figures += "" if difference is None else f", log-probabilities {difference:.3f} nats apart"
+    figures += (
+        "" if difference is None else f", log-probabilities of {found['logprobs_of']} {difference:.3f} nats apart"
+    )
     if server.verify and (far or found["alike"] < ALIKE):
         raise ServerError(
             f"the server at {server.address} is not the model, against {found['against']}: {figures} (at least "
@@ -146,26 +150,30 @@ def _alike(one: Seq[str], other: Seq[str]) -> float:
     return sum(shares) / len(shares)
 
 
-def _logprob_difference(native: Any, sequences: Seq[Sequence], replies: Seq[Reply]) -> float | None:
-    """The mean |difference| of the log-probabilities of the server's own tokens, there and here."""
-    differences = []
+def _logprob_difference(native: Any, sequences: Seq[Sequence], replies: Seq[Reply]) -> dict[str, Any]:
+    """The mean |difference| of log-probabilities there and here, of the prompts' tokens or of those written there."""
+    differences: dict[str, list[Float[Tensor, " token"]]] = {"prompts": [], "answers": []}
     for sequence, reply in zip(sequences, replies, strict=True):
-        if reply.tokens is None or reply.logprobs is None or not reply.tokens:
-            continue
-        here = _logprobs(native, sequence.tokens.tolist(), list(reply.tokens))
-        there = torch.tensor(reply.logprobs, dtype=torch.float64)
-        count = min(len(here), len(there))
-        differences.append((here[:count] - there[:count]).abs())
-    return float(torch.cat(differences).mean()) if differences else None
+        here = _logprobs(native, [*sequence.tokens.tolist(), *(reply.tokens or ())])
+        split = len(sequence) - 1
+        for of, mine, told in (
+            ("prompts", here[:split], reply.prompt_logprobs),
+            ("answers", here[split:], reply.logprobs),
+        ):
+            if told is not None and len(mine) == len(told):
+                differences[of].append((mine - torch.tensor(told, dtype=torch.float64)).abs())
+    for of, some in differences.items():
+        if some:
+            return {"logprob_difference": float(torch.cat(some).mean()), "logprobs_of": of}
+    return {"logprob_difference": None, "logprobs_of": None}
 
 
 @torch.no_grad()
-def _logprobs(native: Any, prompt: list[int], written: list[int]) -> Float[Tensor, " token"]:
-    """The log-probability of each token that was written, in one pass."""
-    device = next(native.parameters()).device
-    tokens = torch.tensor([prompt + written], device=device)
-    logits = native(input_ids=tokens).logits[0, len(prompt) - 1 : -1].double()
-    return logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0].cpu()
+def _logprobs(native: Any, ids: list[int]) -> Float[Tensor, " token"]:
+    """The log-probability of each token after the first, in one pass."""
+    tokens = torch.tensor([ids], device=next(native.parameters()).device)
+    logits = native(input_ids=tokens).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].cpu()
 
 
 def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> float:

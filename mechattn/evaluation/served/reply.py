@@ -28,6 +28,7 @@ class Asked:
         temperature: 0 for the likeliest token.
         seed: Of the sampling.
         end: Tokens that end an answer.
+        prompt_logprobs: Whether the log-probabilities of the prompt's own tokens are asked for.
     """
 
     prompt: tuple[int, ...] | str
@@ -36,6 +37,7 @@ class Asked:
     temperature: float = 0.0
     seed: int | None = None
     end: frozenset[int] = frozenset()
+    prompt_logprobs: bool = False
 
     def body(self) -> dict[str, Any]:
         """What is sent, beside the model's name."""
@@ -45,6 +47,7 @@ class Asked:
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt, **made}
         beside = {**_PLAIN_BESIDE_OPENAI, "stop_token_ids": sorted(self.end)}
+        beside |= {"prompt_logprobs": 0} if self.prompt_logprobs else {}  # of no other token than those that are there
         return {"prompt": list(self.prompt), **made, "extra_body": beside}
 
 
@@ -58,6 +61,7 @@ class Reply:
         logprobs: Of each token, where the server tells them.
         stopped: Whether the model ended by itself.
         written: How many tokens it has written, the end token among them, where the server tells it.
+        prompt_logprobs: Of each token of the prompt but the first, where they were asked for and are told.
     """
 
     text: str
@@ -65,6 +69,7 @@ class Reply:
     logprobs: tuple[float, ...] | None
     stopped: bool
     written: int | None
+    prompt_logprobs: tuple[float, ...] | None = None
 
 
 def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
@@ -92,6 +97,7 @@ def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
         _numbers(logprobs.get("token_logprobs")),
         choice["finish_reason"] == "stop",
         written if isinstance(written, int) else None if tokens is None else len(tokens),
+        _of_prompt(choice.get("prompt_logprobs"), asked),
     )
 
 
@@ -113,6 +119,16 @@ def _check_read(count: Any, ids: Any, asked: Asked, address: str) -> None:
     read = _whole_numbers(ids)
     if read is not None and not isinstance(asked.prompt, str) and read != asked.prompt:
         raise ServerError(f"the server at {address} has read other tokens than those of the prompt")
+
+
+def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
+    """Of vLLM: for each token but the first {"its id": {"logprob": …}}."""
+    if not isinstance(given, list) or isinstance(asked.prompt, str) or len(given) != asked.read:
+        return None
+    try:
+        return _numbers([one[str(token)]["logprob"] for one, token in zip(given[1:], asked.prompt[1:], strict=True)])
+    except (KeyError, TypeError):
+        return None
 
 
 def _whole_numbers(given: Any) -> tuple[int, ...] | None:
