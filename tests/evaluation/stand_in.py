@@ -1,6 +1,7 @@
 """A server of the tests' own: plain ``generate`` of transformers behind the protocol of vLLM, with faults where asked for."""
 
 import json
+import ssl
 import threading
 import time
 from contextlib import contextmanager
@@ -178,8 +179,8 @@ def _handler(server):
 
 
 @contextmanager
-def running(server):
-    """On the loopback address, for the length of a ``with``."""
+def running(server, certificate=None):
+    """On the loopback address, for the length of a ``with``; with a certificate over TLS."""
 
     class Quiet(ThreadingHTTPServer):
         request_queue_size = 64
@@ -188,7 +189,11 @@ def running(server):
             pass  # whoever hangs up
 
     made = Quiet(("127.0.0.1", 0), _handler(server))
-    server.address = f"http://127.0.0.1:{made.server_address[1]}/v1"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        made.socket = context.wrap_socket(made.socket, server_side=True, do_handshake_on_connect=False)
+    server.address = f"http{'s' if certificate else ''}://127.0.0.1:{made.server_address[1]}/v1"
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

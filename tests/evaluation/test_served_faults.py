@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from pathlib import Path
 
 import pytest
 
@@ -137,19 +138,16 @@ def test_another_name(some, engine):
         there(some, server, served_model="qwen")
 
 
-def test_certificates_are_checked():
-    """A connection to whoever has no certificate of his own fails; nothing is asked over it."""
-    import ssl
-
-    from mechattn.evaluation.served.server import server_given
-
-    server = server_given("https://127.0.0.1:9/v1", None, None, 1.0, True)
-    import asyncio
-
-    client = asyncio.run(connection._client(server))
-    context = client._client._transport._pool._ssl_context
-    assert context.verify_mode == ssl.CERT_REQUIRED
-    assert context.check_hostname
+def test_certificates_are_checked(some, engine, monkeypatch):
+    """Nothing is asked of a server whose certificate nobody has signed, unless the user trusts it by a file."""
+    certificate = Path(__file__).with_name("certificate.pem")
+    with running(StandIn(engine), certificate) as server:
+        with pytest.raises(ServerError, match=r"cannot be reached, or hangs up .*CERTIFICATE_VERIFY_FAILED"):
+            there(some[:2], server)
+        assert not server.headers
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        there(some[:2], server)
+        assert server.headers
 
 
 def test_the_key_goes_to_the_server_alone(some, engine, tmp_path, monkeypatch, caplog, capsys):

@@ -112,9 +112,9 @@ def connected(server: Server) -> Iterator[Connection]:
     from anyio.from_thread import start_blocking_portal
 
     with start_blocking_portal() as portal:
-        client = portal.call(_client, server)
+        client = portal.call(_client, server, server.timeout, _RETRIES)
         try:
-            there = portal.call(_models, client, server)
+            there = portal.call(_models, server)
             model = server.model or _only(there, server)
             longest = there.get(model)
             yield Connection(server, client, portal, model, longest)
@@ -122,21 +122,19 @@ def connected(server: Server) -> Iterator[Connection]:
             portal.call(client.close)
 
 
-async def _client(server: Server) -> Any:
+async def _client(server: Server, timeout: float, retries: int) -> Any:
     from openai import AsyncOpenAI
 
-    made = AsyncOpenAI(
-        base_url=server.address, api_key=server.key or "none", timeout=server.timeout, max_retries=_RETRIES
-    )
+    made = AsyncOpenAI(base_url=server.address, api_key=server.key or "none", timeout=timeout, max_retries=retries)
     made.organization = made.project = None  # of an account with OpenAI, in the environment: not for this server
     return made
 
 
-async def _models(client: Any, server: Server) -> dict[str, int | None]:
+async def _models(server: Server) -> dict[str, int | None]:
     """The models that a server lists, and how many tokens each takes; none from a server without a list."""
+    hello = await _client(server, min(_HELLO, server.timeout), 1)
     try:
         with _in_our_words(server):
-            hello = client.with_options(timeout=min(_HELLO, server.timeout), max_retries=1)
             raw = await hello.models.with_raw_response.list()
         listed = json.loads(raw.http_response.content)["data"]
         return {one["id"]: one.get("max_model_len") for one in listed}
@@ -146,6 +144,8 @@ async def _models(client: Any, server: Server) -> dict[str, int | None]:
         return {}  # transformers serve lists its cache, and fails where there is none
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
+    finally:
+        await hello.close()
 
 
 def _only(there: dict[str, int | None], server: Server) -> str:
