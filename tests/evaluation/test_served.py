@@ -26,11 +26,6 @@ def some():
 
 
 @pytest.fixture(scope="module")
-def engine(toy):
-    return Engine(toy._mechattn.native, toy.tokenizer)
-
-
-@pytest.fixture(scope="module")
 def here(toy, some):
     return ma.evaluate(toy, some, CONDITIONS, new_tokens=LIMIT, progress=False)
 
@@ -89,13 +84,20 @@ def test_answers_are_those_of_the_loop_here(toy, some, server, here, given):
 
 
 def test_an_answer_that_ends_at_the_limit_is_finished(toy, some, server):
-    """Whatever a server says of an end token that is the last one allowed: it is asked for one token more."""
+    """Whatever a server says of an end token that is the last one allowed; some look at the limit first."""
+
+    def limit_first(made):
+        if made["usage"]["completion_tokens"] >= server.asked[-1]["max_tokens"]:
+            made["choices"][0]["finish_reason"] = "length"
+        return made
+
+    server.change = limit_first
     whole = ma.evaluate(toy, some[:1], new_tokens=60, progress=False).answers[0]
     for limit, finished in ((len(whole.tokens), False), (len(whole.tokens) + 1, True)):
         ours = ma.evaluate(toy, some[:1], new_tokens=limit, progress=False).answers[0]
         assert ours.finished == finished
-        for takes_ids in (True, False):
-            server.takes_ids = takes_ids
+        for takes_ids, tells_ids in ((True, True), (True, False), (False, False)):
+            server.takes_ids, server.tells_ids = takes_ids, tells_ids
             theirs = there(toy, some[:1], server, new_tokens=limit).answers[0]
             assert (theirs.tokens, theirs.text, theirs.finished) == (ours.tokens, ours.text, ours.finished)
 
@@ -117,7 +119,7 @@ def test_a_server_that_tells_text_alone(toy, some, here, engine, tells):
 
 def test_what_is_sent(toy, some, server):
     there(toy, some[:2], server, {"slash": SLASH})
-    sent = {tuple(body["prompt"]): body for body in server.asked if body["max_tokens"] == LIMIT + 1}
+    sent = {tuple(body["prompt"]): body for body in server.asked if body["max_tokens"] == LIMIT}
     assert set(sent) == {tuple(c.apply(p, toy).tokens.tolist()) for p in some[:2] for c in (ma.Baseline(), SLASH)}
     for body in sent.values():
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
@@ -128,17 +130,16 @@ def test_what_is_sent(toy, some, server):
 
 
 def test_samples_have_seeds_of_their_own(some, server):
-    made = there("toy:llama", some[:3], server, {"slash": SLASH}, samples=4, temperature=1.5)
-    bodies = [body for body in server.asked if body["max_tokens"] == LIMIT + 1]
-    assert len(bodies) == 24
-    assert len({body["seed"] for body in bodies}) == 12  # the same under both conditions
-    assert len({a.tokens for a in made.answers}) > 6
+    asked = {"samples": 3, "temperature": 1.5, "new_tokens": 12}
+    made = there("toy:llama", some[:2], server, {"slash": SLASH}, **asked)
+    bodies = [body for body in server.asked if body["max_tokens"] == 12]
+    assert len(bodies) == 12
+    assert len({body["seed"] for body in bodies}) == 6  # the same under both conditions
+    assert len({a.tokens for a in made.answers}) > 4
     assert made.provenance["probe"]["same_seed"] == 1.0
-    assert made.pass_at_k([1, 4]).estimate.between(0, 1).all()
-    again = there("toy:llama", some[:3], server, {"slash": SLASH}, samples=4, temperature=1.5)
-    assert again.answers == made.answers
-    other = there("toy:llama", some[:3], server, {"slash": SLASH}, samples=4, temperature=1.5, seed=1)
-    assert other.answers != made.answers
+    assert made.pass_at_k([1, 3]).estimate.between(0, 1).all()
+    assert there("toy:llama", some[:2], server, {"slash": SLASH}, **asked).answers == made.answers
+    assert there("toy:llama", some[:2], server, {"slash": SLASH}, **asked, seed=1).answers != made.answers
 
 
 def test_a_server_that_does_not_sample_is_refused(some, server, engine, monkeypatch):
@@ -185,15 +186,15 @@ def test_the_probe_tells_other_weights(toy, some, engine):
     figures = {}
     for name, way in ways.items():
         with running(StandIn(Engine(changed(native, way), toy.tokenizer))) as server:
-            probe = there(toy, some[:4], server, verify_server=False, new_tokens=2).provenance["probe"]
+            probe = there(toy, some[:3], server, verify_server=False, new_tokens=2).provenance["probe"]
             figures[name] = probe["logprob_difference"]
             assert probe["logprobs_of"] == "prompts"
             if name in ("bfloat16", "8 bits"):
                 assert probe["alike"] > 0.9
-                there(toy, some[:4], server, new_tokens=2)
+                there(toy, some[:3], server, new_tokens=2)
             else:
                 with pytest.raises(ServerError, match=r"is not the model, against the model here \(float32"):
-                    there(toy, some[:4], server, new_tokens=2)
+                    there(toy, some[:3], server, new_tokens=2)
     assert figures["bfloat16"] < figures["8 bits"] < 0.1 * figures["4 bits"]
 
 
@@ -203,9 +204,9 @@ def test_greedy_answers_alone_tell_coarse_changes_alone(toy, some, engine):
         with running(StandIn(Engine(changed(engine.model, rounded(bits)), toy.tokenizer), tells_ids=False)) as server:
             if told:
                 with pytest.raises(ServerError, match="is not the model"):
-                    there(toy, some[:4], server, new_tokens=2)
+                    there(toy, some[:3], server, new_tokens=2)
             else:
-                there(toy, some[:4], server, new_tokens=2)
+                there(toy, some[:3], server, new_tokens=2)
 
 
 def test_two_models_behind_one_address_are_told(some, engine, toy):
@@ -259,7 +260,7 @@ def test_a_run_goes_on_wherever_the_server_is_now(some, engine, tmp_path):
     path.write_text("\n".join([*lines[:7], lines[7][:20]]))
     with running(StandIn(engine)) as server:
         made = there("toy:llama", some, server, {"slash": SLASH}, out=path)
-        asked = [b for b in server.asked if b["max_tokens"] == LIMIT + 1]
+        asked = [b for b in server.asked if b["max_tokens"] == LIMIT]
         assert len(asked) == 16 - 6
         assert made.answers == whole.answers
         assert path.read_text().splitlines()[0] == lines[0]

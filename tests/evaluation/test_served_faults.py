@@ -10,7 +10,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OutputError, ServerError
 from mechattn.evaluation.served import connection
-from tests.evaluation.stand_in import Engine, StandIn, running
+from tests.evaluation.stand_in import StandIn, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
 KEY = "sk-4f1d-never-to-be-seen"
@@ -19,11 +19,6 @@ KEY = "sk-4f1d-never-to-be-seen"
 @pytest.fixture(scope="module")
 def some():
     return ma.load_prompts("word-problems", limit=6)
-
-
-@pytest.fixture(scope="module")
-def engine(toy):
-    return Engine(toy._mechattn.native, toy.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +82,7 @@ def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tm
         server.fault = None
         server.bodies.clear()
         made = there(some, server, out=path, batch=3)
-        assert sum(body["max_tokens"] == 21 for body in server.asked) == 12 - 5
+        assert sum(body["max_tokens"] == 20 for body in server.asked) == 12 - 5
     assert as_told(made.answers) == as_told(here.answers)
 
 

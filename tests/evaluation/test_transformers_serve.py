@@ -33,7 +33,7 @@ def serving(folder, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", *words]
     with open(log, "w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"HF_HUB_OFFLINE": "1"})
@@ -82,16 +82,16 @@ def compared(toy, server, limit):
 
 
 def test_answers_are_those_of_the_loop_here(toy, server):
-    same, of = compared(toy, server, limit=3)
-    assert same == of == 30
+    same, of = compared(toy, server, limit=2)
+    assert same == of == 20
 
 
 @pytest.mark.slow
 def test_answers_of_a_hundred_problems_are_those_of_the_loop_here(toy, server):
-    """Rounding, which differs with the batch, may turn a tie now and then."""
+    """All of them, here; rounding differs with the CPU and the batch, and may turn a tie now and then."""
     same, of = compared(toy, server, limit=100)
     assert of == 1000
-    assert same >= 0.995 * of
+    assert same >= 0.998 * of
 
 
 def test_it_takes_no_other_text_and_does_not_sample(server):
@@ -103,5 +103,5 @@ def test_it_takes_no_other_text_and_does_not_sample(server):
         ma.evaluate("toy:llama", prompts, samples=2, **asked)
     with pytest.raises(ServerError, match=r"answers 400: .*Server is pinned to"):
         ma.evaluate("toy:llama", prompts, **(asked | {"served_model": "another"}))
-    with pytest.raises(ServerError, match=r"is not the model, against|has read \d+ tokens of a prompt that has"):
-        ma.evaluate(ma.load_model("toy:falcon"), prompts, **asked)
+    with pytest.raises(ServerError, match=r"has read \d+ tokens of a prompt that has"):
+        ma.evaluate("toy:falcon", prompts, **asked)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and its sequence
-_ONE_MORE = 1  # token than the limit: tells an answer that ends there from one that is cut off
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,20 @@ class Served:
             ServerError: One could not be had; those before it were given.
         """
         asked = ((one, self._asked(one, new_tokens, temperature, seed)) for one in todo)
+        doubtful: dict[tuple[str, str, int], tuple[Answer, str]] = {}
         with _bar(len(todo), progress) as advance:
             for one, reply in self.connection.replies(asked, at_once):
-                answer, text = as_answer(reply, self.model, new_tokens)
+                answer, text = as_answer(reply, self.model)
+                if may_have_ended(reply, answer, new_tokens):
+                    doubtful[_key(one)] = answer, text
+                    continue
                 advance(len(answer.tokens))
                 yield [(one, answer, text)]
+            more = ((one, self._asked(one, new_tokens + 1, temperature, seed)) for one in todo if _key(one) in doubtful)
+            for one, reply in self.connection.replies(more, at_once):
+                answer, text = doubtful[_key(one)]
+                advance(len(answer.tokens))
+                yield [(one, replace(answer, finished=reply.stopped and reply.text == text), text)]
 
     def _asked(self, one: Todo, new_tokens: int, temperature: float, seed: int) -> Asked:
         prompt, name, wanted = one
@@ -65,7 +73,7 @@ class Served:
         return Asked(
             ids if self.texts is None else self.texts[prompt.id, name],
             len(ids),
-            min(new_tokens + _ONE_MORE, room),
+            min(new_tokens, room),
             temperature,
             seed_of(seed, prompt.id, wanted.sample),
             self.model.end,
@@ -153,26 +161,31 @@ def seed_of(seed: int, prompt: str, sample: int) -> int:
     return int.from_bytes(made.digest()[:4], "big") >> 1
 
 
-def as_answer(reply: Reply, model: UnloadedModel, new_tokens: int) -> tuple[Answer, str]:
-    """An answer and its text, cut off at the limit as it is here.
+def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
+    """An answer and its text.
 
     Of a server that tells no token ids, they are those that the tokenizer makes of the text.
     """
-    tokens = reply.tokens
-    if tokens is None:
+    logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
+    if reply.tokens is None:
         tokens = tuple(model.tokenizer(reply.text, add_special_tokens=False)["input_ids"])
-    written = len(tokens) + reply.stopped if reply.written is None else reply.written
-    logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)[:new_tokens]
-    if reply.tokens is not None:
-        answer = until_end(list(tokens[:new_tokens]), logprobs, model.end)
-        finished = answer.finished or (reply.stopped and written <= new_tokens)
-        text = model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-        return Answer(answer.tokens, finished, answer.logprob), text
-    text = reply.text
-    if not reply.stopped and written > new_tokens:  # the tokens that are one too many
-        tokens = tokens[: len(tokens) - (written - new_tokens)]
-        text = model.tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return Answer(tokens, reply.stopped and written <= new_tokens, float(logprobs.mean())), text
+        return Answer(tokens, reply.stopped, float(logprobs.mean())), reply.text
+    answer = until_end(list(reply.tokens), logprobs, model.end)
+    text = model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
+    return replace(answer, finished=answer.finished or reply.stopped), text
+
+
+def may_have_ended(reply: Reply, answer: Answer, new_tokens: int) -> bool:
+    """Whether the last token that was allowed may be the one that ends the answer, though the server says "length".
+
+    transformers and SGLang look at the limit first. The text then has a token less than was written, or the model has
+    written it in more tokens than its tokenizer would; which of them, one token more will tell.
+    """
+    return reply.tokens is None and not reply.stopped and len(answer.tokens) < new_tokens
+
+
+def _key(one: Todo) -> tuple[str, str, int]:
+    return one[0].id, one[1], one[2].sample
 
 
 @contextmanager
