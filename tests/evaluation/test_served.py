@@ -130,16 +130,16 @@ def test_what_is_sent(toy, some, server):
 
 
 def test_samples_have_seeds_of_their_own(some, server):
-    asked = {"samples": 3, "temperature": 1.5, "new_tokens": 12}
-    made = there("toy:llama", some[:2], server, {"slash": SLASH}, **asked)
+    asked = {"samples": 3, "temperature": 4.0, "new_tokens": 12}
+    made = there("toy:llama", some[:3], server, {"slash": SLASH}, **asked)
     bodies = [body for body in server.asked if body["max_tokens"] == 12]
-    assert len(bodies) == 12
-    assert len({body["seed"] for body in bodies}) == 6  # the same under both conditions
+    assert len(bodies) == 18
+    assert len({body["seed"] for body in bodies}) == 9  # the same under both conditions
     assert len({a.tokens for a in made.answers}) > 4
     assert made.provenance["probe"]["same_seed"] == 1.0
     assert made.pass_at_k([1, 3]).estimate.between(0, 1).all()
-    assert there("toy:llama", some[:2], server, {"slash": SLASH}, **asked).answers == made.answers
-    assert there("toy:llama", some[:2], server, {"slash": SLASH}, **asked, seed=1).answers != made.answers
+    assert there("toy:llama", some[:3], server, {"slash": SLASH}, **asked).answers == made.answers
+    assert there("toy:llama", some[:3], server, {"slash": SLASH}, **asked, seed=1).answers != made.answers
 
 
 def test_a_server_that_does_not_sample_is_refused(some, server, engine, monkeypatch):
