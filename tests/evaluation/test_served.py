@@ -242,6 +242,13 @@ def test_the_limit_of_the_server_is_known_before_it_answers(some, engine):
     assert not server.asked
 
 
+def test_the_probe_has_room_where_the_answers_have(toy, some, engine):
+    longest = max(len(ma.Baseline().apply(p, toy)) for p in some) + 2
+    with running(StandIn(engine, longest=longest)) as server:
+        there("toy:llama", some, server, new_tokens=2)
+        assert all(len(body["prompt"]) + body["max_tokens"] <= longest for body in server.asked)
+
+
 def test_a_bar_says_tokens_a_second(some, server, capsys, monkeypatch):
     import tqdm.auto
 

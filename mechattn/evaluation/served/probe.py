@@ -65,7 +65,7 @@ def probed(
         Asked(
             tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name],
             len(sequence),
-            min(TOKENS, model.cfg.n_ctx - len(sequence)),
+            min(TOKENS, min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx) - len(sequence)),
             end=model.end,
             prompt_logprobs=True,
         )
