@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_loop_here(toy, some, server, here, given):
     assert len(made.answers) == 32
     assert {a.finished for a in here.answers} == {True, False}
     for ours, theirs in zip(here.answers, made.answers, strict=True):
-        assert replace(theirs, logprob=0) == replace(ours, logprob=0)
+        assert replace(theirs, logprob=0.0) == replace(ours, logprob=0.0)
         assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-4)
     probe = made.provenance["probe"]
     assert (probe["sent"], probe["alike"], probe["model"]) == ("token ids", 1.0, "toy")
