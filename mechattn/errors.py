@@ -41,6 +41,10 @@ class OptionError(MechattnError, ValueError):
     """An argument is out of its range."""
 
 
+class ServerError(MechattnError):
+    """A server that generates cannot be reached, refuses, or is not the model that it is taken for."""
+
+
 class OutputError(MechattnError):
     """A result cannot be written or read at this place."""
 

@@ -101,6 +101,10 @@ class EvaluationSection(_Section):
     temperature: float | None = None
     grader: Literal["auto", "number", "math"] = "auto"
     batch: _Int = 32
+    server: str | None = None
+    served_model: str | None = None
+    server_key: str | None = None
+    server_timeout: float = 600.0
 
 
 class Config(_Section):

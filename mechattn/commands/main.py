@@ -129,6 +129,9 @@ def merge(
 @app.command("evaluate")
 def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
+    server: Annotated[str | None, typer.Option(help='It generates: "http://host:8000/v1".')] = None,
+    served_model: Annotated[str | None, typer.Option(help="Its name there; by default the only one.")] = None,
+    server_key: Annotated[str | None, typer.Option(help="The environment variable that holds its key.")] = None,
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
     from mechattn.commands.config_file import read_sections
@@ -136,7 +139,8 @@ def evaluate_config(
     read_sections(config)
     from mechattn.commands.run_config import evaluate_from_config
 
-    evaluations, written = evaluate_from_config(config)
+    at = {"server": server, "served_model": served_model, "server_key": server_key}
+    evaluations, written = evaluate_from_config(config, **at)
     for model, made in evaluations.items():
         _say(f"{model}\n{_accuracies(made)}\n")
     for path in written:

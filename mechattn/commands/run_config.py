@@ -115,8 +115,12 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     )
 
 
-def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]:
+def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evaluation], list[Path]]:
     """Evaluate what a config file says under [evaluation]; returns the evaluation of each model, and what was written.
+
+    Args:
+        path: The config file.
+        at: ``server``, ``served_model`` and ``server_key`` in place of what the config says; None for that.
 
     Raises:
         MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
@@ -124,7 +128,11 @@ def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]
     config = configs.read_config(path)
     if config.evaluation is None:
         raise OptionError(f'{path} has no section [evaluation]: give one with out = "answers.jsonl" at least')
-    options = config.evaluation.model_dump()
+    options = config.evaluation.model_dump() | {name: value for name, value in at.items() if value is not None}
+    if options["server"] is not None and len(config.models) > 1:
+        raise OptionError(
+            f"{path} names {len(config.models)} models, and one server has one of them: evaluate each apart"
+        )
     files = configs.file_names(config.models)
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
@@ -132,8 +140,12 @@ def evaluate_from_config(path: Path) -> tuple[dict[str, Evaluation], list[Path]]
     prompts = load_prompts(**config.prompts.model_dump())
     found = {}
     for name, place in places.items():
-        model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
-        conditions = configs.made_conditions(config, partial(getattr, model, "tokenizer"))
+        if options["server"] is None:
+            model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
+            conditions = configs.made_conditions(config, partial(getattr, model, "tokenizer"))
+        else:
+            model, options["verify_server"] = name, config.verify
+            conditions = configs.made_conditions(config, partial(tokenizer_named, name))
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
 

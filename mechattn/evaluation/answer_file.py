@@ -17,14 +17,28 @@ from mechattn.evaluation.lines import as_lines
 from mechattn.results import provenance
 
 Key = tuple[str, str, int]
+_MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The answers that there are, by prompt, condition and sample; in a file too, if there is one."""
+    """The answers that there are, by prompt, condition and sample; in a file too, if there is one.
+
+    Args:
+        answers: By prompt, condition and sample.
+        path: The file.
+        about: Where they come from, as the file says.
+    """
 
     answers: dict[Key, GradedAnswer]
     path: Path | None
+    about: dict[str, Any]
+
+    def note(self, name: str, value: Any) -> None:
+        """Say one thing more of where the answers come from."""
+        self.about[name] = value
+        if self.path is not None:
+            Evaluation(tuple(self.answers.values()), self.about).save(self.path)
 
     def add(self, fresh: Seq[GradedAnswer]) -> None:
         """Keep some more.
@@ -54,7 +68,7 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         OptionError: It is of another run.
     """
     if path is None:
-        yield Kept({}, None)
+        yield Kept({}, None, dict(about))
         return
     from filelock import FileLock, Timeout
 
@@ -71,7 +85,7 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
     try:
-        yield Kept(_continued(place, about), place)
+        yield _continued(place, about)
     finally:
         with suppress(OSError):  # where an open file cannot be deleted
             lock.unlink(missing_ok=True)
@@ -88,7 +102,7 @@ def load_evaluation(path: str | Path) -> Evaluation:
     return Evaluation(tuple(found.values()), about)
 
 
-def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, GradedAnswer]:
+def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
     """The answers that the file holds already; a new file gets its first line.
 
     Raises:
@@ -96,7 +110,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, GradedAnswer]:
     """
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)
-        return {}
+        return Kept({}, path, dict(about))
     before, found = _read(path)
     # An earlier version wrote the whole path of the model, and no hash of its weights.
     as_now = {
@@ -105,12 +119,12 @@ def _continued(path: Path, about: Mapping[str, Any]) -> dict[Key, GradedAnswer]:
         "model": provenance.name_of(str(before.get("model"))),
     }
     for name, value in about.items():
-        if name != "versions" and as_now.get(name) != json.loads(json.dumps(value)):
+        if name not in _MAY_DIFFER and as_now.get(name) != json.loads(json.dumps(value)):
             raise OptionError(
                 f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
             )
     Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
-    return found
+    return Kept(found, path, before)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:

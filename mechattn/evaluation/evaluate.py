@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,22 @@ from mechattn.engine.check import (
     sides_of,
     with_baseline,
 )
-from mechattn.errors import OptionError, PromptError, PromptTooLong
+from mechattn.errors import OptionError, PromptError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import Answer, Request, answers, native_of, refuse_what_cannot_generate
+from mechattn.evaluation.served.answering import Todo, check_room, check_servable, served, tokens_of
+from mechattn.evaluation.served.server import Server, server_given
 from mechattn.model.fingerprint import weights_hash
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.unloaded import UnloadedModel, end_tokens, unloaded
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.identity import identity
-
-Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and its sequence
 
 
 def evaluate(
@@ -49,44 +51,57 @@ def evaluate(
     seed: int = 0,
     out: str | Path | None = None,
     progress: bool = True,
+    server: str | None = None,
+    served_model: str | None = None,
+    server_key: str | None = None,
+    server_timeout: float = 600.0,
+    verify_server: bool = True,
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition, the baseline always among them.
 
     The model without hooks generates, with a cache; interventions are attached to it. Greedy answers depend on batches
     by rounding alone, and so do sampled ones, whose draws are keyed by seed, prompt, sample and position.
 
+    With ``server`` another machine generates, which is compared with the model first. Conditions insert tokens as here;
+    what acts inside of the model is refused. A sampled answer has a seed of its own there.
+
     Args:
-        model: A hooked model, or anything that ``load_model`` takes.
+        model: A hooked model, or anything that ``load_model`` takes. With a server the name or the directory is enough
+            (its tokenizer alone is loaded), or a tokenizer; a model that is loaded is what the server is compared with.
         prompts: Prompts with a ``solution``, as ``load_prompts`` gives them.
         conditions: Names and conditions, such as for ``run``.
         new_tokens: The limit of an answer; those that reach it are counted.
         samples: Answers to each question.
         temperature: 0 takes the likeliest token; 0 by default for one sample, 1 for several.
         grader: "number", "math" (math-verify), or "auto": whichever the references need.
-        batch: Sequences at a time.
+        batch: Sequences at a time; of a server requests at a time.
         seed: Decides every draw.
         out: A .jsonl file that each answer is added to as it comes. If it holds answers of the same run already, these
             are taken: a run that was killed goes on.
         progress: Show a bar when it takes longer than two seconds.
+        server: The address of a server with an endpoint for completions, such as "http://host:8000/v1".
+        served_model: The name of the model there; by default the only one that it lists.
+        server_key: The name of the environment variable that holds the key which the server asks for.
+        server_timeout: Seconds that one answer of the server may take before it is asked for again.
+        verify_server: Refuse a server whose answers are not the model's; with False the figures are kept, no more.
 
     Raises:
         MechattnError: Something given cannot be used; found before the first token is generated.
+        ServerError: The server cannot be reached or used, is not the model, or fails; what it has answered is kept.
     """
-    model = load_model(as_hooked(model))
+    at = server_given(server, served_model, server_key, server_timeout, verify_server)
+    reader: Any = load_model(as_hooked(model)) if at is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = with_baseline(conditions)
     temperature = _temperature(temperature, samples)
     _check_numbers(new_tokens, samples, batch)
     _check_references(prompts, grader)
-    native = native_of(model)
-    sequences = made_sequences(named, prompts, model, seed)
-    _check_sequences(model, native, prompts, sequences, new_tokens)
-    sides = dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
-    about = _about(model, prompts, named, new_tokens, samples, temperature, grader, seed)
-    groups = {p.id: p.group for p in prompts if p.group is not None}
-    about |= {"groups": groups} if len(set(groups.values())) < len(groups) else {}
+    native = native_of(reader) if at is None else None
+    sequences = made_sequences(named, prompts, reader, seed)
+    sides = _checked_sides(reader, native, prompts, sequences, new_tokens)
+    about = _about(reader, at, prompts, sequences, named, new_tokens, samples, temperature, grader, seed)
     about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
-    with kept(out, about) as file:
+    with kept(out, about) as file, ExitStack() as stack:
         todo = [
             (p, name, Request(p.id, made[name], sample))
             for p, made in zip(prompts, sequences, strict=True)
@@ -94,17 +109,38 @@ def evaluate(
             for sample in range(samples)
             if (p.id, name, sample) not in file.answers
         ]
-        end = _end_tokens(model, native)
-        for some in _progress(_batches(todo, batch, sides), progress):
-            written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
-            texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
-            fresh = [
-                _answered(prompt, name, asked, answer, text, grader)
-                for (prompt, name, asked), answer, text in zip(some, written, texts, strict=True)
-            ]
-            file.add(fresh)
+        if at is None:
+            came = _generated(reader, native, _batches(todo, batch, sides), new_tokens, temperature, seed, progress)
+        elif todo:
+            before = file.about.get("probe")
+            there = stack.enter_context(served(at, reader, prompts, sequences, new_tokens, temperature, before))
+            if before is None:
+                file.note("probe", there.probe)
+            came = there.answered(todo, new_tokens, batch, temperature, seed, progress)
+        else:
+            came = iter(())
+        for some in came:
+            file.add([_answered(*one, answer, text, grader) for one, answer, text in some])
+    about |= {"probe": file.about["probe"]} if "probe" in file.about else {}
     ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
     return Evaluation(tuple(ordered), about)
+
+
+def _generated(
+    model: HookedModel,
+    native: Any,
+    batches: list[list[Todo]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    progress: bool,
+) -> Iterator[list[tuple[Todo, Answer, str]]]:
+    """The answers of each batch, with their texts."""
+    end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+    for some in _progress(batches, progress):
+        written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
+        texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
+        yield list(zip(some, written, texts, strict=True))
 
 
 def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list[Todo]]:
@@ -170,34 +206,36 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
             check_grader("math")
 
 
-def _check_sequences(
-    model: HookedModel, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
-) -> None:
-    for prompt, made in zip(prompts, sequences, strict=True):
-        check_side(prompt, made, model, new_tokens)
+def _checked_sides(
+    model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
+) -> dict[str, str]:
+    """On which side of a model's boundary each prompt is; all that is refused before a token is generated."""
+    for made in sequences:
+        first = made[BASELINE]
+        if first.inserted.any() or first.edge_mask or first.interventions:
+            raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')
+    if isinstance(model, UnloadedModel):
+        check_servable(sequences)
+    hooked = model.loaded if isinstance(model, UnloadedModel) else model
+    if hooked is not None:
+        for prompt, made in zip(prompts, sequences, strict=True):
+            check_side(prompt, made, hooked, new_tokens)
+    check_room(prompts, sequences, new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
+    if isinstance(model, UnloadedModel):
+        return {}
+    for made in sequences:
         for name, sequence in made.items():
-            if name == BASELINE and (sequence.inserted.any() or sequence.edge_mask or sequence.interventions):
-                raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')
-            if len(sequence) + new_tokens > model.cfg.n_ctx:
-                raise PromptTooLong(
-                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the condition "{name}" '
-                    f"and {new_tokens} new ones are allowed; {model.cfg.model_name} takes {model.cfg.n_ctx:,}"
-                )
             refuse_what_cannot_generate(native, sequence, name)
     check_variants(model, [dict(made) for made in sequences])
     check_interventions(model, [p.id for p in prompts], [dict(made) for made in sequences])
-
-
-def _end_tokens(model: HookedModel, native: Any) -> frozenset[int]:
-    """Tokens that end an answer, by the tokenizer and by the model's generation settings."""
-    found = getattr(getattr(native, "generation_config", None), "eos_token_id", None)
-    found = found if isinstance(found, (list, tuple)) else [found]
-    return frozenset(int(t) for t in [*found, model.tokenizer.eos_token_id] if t is not None)
+    return dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
 
 
 def _about(
-    model: HookedModel,
+    model: Any,
+    server: Server | None,
     prompts: Seq[Prompt],
+    sequences: Seq[Mapping[str, Sequence]],
     named: Mapping[str, Condition],
     new_tokens: int,
     samples: int,
@@ -205,11 +243,10 @@ def _about(
     grader: str,
     seed: int,
 ) -> dict[str, Any]:
-    parameters = next(model.parameters())
+    groups = {p.id: p.group for p in prompts if p.group is not None}
     return {
         "model": provenance.name_of(str(model.cfg.model_name)),
-        "weights_hash": weights_hash(model),
-        "dtype": str(parameters.dtype).removeprefix("torch."),
+        **(_about_weights(model) if server is None else _about_server(server, sequences)),
         "prompts": provenance.digest(prompts),
         "conditions": {name: identity(condition) for name, condition in named.items()},
         "new_tokens": new_tokens,
@@ -218,7 +255,19 @@ def _about(
         "grader": grader,
         "seed": seed,
         "versions": provenance.versions(),
+        **({"groups": groups} if len(set(groups.values())) < len(groups) else {}),
     }
+
+
+def _about_weights(model: HookedModel) -> dict[str, Any]:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {"weights_hash": weights_hash(model), "dtype": dtype}
+
+
+def _about_server(server: Server, sequences: Seq[Mapping[str, Sequence]]) -> dict[str, Any]:
+    """Where, and a digest of all tokens that are sent: the same names and another tokenizer are another run."""
+    name = None if server.model is None else provenance.name_of(server.model)
+    return {"server": server.address, "served_model": name, "sent": provenance.digest(tokens_of(sequences))}
 
 
 def _progress(batches: list, show: bool) -> Iterable | Iterator:

@@ -233,7 +233,9 @@ class Evaluation:
         def values(name: str, k: int) -> np.ndarray:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
-                raise OptionError("some answers hold no log-probabilities: they were written by an older version")
+                raise OptionError(
+                    "some answers hold no log-probabilities: of an older version, or of a server that tells none"
+                )
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)

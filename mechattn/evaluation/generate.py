@@ -113,7 +113,7 @@ def answers(
                 break
             tokens = following[:, None]
     rows, logprobs = torch.stack(written, 1).tolist(), torch.stack(likely, 1).double()
-    return [_until(row, each, end) for row, each in zip(rows, logprobs, strict=True)]
+    return [until_end(row, each, end) for row, each in zip(rows, logprobs, strict=True)]
 
 
 def _chosen(
@@ -134,7 +134,8 @@ def _chosen(
     return torch.searchsorted(cumulative, point.double() * cumulative[:, -1:]).clamp(max=logits.shape[-1] - 1)[:, 0]
 
 
-def _until(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
+def until_end(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
+    """An answer of the tokens before the first that ends it."""
     at = next((i for i, token in enumerate(row) if token in end), None)
     through = len(row) if at is None else at + 1
     return Answer(tuple(row[:at]), at is not None, float(logprobs[:through].mean()))

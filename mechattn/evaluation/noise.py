@@ -51,8 +51,8 @@ def baseline_noise(
     """
     import pandas as pd
 
-    if taken := sorted({"out", "conditions"} & set(options)):
-        raise OptionError(f"{taken[0]}=… has no place here: the baseline alone is answered, anew each time")
+    if taken := sorted({"out", "conditions", "server"} & set(options)):
+        raise OptionError(f"{taken[0]}=… has no place here: the baseline alone is answered, here, anew each time")
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")

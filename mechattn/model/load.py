@@ -268,13 +268,22 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
         ) from error
 
 
+def text_config(name: str) -> Any:
+    """The config of a model, of one that sees or hears that of its text part, without the weights.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    return _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+
+
 def layers_and_heads(name: str) -> tuple[int, int] | None:
     """How many layers and heads a model has, from its config, before its weights are read; None where that is silent.
 
     Raises:
         ModelError: There is no such model.
     """
-    config = _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+    config = text_config(name)
     layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
 

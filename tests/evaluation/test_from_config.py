@@ -10,6 +10,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
+from tests.evaluation.stand_in import Engine, StandIn, running
 
 TEXT = """
 model = "toy:llama"
@@ -43,6 +44,33 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
     assert [line for line in again.output.splitlines() if line.startswith("| ")] == rows
     monkeypatch.setattr("mechattn.evaluation.evaluate.answers", lambda *args: pytest.fail("asked again"))
     evaluate_from_config(tmp_path / "config.toml")
+
+
+def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
+    """The same table, from the file and from the command line, without the model."""
+    monkeypatch.chdir(tmp_path)
+    text = TEXT.replace('[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', "")
+    (tmp_path / "config.toml").write_text(text)
+    here = CliRunner().invoke(app, ["evaluate", "config.toml"])
+    table = [line for line in here.output.splitlines() if line.startswith("| ")]
+    assert len(table) == 3
+    (tmp_path / "answers" / "toy-llama.jsonl").unlink()
+    monkeypatch.setattr("mechattn.commands.run_config.load_model", lambda *args, **options: pytest.fail("loaded"))
+    with running(StandIn(Engine(toy._mechattn.native, toy.tokenizer))) as server:
+        words = ["evaluate", "config.toml", "--server", server.address, "--served-model", "toy"]
+        there = CliRunner().invoke(app, words)
+        assert there.exit_code == 0, there.output
+        assert [line for line in there.output.splitlines() if line.startswith("| ")] == table
+        keys = f'[evaluation]\nserver = "{server.address}"\nserved_model = "toy"\n'
+        (tmp_path / "config.toml").write_text(text.replace("[evaluation]\n", keys))
+        server.bodies.clear()
+        assert CliRunner().invoke(app, ["evaluate", "config.toml"]).exit_code == 0
+        assert not server.asked  # all answers were there
+    (tmp_path / "config.toml").write_text(
+        text.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]').replace("r.z", "{model}.z")
+    )
+    with pytest.raises(OptionError, match="one server has one of them"):
+        evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 
 def test_the_best_of_many_is_reported_on_the_other_half():

@@ -1,0 +1,212 @@
+"""Answers from a server: probed first, then asked for, each as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mechattn.errors import OptionError, PromptTooLong
+from mechattn.evaluation.generate import Answer, Request, until_end
+from mechattn.evaluation.served.connection import Connection, connected
+from mechattn.evaluation.served.probe import accepted, probed, takes_ids
+from mechattn.evaluation.served.reply import Asked, Reply
+from mechattn.evaluation.served.server import Server
+from mechattn.evaluation.served.text import texts_of
+from mechattn.model.unloaded import UnloadedModel
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+
+Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and its sequence
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on a server, probed.
+
+    Args:
+        connection: To the server.
+        model: Its tokenizer.
+        texts: The text of each prompt and condition, for a server that takes text only; None for token ids.
+        probe: What the probe has found.
+    """
+
+    connection: Connection
+    model: UnloadedModel
+    texts: Mapping[tuple[str, str], str] | None
+    probe: Mapping[str, Any]
+
+    def answered(
+        self, todo: Seq[Todo], new_tokens: int, at_once: int, temperature: float, seed: int, progress: bool
+    ) -> Iterator[list[tuple[Todo, Answer, str]]]:
+        """Each answer with its text, as it comes, in no order.
+
+        Raises:
+            ServerError: One could not be had; those before it were given.
+        """
+        asked = ((one, self._asked(one, new_tokens, temperature, seed)) for one in todo)
+        doubtful: dict[tuple[str, str, int], tuple[Answer, str]] = {}
+        with _bar(len(todo), progress) as advance:
+            for one, reply in self.connection.replies(asked, at_once):
+                answer, text = as_answer(reply, self.model)
+                if may_have_ended(reply, answer, new_tokens):
+                    doubtful[_key(one)] = answer, text
+                    continue
+                advance(len(answer.tokens))
+                yield [(one, answer, text)]
+            more = ((one, self._asked(one, new_tokens + 1, temperature, seed)) for one in todo if _key(one) in doubtful)
+            for one, reply in self.connection.replies(more, at_once):
+                answer, text = doubtful[_key(one)]
+                advance(len(answer.tokens))
+                yield [(one, replace(answer, finished=reply.stopped and reply.text == text), text)]
+
+    def _asked(self, one: Todo, new_tokens: int, temperature: float, seed: int) -> Asked:
+        prompt, name, wanted = one
+        ids = tuple(wanted.sequence.tokens.tolist())
+        room = min(self.model.cfg.n_ctx, self.connection.longest or self.model.cfg.n_ctx) - len(ids)
+        return Asked(
+            ids if self.texts is None else self.texts[prompt.id, name],
+            len(ids),
+            min(new_tokens, room),
+            temperature,
+            seed_of(seed, prompt.id, wanted.sample),
+            self.model.end,
+        )
+
+
+@contextmanager
+def served(
+    server: Server,
+    model: UnloadedModel,
+    prompts: Seq[Prompt],
+    sequences: Seq[Mapping[str, Sequence]],
+    new_tokens: int,
+    temperature: float,
+    before: Mapping[str, Any] | None,
+) -> Iterator[Served]:
+    """A connection to a server that has been found to serve the model.
+
+    Args:
+        server: Where.
+        model: Its tokenizer, and the model itself where it is loaded.
+        prompts: The prompts.
+        sequences: What each condition makes of them.
+        new_tokens: At most so many are written.
+        temperature: Of the sampling.
+        before: What an earlier probe has found, of which this run is the continuation.
+
+    Raises:
+        ServerError: Nobody is there, or it is not the model.
+        PromptError: It takes text only, and a prompt would be read as other tokens.
+    """
+    with connected(server) as connection:
+        if connection.longest is not None:
+            check_room(prompts, sequences, new_tokens, connection.longest, f"the server at {server.address}")
+        ids = takes_ids(connection, sequences[0], model.end)
+        texts = None if ids else texts_of(model.tokenizer, prompts, sequences, server.address)
+        found = probed(connection, model, prompts, sequences, texts, temperature)
+        accepted(found, before, server)
+        yield Served(connection, model, texts, found)
+
+
+def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
+    """Refuse what acts inside of the model, where no server lets us in.
+
+    Raises:
+        OptionError: A condition intervenes, hides inserted tokens or keeps positions.
+    """
+    for made in sequences:
+        for name, sequence in made.items():
+            if sequence.interventions:
+                acts = type(sequence.interventions[0]).__name__
+                why = f"intervenes ({acts}), which needs hooks inside of the model"
+            elif sequence.edge_mask is not None:
+                why = "hides tokens from others (.masked() or Knockout), and a server takes no mask"
+            elif sequence.keeps_positions:
+                why = "keeps positions (.unshifted()), and a server counts them itself"
+            else:
+                continue
+            raise OptionError(
+                f"{name!r} {why}: a server takes tokens and nothing else. Leave it out, or evaluate it here, without "
+                "server=…"
+            )
+
+
+def check_room(
+    prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int, longest: int, who: str
+) -> None:
+    """Refuse prompts that are too long with their answers.
+
+    Raises:
+        PromptTooLong: One is.
+    """
+    for prompt, made in zip(prompts, sequences, strict=True):
+        for name, sequence in made.items():
+            if len(sequence) + new_tokens > longest:
+                raise PromptTooLong(
+                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the condition "{name}" '
+                    f"and {new_tokens} new ones are allowed; {who} takes {longest:,}"
+                )
+
+
+def seed_of(seed: int, prompt: str, sample: int) -> int:
+    """The seed of one answer, the same under each condition, as here: 31 bits, which every server takes."""
+    made = hashlib.sha256(f"{seed} {sample} {prompt}".encode("utf-8", "backslashreplace"))
+    return int.from_bytes(made.digest()[:4], "big") >> 1
+
+
+def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
+    """An answer and its text.
+
+    Of a server that tells no token ids, they are those that the tokenizer makes of the text.
+    """
+    logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
+    if reply.tokens is None:
+        tokens = tuple(model.tokenizer(reply.text, add_special_tokens=False)["input_ids"])
+        return Answer(tokens, reply.stopped, float(logprobs.mean())), reply.text
+    answer = until_end(list(reply.tokens), logprobs, model.end)
+    text = model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
+    return replace(answer, finished=answer.finished or reply.stopped), text
+
+
+def may_have_ended(reply: Reply, answer: Answer, new_tokens: int) -> bool:
+    """Whether the last token that was allowed may be the one that ends the answer, though the server says "length".
+
+    transformers and SGLang look at the limit first. The text then has a token less than was written, or the model has
+    written it in more tokens than its tokenizer would; which of them, one token more will tell.
+    """
+    return reply.tokens is None and not reply.stopped and len(answer.tokens) < new_tokens
+
+
+def _key(one: Todo) -> tuple[str, str, int]:
+    return one[0].id, one[1], one[2].sample
+
+
+@contextmanager
+def _bar(total: int, show: bool) -> Iterator[Any]:
+    """A bar of answers that says how many tokens a second there are."""
+    from tqdm.auto import tqdm
+
+    began, written = time.monotonic(), 0
+
+    def advance(tokens: int) -> None:
+        nonlocal written
+        written += tokens
+        bar.set_postfix_str(f"{written / max(time.monotonic() - began, 1e-3):,.0f} tokens/s", refresh=False)
+        bar.update()
+
+    with tqdm(desc="answers", total=total, unit="answer", delay=2, disable=not show) as bar:
+        yield advance
+
+
+def tokens_of(sequences: Iterable[Mapping[str, Sequence]]) -> Iterator[list[int]]:
+    """What is sent, for a digest of it."""
+    for made in sequences:
+        for sequence in made.values():
+            yield sequence.tokens.tolist()

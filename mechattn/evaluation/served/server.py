@@ -1,0 +1,88 @@
+"""Where a model is served: the address, the model's name there, and a key that stands in no file, log or error."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from mechattn.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server with an endpoint for completions.
+
+    Args:
+        address: Such as "http://host:8000/v1".
+        model: The name under which it serves the model; None for the only one that it has.
+        timeout: Seconds that one answer may take, before it is asked for again.
+        verify: Whether a server whose answers are not the model's is refused.
+        key: What it asks for, from the environment.
+    """
+
+    address: str
+    model: str | None
+    timeout: float
+    verify: bool
+    key: str | None = field(default=None, repr=False)
+
+    def without_key(self, text: str) -> str:
+        """What a server has said, without the key, should it have repeated that."""
+        return text.replace(self.key, "…") if self.key else text
+
+
+def server_given(
+    address: str | None, model: str | None, key_name: str | None, timeout: float, verify: bool
+) -> Server | None:
+    """The server that the arguments of ``evaluate`` name; None for none.
+
+    Raises:
+        OptionError: The address is none, holds a key, the key is not in the environment, or a package is missing.
+    """
+    if address is None:
+        for name, value in (("served_model", model), ("server_key", key_name)):
+            if value is not None:
+                raise OptionError(f'{name} is given without a server: give server="http://host:8000/v1" too')
+        return None
+    _check_address(address)
+    if model is not None and (not isinstance(model, str) or not model.strip()):
+        raise OptionError(f"served_model={model!r}: give the name under which the server has the model")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise OptionError(f"server_timeout={timeout!r}: give a number of seconds")
+    if find_spec("openai") is None or find_spec("anyio") is None:
+        raise OptionError('a server is asked through the package openai: pip install "mechattn[server]"')
+    return Server(address.rstrip("/"), model, float(timeout), bool(verify), _key(key_name))
+
+
+def _check_address(address: str) -> None:
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except (ValueError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise OptionError(f'server={address!r}: give an address such as "http://host:8000/v1"')
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise OptionError(
+            "the address of the server holds a user, a password or a query: give the address alone, put the key into "
+            'an environment variable, and name that: server_key="SERVER_KEY"'
+        )
+
+
+def _key(name: str | None) -> str | None:
+    """The key in an environment variable; what was given is not repeated where it may be the key itself."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise OptionError(
+            "server_key is the name of an environment variable that holds the key, and what was given is no such "
+            'name: export SERVER_KEY=…, then server_key="SERVER_KEY"'
+        )
+    if not os.environ.get(name, "").strip():
+        hint = "export it" if len(name) < 24 else "or is the key itself, which belongs into a variable"
+        shown = name if len(name) < 24 else f"{name[:4]}…"
+        raise OptionError(f"server_key={shown!r}: there is no such environment variable, or it is empty; {hint}")
+    return os.environ[name].strip()

@@ -1,0 +1,92 @@
+"""A model whose weights are not here: its tokenizer, how much it reads at once, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mechattn.errors import ModelError
+from mechattn.model.hooks import prepends_bos
+from mechattn.model.load import as_hooked, load_model, model_place, text_config, tokenizer_named
+from mechattn.model.verify.facts import ModelFacts, facts_of
+
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What prompts and conditions ask of ``model.cfg``.
+
+    Args:
+        model_name: The model's name.
+        d_vocab: Tokens in its vocabulary.
+        n_ctx: Tokens that it reads at once, as far as that is known.
+        default_prepend_bos: Whether a BOS token stands first.
+    """
+
+    model_name: str
+    d_vocab: int
+    n_ctx: int
+    default_prepend_bos: bool
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A tokenizer in place of a model: enough to make sequences, and to read what was written.
+
+    Args:
+        tokenizer: Of transformers.
+        cfg: Sizes.
+        end: Tokens that end an answer.
+        loaded: The hooked model, where one was given.
+    """
+
+    tokenizer: Any
+    cfg: Any
+    end: frozenset[int]
+    loaded: Any = None
+
+
+def unloaded(model: Any) -> UnloadedModel:
+    """What is known of a model without its weights; of one that is loaded, the model itself beside it.
+
+    Args:
+        model: A name or a directory, of which no weights are read; a tokenizer; or a model that ``load_model`` takes.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+    """
+    if isinstance(model, (str, Path)):
+        return _named(str(model))
+    if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
+        name = getattr(model, "name_or_path", "") or type(model).__name__
+        return _of_tokenizer(model, str(name), _NO_LIMIT, None)
+    hooked = load_model(as_hooked(model))
+    if getattr(hooked, "tokenizer", None) is None:
+        raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one: load_model(model, tokenizer=…)")
+    settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end_tokens(settings, hooked.tokenizer), hooked)
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
+    found = getattr(generation_config, "eos_token_id", None)
+    found = found if isinstance(found, (list, tuple)) else [found]
+    return frozenset(int(token) for token in [*found, tokenizer.eos_token_id] if token is not None)
+
+
+def _named(name: str) -> UnloadedModel:
+    from transformers import GenerationConfig
+
+    longest = getattr(text_config(name), "max_position_embeddings", None)
+    try:
+        settings = GenerationConfig.from_pretrained(model_place(name))
+    except OSError:  # there are none
+        settings = None
+    return _of_tokenizer(tokenizer_named(name), name, longest if isinstance(longest, int) else _NO_LIMIT, settings)
+
+
+def _of_tokenizer(tokenizer: Any, name: str, longest: int, settings: Any) -> UnloadedModel:
+    sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))
+    return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))

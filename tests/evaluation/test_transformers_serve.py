@@ -1,0 +1,107 @@
+"""``transformers serve`` with a toy, on the loopback address: the server that others wrote."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+import mechattn as ma
+from mechattn.errors import PromptError, ServerError
+from mechattn.model.toys import toy_folder
+
+CONDITIONS = {
+    "slash": ma.MeaninglessTokens("/", 55),
+    "start": ma.MeaninglessTokens("/", 20, place="start"),
+    "middle": ma.MeaninglessTokens("/", 20, place="middle"),
+    "random place": ma.MeaninglessTokens("/", 20, place="random"),
+    "before the answer": ma.MeaninglessTokens("/", 20, place="before_answer"),
+    "word": ma.RepeatedWord(count=20),
+    "counting": ma.Counting(20),
+    "repeated": ma.RepeatQuestion(),
+    "text": ma.Text(" Take your time."),
+}
+
+
+@contextmanager
+def serving(folder, log):
+    """The server, for the length of a ``with``; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", *words]
+    with open(log, "w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    try:
+        until = time.monotonic() + 120
+        while not _healthy(port):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _healthy(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(toy_folder("toy:llama"), tmp_path_factory.mktemp("serve") / "log") as address:
+        yield address
+
+
+def compared(toy, server, limit):
+    prompts = ma.load_prompts("word-problems", limit=limit)
+    here = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=60, progress=False)
+    there = ma.evaluate(
+        toy, prompts, CONDITIONS, new_tokens=60, progress=False, batch=8, server=server,
+        served_model=str(toy_folder("toy:llama")),
+    )  # fmt: skip
+    assert there.provenance["probe"]["sent"] == "text"
+    assert there.provenance["probe"]["alike"] == 1.0
+    assert there.provenance["served_model"] == "llama"
+    same = [
+        (a.prompt, a.condition, a.tokens, a.text, a.right, a.finished)
+        == (b.prompt, b.condition, b.tokens, b.text, b.right, b.finished)
+        for a, b in zip(here.answers, there.answers, strict=True)
+    ]
+    return sum(same), len(same)
+
+
+def test_answers_are_those_of_the_loop_here(toy, server):
+    same, of = compared(toy, server, limit=2)
+    assert same == of == 20
+
+
+@pytest.mark.slow
+def test_answers_of_a_hundred_problems_are_those_of_the_loop_here(toy, server):
+    """All of them, here; rounding differs with the CPU and the batch, and may turn a tie now and then."""
+    same, of = compared(toy, server, limit=100)
+    assert of == 1000
+    assert same >= 0.998 * of
+
+
+def test_it_takes_no_other_text_and_does_not_sample(server):
+    prompts = ma.load_prompts("word-problems", limit=3)
+    asked = {"server": server, "served_model": str(toy_folder("toy:llama")), "new_tokens": 10, "progress": False}
+    with pytest.raises(PromptError, match=r"takes text only, .* would be read as other tokens: at position \d+ '"):
+        ma.evaluate("toy:llama", prompts, {"shuffled": ma.ShuffledSentence(20)}, **asked)
+    with pytest.raises(ServerError, match="does not sample"):
+        ma.evaluate("toy:llama", prompts, samples=2, **asked)
+    with pytest.raises(ServerError, match=r"answers 400: .*Server is pinned to"):
+        ma.evaluate("toy:llama", prompts, **(asked | {"served_model": "another"}))
+    with pytest.raises(ServerError, match=r"has read \d+ tokens of a prompt that has"):
+        ma.evaluate("toy:falcon", prompts, **asked)
