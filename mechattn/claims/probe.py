@@ -1,0 +1,147 @@
+"""What a model costs, and whether it can be used at all: found before anything is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mechattn.claims.protocol import ACTIVATIONS, ANALYSES, arm_conditions, attention_conditions, slash_for
+from mechattn.claims.settings import Settings
+from mechattn.engine.run import run
+from mechattn.errors import ConditionError, MechattnError, PromptTooLong
+from mechattn.evaluation.evaluate import evaluate
+from mechattn.model.load import dtype_named, layers_and_heads, load_model, model_place, tokenizer_named
+from mechattn.prompts.conditions import MeaninglessTokens
+from mechattn.prompts.datasets import load_prompts
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.templates import tokenize
+
+_TRIED = 2  # prompts
+_ANSWERED, _WORDS = 8, 16  # problems, and tokens of each
+_BATCH = 0.5  # of the time that an answer takes among eight, among thirty-two
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a model takes, and what of it the plan needs.
+
+    Args:
+        load: To load it.
+        prompt: To measure one prompt under all conditions.
+        answer: To answer one problem once.
+        architecture: Its class.
+        count: How many tokens its tokenizer makes of 55 “/”.
+        separator: What stands between them.
+        no_activations: Why its MLPs cannot be measured.
+    """
+
+    load: float
+    prompt: float
+    answer: float
+    architecture: str
+    count: int
+    separator: str
+    no_activations: str = ""
+
+    @property
+    def slash(self) -> MeaninglessTokens:
+        """The tokens that are inserted."""
+        return MeaninglessTokens(count=self.count, separator=self.separator)
+
+
+def prompts_of(settings: Settings, name: str) -> list[Prompt]:
+    """The problems for a model: of word problems those that the toys were trained on the like of.
+
+    Raises:
+        PromptError: There are none.
+    """
+    asked = max(settings.limit, settings.problems)
+    return load_prompts(settings.prompts, limit=asked, field=settings.field, seed=settings.seed)
+
+
+def check_model(name: str) -> None:
+    """Refuse what is no model, or cannot make the filler, before its weights are read.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+        ConditionError: Its tokenizer cannot make about 55 “/”.
+    """
+    model_place(name)
+    layers_and_heads(name)
+    try:
+        slash_for(tokenizer_named(name))
+    except ConditionError as error:
+        raise ConditionError(f"{name}: {error}") from None
+
+
+def least_seconds(name: str, prompts: Seq[Prompt], passes: int) -> float:
+    """What so many passes take at least, by the sizes in the config and how fast this machine multiplies matrices."""
+    from mechattn.model.load import _config_of  # one place reads configs
+
+    config = _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+    layers, width = (int(getattr(config, part, 0) or 0) for part in ("num_hidden_layers", "hidden_size"))
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
+    tokenizer = tokenizer_named(name)
+    tokens = min(len(tokenizer(prompt.question)["input_ids"]) for prompt in prompts)
+    return 2.0 * layers * (2 * width**2 + 2 * width * inner) * tokens * passes / _speed()
+
+
+def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:
+    """Load a model, check that the longest problem fits, and time two prompts and a few words of eight answers.
+
+    Raises:
+        MechattnError: The model, or a prompt, cannot be used.
+    """
+    load, model = timed(lambda: load_model(name, dtype=dtype_named(settings.dtype), device=settings.device))
+    architecture = str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture)
+    slash = slash_for(model.tokenizer)
+    _check_length(model, prompts, settings, slash)
+    conditions, some = attention_conditions(slash), prompts[:_TRIED]
+    run(model, some[:1], conditions, ANALYSES, seed=settings.seed, progress=False)  # what is done once is not timed
+    each, _ = timed(lambda: run(model, some, conditions, ANALYSES, seed=settings.seed, progress=False))
+    why = ""
+    try:
+        conditions |= arm_conditions(architecture)
+        more, _ = timed(lambda: run(model, some, conditions, ACTIVATIONS, layers=0, progress=False))
+        each += more
+    except MechattnError as error:
+        why = str(error)
+    words = min(_WORDS, settings.new_tokens)
+    eight = list(prompts[:_ANSWERED])
+    answers, _ = timed(lambda: evaluate(model, eight, new_tokens=words, progress=False))
+    answer = answers / len(eight) * settings.new_tokens / words * _BATCH
+    return Cost(load, each / len(some), answer, architecture, slash.count, slash.separator, why)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what came out."""
+    start = time.perf_counter()
+    made = call()
+    return time.perf_counter() - start, made
+
+
+def _check_length(model: Any, prompts: Seq[Prompt], settings: Settings, slash: MeaninglessTokens) -> None:
+    from mechattn.claims.protocol import PROTOCOL
+
+    longest = max(prompts, key=lambda prompt: len(tokenize(prompt, model)))
+    tokens = len(tokenize(longest, model)) + max(slash.count, *PROTOCOL.lengths)
+    if tokens + settings.new_tokens > model.cfg.n_ctx:
+        raise PromptTooLong(
+            f'prompt {longest.id} ("{longest.excerpt}") has {tokens:,} tokens with the most that are inserted, and '
+            f"{settings.new_tokens:,} new ones are allowed; {model.cfg.model_name} takes {model.cfg.n_ctx:,}. Give "
+            "fewer new tokens, or shorter problems"
+        )
+
+
+def _speed() -> float:
+    """Floating-point operations a second in one product of matrices of this machine."""
+    a = torch.ones(512, 512)
+    with torch.no_grad():
+        a @ a
+        took, _ = timed(lambda: [a @ a for _ in range(8)])
+    return 8 * 2 * 512.0**3 / took
