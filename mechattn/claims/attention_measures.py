@@ -14,6 +14,7 @@ from mechattn.results.result import Result
 _PEAKS = 0.1  # of the question's tokens
 _EARLY = 1 / 6  # of the layers: 0 to 3 of 24
 _SINK = 0.1  # of a head's attention
+_QUERIES = 8  # after a key, at least: what one or two pay to it is hardly a mean
 
 
 class NotApplicable(OptionError):
@@ -41,15 +42,17 @@ def deeper(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
 def peaks(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
     """Log-ratio at the peaks less that elsewhere in the question, beyond uniform attention, layer 0 [prompt].
 
-    The peaks of a head and prompt are the tenth of the keys with the largest geometric mean of both conditions.
+    The peaks of a head and prompt are the tenth of the keys with the largest geometric mean of both conditions, among
+    those that eight original tokens or more come after.
     """
     data = result["received_attention"].isel(layer=0)
     question = result["sequences"].segment_index.sel(condition=BASELINE).values == SEGMENTS.index("question")
     ours, theirs = (data.received_by_origin_per_prompt.sel(condition=c).values for c in (condition, to))
     null, their_null = (data.received_uniform_by_origin_per_prompt.sel(condition=c).values for c in (condition, to))
+    lengths = (result["sequences"].origin.sel(condition=BASELINE).values >= 0).sum(-1)
     found = []
-    for prompt in range(len(question)):
-        keys = np.flatnonzero(question[prompt, : ours.shape[-1]])
+    for prompt, length in enumerate(lengths):
+        keys = np.flatnonzero(question[prompt, : max(0, length - _QUERIES)])
         one, other = ours[prompt][:, keys].astype(np.float64), theirs[prompt][:, keys].astype(np.float64)
         expected = np.log(null[prompt, keys] / their_null[prompt, keys])
         there = np.isfinite(expected) & (one > 0).all(0) & (other > 0).all(0)

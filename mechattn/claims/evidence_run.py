@@ -74,7 +74,7 @@ class Work:
 
     def prompts(self, of: Any) -> list[Prompt]:
         """The first prompts, as many as the plan says."""
-        return prompts_of(self.settings, self.name)[: self.plan.count(self.name, of)]
+        return prompts_of(self.settings)[: self.plan.count(self.name, of)]
 
 
 def measured(work: Work) -> Evidence:

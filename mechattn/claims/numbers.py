@@ -24,6 +24,7 @@ def figure(value: float, kind: Kind) -> str:
         return "?"
     shown = scaled(value, kind)
     digits = 2 if kind == "number" else 1
+    shown = round(shown, digits) + 0.0  # no "−0.0"
     text = f"{shown:+.{digits}f}" if kind in SIGNED else f"{shown:.{digits}f}"
     return text.replace("-", "−")
 

@@ -16,10 +16,10 @@ CLAIMS = (
         supported_by="A larger share of tokens whose strongest target is themselves, by 5 points at least.",
         measured=f"Question, without tokens, mean over heads: the share in {_EARLY}, less that in the others.",
         null="Uniform attention has no largest; random weights are the null",
-        control=Measure("attention to itself, early less late", "early_less_late", ("self_mass",), "share"),
+        control=Measure("attention to itself, early less late", "early_less_late", ("self_mass",), "points"),
         parts=(
             Part(
-                Measure("early less late", "early_less_late", ("self_share",), "share"),
+                Measure("early less late", "early_less_late", ("self_share",), "points"),
                 Rule("above", 0.05, 0.05),
             ),
         ),
@@ -36,10 +36,10 @@ CLAIMS = (
         supported_by="A larger share of tokens whose strongest target is the first one than early, by 5 points at least.",
         measured=f"Question, without tokens, mean over heads: the share beyond {_EARLY}, less that before.",
         null="Uniform attention has no largest; random weights are the null",
-        control=Measure("attention to the first token, late less early", "late_less_early", ("first_mass",), "share"),
+        control=Measure("attention to the first token, late less early", "late_less_early", ("first_mass",), "points"),
         parts=(
             Part(
-                Measure("late less early", "late_less_early", ("first_share",), "share"),
+                Measure("late less early", "late_less_early", ("first_share",), "points"),
                 Rule("above", 0.05, 0.05),
             ),
         ),

@@ -47,9 +47,9 @@ def paper(
     budget: str | float | None = None,
     prompts: str = "word-problems",
     field: str = "question",
-    limit: int = 64,
+    limit: int = 32,
     problems: int = 100,
-    samples: int = 8,
+    samples: int = 4,
     new_tokens: int = 90,
     seed: int = 0,
     dtype: str = "auto",
@@ -134,7 +134,7 @@ def _check(settings: Settings, force: bool) -> None:
     check_place(settings.out, force)
     if settings.budget is not None:
         for name in settings.models:
-            least = least_seconds(name, prompts_of(settings, name), least_passes(settings))
+            least = least_seconds(name, prompts_of(settings), least_passes(settings))
             refuse_small(settings, least, name)
 
 
@@ -143,7 +143,7 @@ def _plan(settings: Settings, fresh: bool) -> Plan:
     place = settings.out / "plan.json"
     plan = None if fresh else kept_plan(place, settings)
     if plan is None:
-        costs = {name: probed(name, settings, prompts_of(settings, name)) for name in settings.models}
+        costs = {name: probed(name, settings, prompts_of(settings)) for name in settings.models}
         plan = planned(settings, costs)
         keep_plan(place, settings, plan)
     return plan

@@ -15,6 +15,7 @@ from mechattn.claims.protocol import PROTOCOL
 from mechattn.claims.register import CLAIMS
 from mechattn.claims.settings import Settings
 from mechattn.errors import OptionError, OutputError
+from mechattn.results.provenance import name_of
 from mechattn.results.whole import write_whole
 
 WORDS: Mapping[Needs, str] = {
@@ -80,7 +81,7 @@ class Plan:
         for stage in self.stages:
             of = str(stage.count) if stage.count else "left out"
             about = words(stage.seconds) if stage.count else f"would take {words(stage.seconds)} at least"
-            lines.append(f"| {stage.model} | {WORDS[stage.of]} | {of} | {about} | {len(stage.claims)} |")
+            lines.append(f"| {name_of(stage.model)} | {WORDS[stage.of]} | {of} | {about} | {len(stage.claims)} |")
         within = "" if self.budget is None else f", within {words(self.budget)}"
         return "\n".join([*lines, "", f"About {words(self.seconds)} in all{within}."])
 

@@ -54,8 +54,8 @@ class Cost:
         return MeaninglessTokens(count=self.count, separator=self.separator)
 
 
-def prompts_of(settings: Settings, name: str) -> list[Prompt]:
-    """The problems for a model: of word problems those that the toys were trained on the like of.
+def prompts_of(settings: Settings) -> list[Prompt]:
+    """The problems, the same for all models.
 
     Raises:
         PromptError: There are none.

@@ -97,11 +97,11 @@ def decide(rule: Rule, found: Estimate, chance: Chance | None = None, by_definit
         return Outcome("cannot be told", f"{found.n} give no interval, and {FEWEST} are needed at least")
     near, far = (found.low, found.high) if rule.side == "above" else (found.high, found.low)
     if rule.sign * (far - rule.line) < 0:
-        return Outcome("contradicted", f"the whole interval is not {rule.side} the line")
+        return Outcome("contradicted", f"the whole interval is {'below' if rule.sign > 0 else 'above'} the line")
     if rule.sign * (near - rule.line) <= 0:
         return Outcome("cannot be told", "the interval reaches over the line")
     if by_definition:
-        return Outcome("supported", "it holds by definition")
+        return Outcome("supported", "it holds without any training")
     return _beyond_chance(rule, chance)
 
 

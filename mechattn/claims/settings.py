@@ -38,9 +38,9 @@ class Settings:
     out: Path
     prompts: str = "word-problems"
     field: str = "question"
-    limit: int = 64
+    limit: int = 32
     problems: int = 100
-    samples: int = 8
+    samples: int = 4
     new_tokens: int = 90
     budget: float | None = None
     seed: int = 0
