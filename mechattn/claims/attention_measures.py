@@ -136,12 +136,21 @@ def sink_and_update(result: Result) -> np.ndarray:
     )
     cut = _cut(mass.shape[1])
     mass, size = (part[:, cut:].reshape(len(part), -1) for part in (mass, size))
-    if mass.mean(0).max() < _SINK:
-        raise NotApplicable(f"no head has {100 * _SINK:.0f} % of its attention on the first token")
     ranks = [rankdata(part, axis=1) for part in (mass, size)]
     centred = [part - part.mean(1, keepdims=True) for part in ranks]
     norms = np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
     return (centred[0] * centred[1]).sum(1) / norms
+
+
+def check_sinks(result: Result) -> None:
+    """Refuse a model in which no later head looks at the first token.
+
+    Raises:
+        NotApplicable: None has a tenth of its attention there.
+    """
+    mass = _heads(result, "attention_focus", "first_mass", BASELINE).mean(0)
+    if mass[_cut(len(mass)) :].max() < _SINK:
+        raise NotApplicable(f"no later head has {100 * _SINK:.0f} % of its attention on the first token")
 
 
 def magnitude(result: Result, condition: str) -> np.ndarray:

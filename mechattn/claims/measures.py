@@ -1,4 +1,4 @@
-"""Every number that a claim asks for, by its name: estimates with intervals, and beside them those of random weights."""
+"""Every number that a claim asks for, by its name: estimates with intervals, beside those of random weights."""
 
 from __future__ import annotations
 
@@ -79,10 +79,8 @@ def agreement_apart(result: Result, one: str, other: str, control: str) -> np.nd
 def accuracy_apart(evaluation: Evaluation, condition: str, to: str = BASELINE) -> Estimate:
     """Accuracy less that of another condition, on the same problems."""
     _check_there(evaluation, condition, to)
-    found = evaluation.compare(condition, to)
-    return Estimate(
-        *(float(found[name]) for name in ("difference", "low", "high")), int(found["n"]), found["detectable"]
-    )
+    made = {name: float(value) for name, value in evaluation.compare(condition, to).items()}
+    return Estimate(made["difference"], made["low"], made["high"], int(made["n"]), made["detectable"])
 
 
 def pass_at_k(evaluation: Evaluation, condition: str, to: str = BASELINE) -> Estimate:
@@ -106,6 +104,7 @@ OF_PROMPTS: dict[str, OfPrompts] = {
         attention_measures.magnitude, attention_measures.turned, near_zero, agreement, agreement_apart,
     )
 }  # fmt: skip
+NEEDS = {"sink_and_update": attention_measures.check_sinks}  # of the model itself; random weights need no such heads
 OF_ANSWERS: dict[str, OfAnswers] = {of.__name__: of for of in (accuracy_apart, pass_at_k)}
 
 
@@ -123,6 +122,8 @@ def found(measure: Measure, needs: Needs, evidence: Evidence) -> tuple[Estimate,
     draws = evidence.random_activations if activations else evidence.random_attention
     if result is None:
         raise NotMeasured(evidence.missing.get(needs, "it was left out of the plan"))
+    if measure.of in NEEDS:
+        NEEDS[measure.of](result)
     values, *random = [_of_units(measure, one) for one in (result, *draws)]
     return estimated(values), beside_chance(values, random)
 

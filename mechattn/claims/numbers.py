@@ -40,6 +40,13 @@ def with_interval(estimate: Estimate, kind: Kind) -> str:
     return f"{value}{unit(kind)} [{low}, {high}]"
 
 
+def apart(distance: float, kind: Kind) -> str:
+    """How far two numbers of a kind are from each other, such as "5.0 points"."""
+    if kind == "number":
+        return f"{distance:.2f}"
+    return f"{100 * distance:.1f}{' points' if kind in ('share', 'points') else ' %'}"
+
+
 def line_words(part: Part) -> str:
     """The rule in words: where the interval has to lie."""
     kind, rule = part.measure.kind, part.rule
@@ -51,17 +58,14 @@ def detectable_words(found: JudgedPart) -> str:
     kind, n = found.part.measure.kind, found.estimate.n
     if not math.isfinite(found.estimate.detectable):
         return f"{n} are too few to tell anything"
-    far = found.estimate.detectable if kind == "number" else 100 * found.estimate.detectable
-    text = f"{far:.2f}" if kind == "number" else f"{far:.1f}"
-    units = " points" if kind in ("share", "points") else unit(kind)
-    return f"with n = {n}, what lies {text}{units} off the line is told with 80 % power"
+    return f"what lies {apart(found.estimate.detectable, kind)} off the line (n = {n})"
 
 
 def chance_words(chance: Chance | None, kind: Kind) -> str:
     """The number in random weights of the same architecture."""
     if chance is None:
         return ""
-    return f"random weights {', '.join(figure(draw, kind) for draw in chance.draws)}{unit(kind)}"
+    return f"{', '.join(figure(draw, kind) for draw in chance.draws)}{unit(kind)}"
 
 
 def cell(judged: Judged, sep: str = "; ") -> str:

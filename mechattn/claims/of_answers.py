@@ -34,7 +34,7 @@ CLAIMS = (
         key="arm_helps",
         title="ARM raises accuracy",
         says="More problems are solved with ARM in the first MLP.",
-        where=f"{PAPER}, section 4 and its tables",
+        where=f"{PAPER}, section 4",
         published="",
         supported_by=f"A higher accuracy than without, {_POINT}.",
         measured=_PAIRED,
@@ -51,7 +51,9 @@ CLAIMS = (
         where=f"{PAPER}, figure 8; 0 to 70 tokens",
         published="a rise, then a sharp drop",
         supported_by=f"Higher with 40 tokens than with none, and lower with 70 than with 40, both {_POINT}.",
-        measured="Greedy answers to the same problems, with 0, 10, 25, 40, 55 and 70 tokens; two differences fixed here.",
+        measured=(
+            "Greedy answers to the same problems, with 0, 10, 25, 40, 55 and 70 tokens; two differences fixed here."
+        ),
         null="No difference",
         control=Measure("10 less none", "accuracy_apart", ("count=10", "baseline"), "points"),
         parts=(_gain("40 less none", "count=40"), _gain("40 less 70", "count=40", "count=70")),

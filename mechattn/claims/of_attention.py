@@ -34,7 +34,9 @@ CLAIMS = (
     Claim(
         key="more_than_dilution",
         title="It falls further than dilution alone",
-        says="Meaningless tokens redistribute attention: more is taken from the meaningful ones than their number takes.",
+        says=(
+            "Meaningless tokens redistribute attention: more is taken from the meaningful ones than their number takes."
+        ),
         where=f"{PAPER}, section 2; no null is given",
         published="",
         supported_by="A fall that is further than that of uniform attention, by 2 % at least.",
@@ -57,10 +59,13 @@ CLAIMS = (
         says="The tokens that receive most lose most.",
         where=f"{PAPER}, section 2; received attention of three heads of the first layer",
         published="",
-        supported_by="Peaks fall further than the other tokens of the question, by 2 % at least beyond uniform attention.",
+        supported_by=(
+            "Peaks fall further than the other tokens of the question, by 2 % at least beyond uniform attention."
+        ),
         measured=(
             "Layer 0, the question's tokens that eight or more come after: the tenth of them that receive most, by the "
-            "geometric mean of both conditions; log-ratio there less that elsewhere, mean over heads, less the same under uniform attention."
+            "geometric mean of both conditions; log-ratio there less that elsewhere, mean over heads, less "
+            "the same under uniform attention."
         ),
         null=_UNIFORM,
         control=Measure("the same with a random sentence", "peaks", ("sentence", "baseline")),
@@ -99,7 +104,9 @@ CLAIMS = (
         parts=(Part(Measure("effective share", "evenness", ("slash",), "share"), Rule("above", 0.9, 0.0)),),
         needs="attention",
         deviation=_ALL_HEADS,
-        by_definition="Keys of one repeated token differ in layer 0 by their position alone; a blind head shares evenly.",
+        by_definition=(
+            "Keys of one repeated token differ in layer 0 by their position alone; a blind head shares evenly."
+        ),
         figure="received_attention",
     ),
     Claim(

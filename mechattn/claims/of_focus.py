@@ -33,7 +33,9 @@ CLAIMS = (
         says="From the fifth layer on heads attend to the first token.",
         where=f"{BLOG}, figures 5 and 10",
         published="layers 4 to 23 of 24",
-        supported_by="A larger share of tokens whose strongest target is the first one than early, by 5 points at least.",
+        supported_by=(
+            "A larger share of tokens whose strongest target is the first one than early, by 5 points at least."
+        ),
         measured=f"Question, without tokens, mean over heads: the share beyond {_EARLY}, less that before.",
         null="Uniform attention has no largest; random weights are the null",
         control=Measure("attention to the first token, late less early", "late_less_early", ("first_mass",), "points"),
@@ -54,7 +56,9 @@ CLAIMS = (
         where=f"{BLOG}, figure 10",
         published="",
         supported_by="A rank correlation over heads of attention to the first token with size of update below −0.2.",
-        measured=f"Question, without tokens, heads beyond {_EARLY}: Spearman's ρ of mass on the first token and ‖Δ‖ / ‖h‖.",
+        measured=(
+            f"Question, without tokens, heads beyond {_EARLY}: Spearman's ρ of mass on the first token and ‖Δ‖ / ‖h‖."
+        ),
         null="0; and random weights",
         control=None,
         parts=(Part(Measure("ρ over heads", "sink_and_update", (), "number"), Rule("below", -0.2, 0.1)),),
@@ -84,7 +88,9 @@ CLAIMS = (
         where=f"{BLOG}, figures 8 and 9; the histogram's numbers are not known here",
         published="",
         supported_by="A mean |cosine| of update and hidden state below 0.3.",
-        measured="|cos(Δ, h)|, of each head's mean over the question's tokens, without tokens; mean over layers and heads.",
+        measured=(
+            "|cos(Δ, h)|, of each head's mean over the question's tokens, without tokens; mean over layers and heads."
+        ),
         null="None",
         control=Measure("with “/”", "turned", ("slash",), "number"),
         parts=(Part(Measure("|cos|", "turned", ("baseline",), "number"), Rule("below", 0.3, 0.0)),),

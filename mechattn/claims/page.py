@@ -27,6 +27,7 @@ _GROUPS: tuple[tuple[str, tuple[Needs, ...], bool], ...] = (
     ("Without any tokens (the blog)", ("attention",), False),
 )
 _KINDS = {"supported": "supported", "contradicted": "contradicted", "cannot be told": "cannot", "not applicable": "not"}
+_SIGNS = {"supported": "✓", "contradicted": "✗", "cannot be told": "?", "not applicable": "–"}
 
 
 def check_place(out: Path, force: bool) -> None:
@@ -72,7 +73,13 @@ def _lead(verdicts: Verdicts, links: dict[tuple[int, str], str]) -> dict[str, An
     return {
         "answer": answer(verdicts),
         "models": [
-            {"name": m.name, "caption": m.caption, "counts": counted(m), "deviations": m.deviations}
+            {
+                "name": m.name,
+                "size": m.caption.removeprefix(m.name).strip(" ()"),
+                "counts": counted(m),
+                "marks": _marks(m),
+                "deviations": m.deviations,
+            }
             for m in verdicts.models
         ],
         "groups": groups,
@@ -93,14 +100,14 @@ def answer(verdicts: Verdicts) -> str:
     """The first sentences: what is supported, and what is contradicted, in every model."""
     models = verdicts.models
     free = [i for i, claim in enumerate(CLAIMS) if not claim.by_definition and _of_paper(claim)]
-    which = "this model" if len(models) == 1 else f"all {len(models)} models"
+    which = {1: "this model", 2: "both models"}.get(len(models), f"all {len(models)} models")
     parts = []
     for word in ("supported", "contradicted"):
         held = [CLAIMS[i].title for i in free if all(m.judged[i].outcome.word == word for m in models)]
         parts.append(f"{len(held)} {'is' if len(held) == 1 else 'are'} {word} in {which}{_listed(held)}")
     return (
-        f"Of the paper’s {len(free)} claims that could fail, {parts[0]}; {parts[1]}. Claims marked “by definition” hold "
-        "without any training where they hold: their support is no evidence."
+        f"Of the paper’s {len(free)} claims that could fail, {parts[0]}; {parts[1]}. Claims marked “by definition” "
+        "hold without any training where they hold: their support is no evidence."
     )
 
 
@@ -108,6 +115,12 @@ def _listed(titles: Seq[str]) -> str:
     """Such as " (it falls most at the peaks; λ is one number)"."""
     small = [title[0].lower() + title[1:] if title[1:2] in " abcdefghijklmnopqrstuvwxyz" else title for title in titles]
     return f" ({'; '.join(small)})" if small else ""
+
+
+def _marks(of: OfModel) -> str:
+    """How many verdicts of each kind, in signs, such as "✓ 7 · ✗ 10"."""
+    found = [one.outcome.word for one in of.judged]
+    return " · ".join(f"{sign} {found.count(word)}" for word, sign in _SIGNS.items() if word in found)
 
 
 def _row(verdicts: Verdicts, i: int, links: dict[tuple[int, str], str]) -> dict[str, Any]:

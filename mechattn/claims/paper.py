@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mechattn.claims.claim import Needs
 from mechattn.claims.evidence_run import Work, measured
 from mechattn.claims.judged import judged
 from mechattn.claims.measures import Evidence
@@ -62,7 +63,7 @@ def paper(
     force: bool = False,
     command: str = "",
 ) -> Verdicts | None:
-    """Judge every claim of arXiv:2510.01032 that is in the register for some models, by rules that are fixed beforehand.
+    """Judge the claims of arXiv:2510.01032 that are in the register for some models, by rules fixed beforehand.
 
     Writes ``paper.json``, ``paper.md`` and ``index.html``, a page that opens offline, to a folder. What will run, and
     for about how long, is said before anything is measured. The same call goes on where one was killed.
@@ -174,9 +175,8 @@ def _deviations(work: Work, evidence: Evidence) -> tuple[str, ...]:
     made = []
     if not any(name in work.name for name in _PAPERS_MODELS):
         made.append("Another model than the paper's.")
-    counts = [
-        f"{work.plan.count(work.name, of)} {what}" for of, what in (("attention", "prompts"), ("answers", "problems"))
-    ]
+    of: tuple[tuple[Needs, str], ...] = (("attention", "prompts"), ("answers", "problems"))
+    counts = [f"{work.plan.count(work.name, stage)} {what}" for stage, what in of]
     made.append(f"{provenance.name_of(settings.prompts)} ({', '.join(counts)}) in place of MATH-500 and AIME 2024.")
     if cost.count != PROTOCOL.count or cost.separator != PROTOCOL.separator:
         by = "with blanks" if cost.separator else "without blanks"

@@ -1,4 +1,4 @@
-"""What is run for the register: which tokens, how many, where, which ARM; fixed with the register, and in its digest."""
+"""What is run for the register: which tokens, how many, where, which ARM; fixed with it, and in its digest."""
 
 from __future__ import annotations
 

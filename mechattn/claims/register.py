@@ -14,7 +14,9 @@ from mechattn.results.identity import identity
 
 CLAIMS: tuple[Claim, ...] = (*of_attention.CLAIMS, *of_activations.CLAIMS, *of_answers.CLAIMS, *of_focus.CLAIMS)
 VERSION = 1
-DIGESTS = {1: ""}  # of each version: a new rule is a new version, and a test holds that
+DIGESTS = {
+    1: "67a6c68e88ea2409d5a7fe93451c9a3709170c2ce8cd1ae3d8d33852d2eb7bcb"
+}  # of each version: a new rule is a new version, and a test holds that
 
 
 def digest(claims: Seq[Claim] = CLAIMS, protocol: Protocol = PROTOCOL) -> str:

@@ -133,7 +133,8 @@ def estimated(values: np.ndarray, least: float = 0.0) -> Estimate:
     values = np.asarray(values, dtype=np.float64)
     n = len(values)
     if n < FEWEST or not np.isfinite(values).all():
-        return Estimate(float(values.mean()) if n else float("nan"), *[float("nan")] * 2, n, float("nan"))
+        none = float("nan")
+        return Estimate(float(values.mean()) if n else none, none, none, n, none)
     mean, low, high = (float(end) for end in t_interval(values))
     low, high = min(low, mean - least), max(high, mean + least)
     error = values.std(ddof=1) / np.sqrt(n)

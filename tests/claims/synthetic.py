@@ -86,7 +86,7 @@ def answers(right, samples=1):
         for i, row in enumerate(np.asarray(each).reshape(-1, samples))
         for j, one in enumerate(row)
     ]
-    return Evaluation(tuple(made), {"conditions": {name: "" for name in right}})
+    return Evaluation(tuple(made), {"conditions": dict.fromkeys(right, "")})
 
 
 def evidence(n, **given):

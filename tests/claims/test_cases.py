@@ -12,7 +12,7 @@ from tests.claims import synthetic as made
 
 N = 24
 LINES = {claim.key: claim for claim in CLAIMS}
-Q, I = SEGMENTS.index("question"), made.SYSTEM + np.arange(made.INSERTED)
+Q, INSERTED = SEGMENTS.index("question"), made.SYSTEM + np.arange(made.INSERTED)
 EXPECTED = {"positive": "supported", "negative": "contradicted", "underpowered": "cannot be told"}
 CASES = {}
 
@@ -84,7 +84,7 @@ def shares(values, condition, of):
             p = np.array([1.0] * half + [small] * half) / (half * (1 + small))
             effective = np.exp(-(p * np.log(np.maximum(p, 1e-300))).sum()) / made.INSERTED
             low, high = (small, high) if effective < wanted else (low, small)
-        data.values[prompt, at, 0, :, I[half:]] *= small
+        data.values[prompt, at, 0, :, INSERTED[half:]] *= small
     return values
 
 
@@ -114,8 +114,8 @@ def sinks(values, numbers):
     rng = np.random.default_rng(1)
     focus, updates = values.attention["attention_focus"], values.attention["head_updates"]
     heads = np.arange(1.0, 1 + (made.LAYERS - 1) * made.HEADS) / 40
-    for result in (values.attention, *values.random_attention):
-        result["attention_focus"].first_mass.values[:, 0, 1:, :, Q] = heads.reshape(-1, made.HEADS)
+    for at, result in enumerate((values.attention, *values.random_attention)):
+        result["attention_focus"].first_mass.values[:, 0, 1:, :, Q] = heads.reshape(-1, made.HEADS) / (10 if at else 1)
         for prompt in range(N):
             order = rng.permutation(heads).reshape(-1, made.HEADS)
             result["head_updates"].magnitude.values[prompt, 0, 1:, :, Q] = order

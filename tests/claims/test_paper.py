@@ -119,11 +119,11 @@ def stopped(*args):
 def test_what_cannot_be_used_is_told_before_anything_is_loaded(tiny, tmp_path, monkeypatch):
     for module in (probe, evidence_run):
         monkeypatch.setattr(module, "load_model", never)
-    with pytest.raises(ModelError, match="no toy of that name|there is no toy|toy:lama"):
+    with pytest.raises(ModelError, match="toy:lama"):
         ma.paper("toy:lama", tmp_path / "a")
     with pytest.raises(ModelError, match="there is no model"):
         ma.paper(["toy:llama", str(tmp_path / "nowhere" / "at-all")], tmp_path / "a")
-    with pytest.raises(OptionError, match="a budget of 1 s is too small: .* takes"):
+    with pytest.raises(OptionError, match=r"a budget of 1 s is too small: .* takes"):
         ma.paper(tiny, tmp_path / "a", budget=1e-6)
     with pytest.raises(OptionError, match='such as "30min"'):
         ma.paper(tiny, tmp_path / "a", budget="soon")
