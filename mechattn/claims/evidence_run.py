@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -83,8 +84,10 @@ def measured(work: Work) -> Evidence:
     attention = _job(work, "attention", attention_conditions(work.cost.slash), ANALYSES, None)
     many = attention_conditions(work.cost.slash) | arm_conditions(work.cost.architecture)
     activations = None if missing else _job(work, "activations", many, (ACTIVATIONS,), [0])
+    gc.collect()
     model = load_model(work.name, dtype=dtype_named(work.settings.dtype), device=work.settings.device)
     draws = _draws(work, model, many)
+    gc.collect()
     answers, why = _answers(work, model)
     samples = None if why else _samples(work, model)
     missing |= dict.fromkeys(("answers", "length", "place", "samples"), why) if why else {}
@@ -134,6 +137,7 @@ def _draws(work: Work, model: Any, many: Mapping[str, Condition]) -> list[tuple[
         places = [work.folder / f"random-{draw}-{name}.zarr" for name in ("attention", "activations")]
         stored = [] if work.fresh else [_stored(place, key) for place in places]
         drawn: Any = None
+        gc.collect()  # hooked models hold themselves: the one before would stay beside the next
         if not all(stored):
             try:
                 drawn = random_weights(model, seed=_FIRST_DRAW + draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -10,12 +11,12 @@ from typing import Any
 
 import torch
 
-from mechattn.claims.protocol import ACTIVATIONS, ANALYSES, arm_conditions, attention_conditions, slash_for
+from mechattn.claims.protocol import ACTIVATIONS, ANALYSES, PROTOCOL, arm_conditions, attention_conditions, slash_for
 from mechattn.claims.settings import Settings
 from mechattn.engine.run import run
 from mechattn.errors import ConditionError, MechattnError, PromptTooLong
 from mechattn.evaluation.evaluate import evaluate
-from mechattn.model.load import dtype_named, layers_and_heads, load_model, model_place, tokenizer_named
+from mechattn.model.load import dtype_named, layers_and_heads, load_model, text_config, tokenizer_named
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -71,7 +72,6 @@ def check_model(name: str) -> None:
         ModelError: There is no such model, or it has no tokenizer.
         ConditionError: Its tokenizer cannot make about 55 “/”.
     """
-    model_place(name)
     layers_and_heads(name)
     try:
         slash_for(tokenizer_named(name))
@@ -81,9 +81,7 @@ def check_model(name: str) -> None:
 
 def least_seconds(name: str, prompts: Seq[Prompt], passes: int) -> float:
     """What so many passes take at least, by the sizes in the config and how fast this machine multiplies matrices."""
-    from mechattn.model.load import _config_of  # one place reads configs
-
-    config = _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+    config = text_config(name)
     layers, width = (int(getattr(config, part, 0) or 0) for part in ("num_hidden_layers", "hidden_size"))
     inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
     tokenizer = tokenizer_named(name)
@@ -115,6 +113,8 @@ def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:
     eight = list(prompts[:_ANSWERED])
     answers, _ = timed(lambda: evaluate(model, eight, new_tokens=words, progress=False))
     answer = answers / len(eight) * settings.new_tokens / words * _BATCH
+    del model
+    gc.collect()  # a hooked model holds itself
     return Cost(load, each / len(some), answer, architecture, slash.count, slash.separator, why)
 
 
@@ -126,8 +126,6 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _check_length(model: Any, prompts: Seq[Prompt], settings: Settings, slash: MeaninglessTokens) -> None:
-    from mechattn.claims.protocol import PROTOCOL
-
     longest = max(prompts, key=lambda prompt: len(tokenize(prompt, model)))
     tokens = len(tokenize(longest, model)) + max(slash.count, *PROTOCOL.lengths)
     if tokens + settings.new_tokens > model.cfg.n_ctx:

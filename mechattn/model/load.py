@@ -274,9 +274,18 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
     Raises:
         ModelError: There is no such model.
     """
-    config = _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+    config = text_config(name)
     layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
+
+
+def text_config(name: str) -> Any:
+    """The configuration of a model, of the part that reads text, before its weights are read.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    return _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
 
 
 def _config_of(name: str, remote: dict[str, Any]) -> Any:
