@@ -39,8 +39,9 @@ offline under `out/NAME`. The toys by default; for real models change the line `
 CLAIMS = """
 ## What they say of the paper
 
-From `mechattn paper` ({prompts} prompts, {problems} problems, seed {seed}, {date}). A toy of a million parameters that was trained with
-filler is not a 7 B model: each verdict is of its own model. What it means, and every rule: `docs/concepts/the-paper.md`.
+From `mechattn paper` ({prompts} prompts, {problems} problems, seed {seed}, {date}). A toy of a million parameters
+that was trained with filler is not a 7 B model: each verdict is of its own model. What it means, and every rule:
+`docs/concepts/the-paper.md`.
 
 """
 

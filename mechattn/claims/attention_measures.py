@@ -139,7 +139,8 @@ def sink_and_update(result: Result) -> np.ndarray:
     ranks = [rankdata(part, axis=1) for part in (mass, size)]
     centred = [part - part.mean(1, keepdims=True) for part in ranks]
     norms = np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
-    return (centred[0] * centred[1]).sum(1) / norms
+    product = (centred[0] * centred[1]).sum(1)
+    return np.divide(product, norms, out=np.zeros_like(norms), where=norms > 0)  # all alike: no correlation
 
 
 def check_sinks(result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -144,7 +145,10 @@ def _plan(settings: Settings, fresh: bool) -> Plan:
     place = settings.out / "plan.json"
     plan = None if fresh else kept_plan(place, settings)
     if plan is None:
-        costs = {name: probed(name, settings, prompts_of(settings)) for name in settings.models}
+        costs = {}
+        for name in settings.models:
+            costs[name] = probed(name, settings, prompts_of(settings))
+            gc.collect()  # hooked models hold themselves
         plan = planned(settings, costs)
         keep_plan(place, settings, plan)
     return plan

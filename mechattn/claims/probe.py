@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -113,8 +112,6 @@ def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:
     eight = list(prompts[:_ANSWERED])
     answers, _ = timed(lambda: evaluate(model, eight, new_tokens=words, progress=False))
     answer = answers / len(eight) * settings.new_tokens / words * _BATCH
-    del model
-    gc.collect()  # a hooked model holds itself
     return Cost(load, each / len(some), answer, architecture, slash.count, slash.separator, why)
 
 

@@ -94,7 +94,8 @@ def decide(rule: Rule, found: Estimate, chance: Chance | None = None, by_definit
         by_definition: The claim holds whatever was learned, so random weights are no null of it.
     """
     if not np.isfinite([found.value, found.low, found.high]).all():
-        return Outcome("cannot be told", f"{found.n} give no interval, and {FEWEST} are needed at least")
+        few = f"{found.n} values, and an interval takes {FEWEST} at least"
+        return Outcome("cannot be told", few if found.n < FEWEST else "some values are no numbers")
     near, far = (found.low, found.high) if rule.side == "above" else (found.high, found.low)
     if rule.sign * (far - rule.line) < 0:
         return Outcome("contradicted", f"the whole interval is {'below' if rule.sign > 0 else 'above'} the line")

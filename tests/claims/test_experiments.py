@@ -41,4 +41,4 @@ def test_it_names_every_folder():
 def test_the_verdicts_are_of_the_register_that_is_in_the_code():
     assert STORED["register"] == {"version": VERSION, "digest": digest()}
     assert [claim["key"] for claim in STORED["claims"]] == [claim.key for claim in CLAIMS]
-    assert [model["name"] for model in STORED["models"]][0] == "toy:llama"
+    assert STORED["models"][0]["name"] == "toy:llama"

@@ -55,10 +55,10 @@ def test_further_than_random_weights(apart, spread, half, word):
 
 
 def test_what_is_no_number_cannot_be_told():
-    for values in ([], [0.1, 0.2], [0.1, 0.2, math.nan]):
+    for values, why in (([], "takes 3"), ([0.1, 0.2], "takes 3"), ([0.1, 0.2, math.nan], "no numbers")):
         found = decide(BELOW, estimated(np.array(values)), chance(-1.0))
         assert found.word == "cannot be told"
-        assert "are needed" in found.why
+        assert why in found.why
 
 
 def test_all_parts_have_to_hold():
