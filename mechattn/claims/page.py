@@ -166,7 +166,7 @@ def _cell(model: OfModel, one: Judged, link: str) -> dict[str, Any]:
         "word": one.outcome.word,
         "kind": _KINDS[one.outcome.word],
         "why": one.outcome.why,
-        "short": short,
+        "short": short.replace(" points", " pt"),  # a column a model
         "found": named,
         "random": [numbers.chance_words(part.chance, kind) for part, kind in zip(one.parts, kinds, strict=True)],
         "control": "" if one.control is None or control is None else _control(one),

@@ -33,8 +33,17 @@ def tiny(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def judged(tiny, tmp_path_factory):
+    """What a run says that was stopped before its answers, and gone on with: nothing was done twice."""
     out = tmp_path_factory.mktemp("out") / "paper"
-    return ma.paper(tiny, out, **SMALL), out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evidence_run, "_answers", stopped)
+        with pytest.raises(Interrupted):
+            ma.paper(tiny, out, **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper, "probed", never)
+        patch.setattr(evidence_run, "random_weights", never)
+        patch.setattr("mechattn.jobs.job.Worker.part", never)
+        return ma.paper(tiny, out, **SMALL), out
 
 
 def test_random_weights_support_nothing_but_what_holds_by_definition(judged):
@@ -83,6 +92,7 @@ def test_the_page_shows_every_verdict_and_asks_nobody(judged):
 
 def test_the_same_call_does_nothing_twice(judged, tiny, monkeypatch):
     verdicts, out = judged
+    monkeypatch.setattr(paper, "write", unwritten)  # the page is that of the first call
     monkeypatch.setattr(paper, "probed", never)
     monkeypatch.setattr(evidence_run, "random_weights", never)
     monkeypatch.setattr("mechattn.jobs.job.Worker.part", never)
@@ -92,24 +102,25 @@ def test_the_same_call_does_nothing_twice(judged, tiny, monkeypatch):
         ma.paper(tiny, out, **(SMALL | {"limit": 5}))
 
 
+def unwritten(*args):
+    pass
+
+
 def never(*args, **kwargs):
     raise AssertionError("this was done before")
 
 
-def test_a_run_that_was_stopped_goes_on_and_shards_give_the_same(judged, tiny, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_shards_give_the_same(judged, tiny, tmp_path, monkeypatch):
     verdicts, _ = judged
-    with monkeypatch.context() as patch:
-        patch.setattr(evidence_run, "_draws", stopped)
-        with pytest.raises(Interrupted):
-            ma.paper(tiny, tmp_path, **SMALL, shard="1/2")
-    with monkeypatch.context() as patch:
-        patch.setattr(paper, "probed", never)
-        patch.setattr("mechattn.jobs.job.Worker.part", never)  # one chunk of prompts: the first share has it
-        assert ma.paper(tiny, tmp_path, **SMALL, shard="1/2") is None
-        assert ma.paper(tiny, tmp_path, **SMALL, shard="2/2") is None
-        patch.setattr(evidence_run, "random_weights", never)
-        patch.setattr("mechattn.evaluation.evaluate.answers", never)
-        assert str(ma.paper(tiny, tmp_path, **SMALL)) == str(verdicts)
+    monkeypatch.setattr(paper, "write", unwritten)
+    assert ma.paper(tiny, tmp_path, **SMALL, shard="1/2") is None
+    monkeypatch.setattr(paper, "probed", never)
+    monkeypatch.setattr("mechattn.jobs.job.Worker.part", never)  # one chunk of prompts: the first share has it
+    assert ma.paper(tiny, tmp_path, **SMALL, shard="2/2") is None
+    monkeypatch.setattr(evidence_run, "random_weights", never)
+    monkeypatch.setattr("mechattn.evaluation.evaluate.answers", never)
+    assert str(ma.paper(tiny, tmp_path, **SMALL)) == str(verdicts)
 
 
 def stopped(*args):
@@ -135,19 +146,14 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(tiny, tmp_path, m
 
 
 def test_a_tokenizer_that_cannot_make_the_filler_is_told_before_anything_is_loaded(tiny, tmp_path, monkeypatch):
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    def forty(text, add_special_tokens=True):
+        return {"input_ids": [0] * 40 * text.count("/")}
 
-    letters = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
-    made = Tokenizer(models.WordLevel(letters, unk_token="a"))
-    made.normalizer = normalizers.Replace("/", "slash" * 8)
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    AutoConfig.from_pretrained(tiny).save_pretrained(tmp_path / "odd")
-    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "odd")
+    forty.decode = lambda ids: "/"
+    monkeypatch.setattr(probe, "tokenizer_named", lambda name: forty)
     monkeypatch.setattr(probe, "load_model", never)
-    with pytest.raises(ConditionError, match=r"odd: no whole number of '/' gives about 55 tokens"):
-        ma.paper(str(tmp_path / "odd"), tmp_path / "out")
+    with pytest.raises(ConditionError, match=r"tiny-qwen2: no whole number of '/' gives about 55 tokens"):
+        ma.paper(tiny, tmp_path / "out")
 
 
 def test_a_problem_that_is_too_long_is_told_before_anything_is_measured(tiny, tmp_path, monkeypatch):
