@@ -150,6 +150,10 @@ def _plan(settings: Settings, fresh: bool) -> Plan:
             costs[name] = probed(name, settings, prompts_of(settings))
             gc.collect()  # hooked models hold themselves
         plan = planned(settings, costs)
+        # Another shard may have made one in the meantime: all take the same.
+        meanwhile = None if fresh else kept_plan(place, settings)
+        if meanwhile is not None:
+            return meanwhile
         keep_plan(place, settings, plan)
     return plan
 

@@ -131,10 +131,12 @@ def refuse_small(settings: Settings, needed: float, model: str) -> None:
     """
     if settings.budget is None or needed <= settings.budget / len(settings.models):
         return
+    models = len(settings.models)
+    shared = "" if models == 1 else f", and {models} models share it"
     raise OptionError(
         f"a budget of {words(settings.budget)} is too small: {model} takes {words(needed)} at least for "
-        f"{min(settings.limit, _LEAST['attention'])} prompts, four times as random weights are run too, and "
-        f"{len(settings.models)} models share it. Give {words(needed * len(settings.models))} or more, or fewer models"
+        f"{min(settings.limit, _LEAST['attention'])} prompts, as random weights are run three times "
+        f"too{shared}. Give {words(needed * models)} or more"
     )
 
 
