@@ -136,7 +136,7 @@ def _check(settings: Settings, force: bool) -> None:
     check_place(settings.out, force)
     if settings.budget is not None:
         for name in settings.models:
-            least = least_seconds(name, prompts_of(settings), least_passes(settings))
+            least = least_seconds(name, settings, prompts_of(settings), least_passes(settings))
             refuse_small(settings, least, name)
 
 

@@ -23,6 +23,7 @@ from mechattn.prompts.templates import tokenize
 
 _TRIED = 2  # prompts
 _ANSWERED, _WORDS = 8, 16  # problems, and tokens of each
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
 _BATCH = 0.5  # of the time that an answer takes among eight, among thirty-two
 
 
@@ -78,18 +79,24 @@ def check_model(name: str) -> None:
         raise ConditionError(f"{name}: {error}") from None
 
 
-def least_seconds(name: str, prompts: Seq[Prompt], passes: int) -> float:
-    """What so many passes take at least, by the sizes in the config and how fast this machine multiplies matrices."""
+def least_seconds(name: str, settings: Settings, prompts: Seq[Prompt], passes: int) -> float:
+    """What so many passes take at least, by the sizes in the config and how fast this machine multiplies matrices.
+
+    0 where that cannot be said without the model: on a GPU, and of a mixture of experts.
+    """
     config = text_config(name)
-    layers, width = (int(getattr(config, part, 0) or 0) for part in ("num_hidden_layers", "hidden_size"))
-    inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
+    sizes = vars(config)
+    on_gpu = settings.device not in (None, "cpu") or (settings.device is None and torch.cuda.is_available())
+    if on_gpu or any("experts" in key for key in sizes) or not isinstance(sizes.get("intermediate_size"), int):
+        return 0.0
+    layers, width, inner = (int(sizes.get(part) or 0) for part in _SIZES)
     tokenizer = tokenizer_named(name)
     tokens = min(len(tokenizer(prompt.question)["input_ids"]) for prompt in prompts)
-    return 2.0 * layers * (2 * width**2 + 2 * width * inner) * tokens * passes / _speed()
+    return layers * (2 * width**2 + 2 * width * inner) * tokens * passes / _speed()
 
 
 def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:
-    """Load a model, check that the longest problem fits, and time two prompts and a few words of eight answers.
+    """Load a model, check that the longest problem fits, and time a few prompts and a few words of a few answers.
 
     Raises:
         MechattnError: The model, or a prompt, cannot be used.
@@ -98,21 +105,29 @@ def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:
     architecture = str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture)
     slash = slash_for(model.tokenizer)
     _check_length(model, prompts, settings, slash)
-    conditions, some = attention_conditions(slash), prompts[:_TRIED]
-    run(model, some[:1], conditions, ANALYSES, seed=settings.seed, progress=False)  # what is done once is not timed
-    each, _ = timed(lambda: run(model, some, conditions, ANALYSES, seed=settings.seed, progress=False))
-    why = ""
+    conditions, seed = attention_conditions(slash), settings.seed
+    run(model, prompts[:1], conditions, ANALYSES, seed=seed, progress=False)  # what is done once is not timed
+    each = _each(lambda some: run(model, some, conditions, ANALYSES, seed=seed, progress=False), prompts, _TRIED)
+    why, more = "", 0.0
     try:
-        conditions |= arm_conditions(architecture)
-        more, _ = timed(lambda: run(model, some, conditions, ACTIVATIONS, layers=0, progress=False))
-        each += more
+        many = conditions | arm_conditions(architecture)
+        more, _ = timed(lambda: run(model, prompts[:_TRIED], many, ACTIVATIONS, layers=0, seed=seed, progress=False))
     except MechattnError as error:
         why = str(error)
     words = min(_WORDS, settings.new_tokens)
-    eight = list(prompts[:_ANSWERED])
-    answers, _ = timed(lambda: evaluate(model, eight, new_tokens=words, progress=False))
-    answer = answers / len(eight) * settings.new_tokens / words * _BATCH
-    return Cost(load, each / len(some), answer, architecture, slash.count, slash.separator, why)
+    answer = _each(lambda some: evaluate(model, some, new_tokens=words, progress=False), prompts, _ANSWERED)
+    answer *= settings.new_tokens / words * _BATCH
+    # The thresholds of the first MLP are nearly all that its run costs, and are found once.
+    return Cost(load + more, each, answer, architecture, slash.count, slash.separator, why)
+
+
+def _each(call: Callable[[list[Prompt]], Any], prompts: Seq[Prompt], count: int) -> float:
+    """Seconds a prompt; where a few take less than a second, of four times as many."""
+    took, _ = timed(lambda: call(list(prompts[:count])))
+    if took < 1:
+        count *= 4
+        took, _ = timed(lambda: call(list(prompts[:count])))
+    return took / len(prompts[:count])
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -134,9 +149,8 @@ def _check_length(model: Any, prompts: Seq[Prompt], settings: Settings, slash: M
 
 
 def _speed() -> float:
-    """Floating-point operations a second in one product of matrices of this machine."""
+    """Floating-point operations a second in a product of matrices of this machine, its best of several."""
     a = torch.ones(512, 512)
     with torch.no_grad():
-        a @ a
-        took, _ = timed(lambda: [a @ a for _ in range(8)])
-    return 8 * 2 * 512.0**3 / took
+        took = min(timed(lambda: a @ a)[0] for _ in range(8))
+    return 2 * 512.0**3 / took

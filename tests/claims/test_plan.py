@@ -1,15 +1,19 @@
 """What a budget leaves out, and what it must not."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mechattn.claims import probe
 from mechattn.claims.plan import keep_plan, kept_plan, planned, words
 from mechattn.claims.probe import Cost
 from mechattn.claims.register import CLAIMS
 from mechattn.claims.settings import Settings, named, seconds
 from mechattn.errors import OptionError, OutputError
-from mechattn.model.toys import toy_names
+from mechattn.model.load import load_model, text_config
+from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.prompts.datasets import load_prompts
 
 COST = Cost(load=1.0, prompt=0.5, answer=0.1, architecture="LlamaForCausalLM", count=55, separator=" ")
 ATTENTION = 4 * (1.0 + 8 * 0.5)  # of eight prompts
@@ -110,3 +114,22 @@ def test_the_toys_by_default():
 def test_bad_arguments(tmp_path, given, why):
     with pytest.raises(OptionError, match=why):
         Settings(**({"models": ("toy:llama",), "out": tmp_path} | given))
+
+
+def test_the_least_that_passes_take_is_a_bound_of_the_sizes(monkeypatch):
+    """Two multiplications less than a layer's matrices have, of the shortest prompt; no bound where it may not hold."""
+    prompts = load_prompts("word-problems", limit=6)
+    tokens = min(len(load_tokenizer("toy:llama")(prompt.question)["input_ids"]) for prompt in prompts)
+    config = text_config("toy:llama")
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    model = load_model("toy:llama")
+    in_layers = sum(p.numel() for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2)
+    monkeypatch.setattr(probe, "_speed", lambda: 1e6)
+    asked = Settings(("toy:llama",), Path("out"), device="cpu")
+    found = probe.least_seconds("toy:llama", asked, prompts, 10)
+    assert found == pytest.approx(layers * 2 * (width**2 + width * inner) * tokens * 10 / 1e6)
+    assert 0 < found <= 2 * in_layers * tokens * 10 / 1e6
+    assert probe.least_seconds("toy:llama", replace(asked, device="cuda"), prompts, 10) == 0.0
+    config.num_experts = 4
+    monkeypatch.setattr(probe, "text_config", lambda name: config)
+    assert probe.least_seconds("toy:llama", asked, prompts, 10) == 0.0
