@@ -23,6 +23,7 @@ from mechattn.prompts.templates import tokenize
 
 _TRIED = 2  # prompts
 _ANSWERED, _WORDS = 8, 16  # problems, and tokens of each
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
 _BATCH = 0.5  # of the time that an answer takes among eight, among thirty-two
 
@@ -87,7 +88,7 @@ def least_seconds(name: str, settings: Settings, prompts: Seq[Prompt], passes: i
     config = text_config(name)
     sizes = vars(config)
     on_gpu = settings.device not in (None, "cpu") or (settings.device is None and torch.cuda.is_available())
-    if on_gpu or any("experts" in key for key in sizes) or not isinstance(sizes.get("intermediate_size"), int):
+    if on_gpu or any(sizes.get(key) for key in _EXPERTS) or not isinstance(sizes.get("intermediate_size"), int):
         return 0.0
     layers, width, inner = (int(sizes.get(part) or 0) for part in _SIZES)
     tokenizer = tokenizer_named(name)
