@@ -188,7 +188,7 @@ def _answers(work: Work, model: Any) -> tuple[Evaluation | None, str]:
     alone = _evaluated(work, model, "answers", "baseline", {})
     right, of = int(alone.right(BASELINE).any(1).sum()), len(work.prompts("answers"))
     if work.shard == WHOLE and not right:
-        return None, f"it solves none of {of} problems without any tokens, so no loss could show, and no gain by luck"
+        return None, f"it solves none of {of} problems as they are"
     slash, sentence = work.cost.slash, RandomSentence(count=work.cost.count)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": sentence}
     conditions |= arm_conditions(work.cost.architecture) if not work.cost.no_activations else {}
