@@ -1,6 +1,7 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
 # make selftest   is what is known beforehand found? about a minute
+# make paper   the paper's claims, judged for the toys and what others trained; some minutes
 # make fuzz      10,000 inputs each for configs, files of prompts, stored results (some minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
@@ -22,7 +23,7 @@ TYPED := $(addprefix tests/,analysis engine evaluation functional identities int
 # Two processes of one thread each: faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: figures selftest test test-compat test-all fuzz lint docs cards bench lock clean
+.PHONY: figures selftest paper test test-compat test-all fuzz lint docs cards bench lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -33,6 +34,9 @@ figures: .venv/core
 MODELS ?= $(wildcard ../shared/models)
 selftest: .venv/core
 	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
+
+paper: .venv/core
+	$(BIN)/mechattn paper $(if $(MODELS),--models $(MODELS)) --out out/paper
 
 test: .venv/dev
 	$(PYTEST) -m "not slow" tests --ignore tests/compat --jaxtyping-packages=mechattn.functional,beartype.beartype

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
     from mechattn.analysis.segment_logits import SegmentLogits as SegmentLogits
+    from mechattn.claims.paper import paper as paper
+    from mechattn.claims.verdicts import Verdicts as Verdicts
     from mechattn.engine.random_runs import run_random as run_random
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
@@ -124,6 +126,7 @@ _HOME = {
     "TopTargetUpdates": "analysis.head_updates",
     "Transplant": "interventions.transplant",
     "WhileAnswering": "evaluation.while_answering",
+    "Verdicts": "claims.verdicts",
     "adjust": "results.adjust",
     "baseline_noise": "evaluation.noise",
     "browse": "pages.page",
@@ -137,6 +140,7 @@ _HOME = {
     "merge_results": "results.merge",
     "measure": "engine.tensors",
     "page": "pages.page",
+    "paper": "claims.paper",
     "patch_heads": "patching.head_patching",
     "patch_residual": "patching.head_patching",
     "patch_together": "patching.head_patching",

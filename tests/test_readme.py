@@ -120,7 +120,8 @@ def test_the_table_of_accuracies_is_what_the_config_prints(tmp_path):
     (tmp_path / "config.toml").write_text(text)
     done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "config.toml")])
     assert done.exit_code == 0, done.output
-    quoted = re.search(r"\n\n(\| condition \| right .*?)\n\n", README, re.DOTALL)[1]
+    shown = (ROOT / "docs" / "concepts" / "evaluation.md").read_text(encoding="utf-8")
+    quoted = re.search(r"\n\n(\| condition \| right .*?)\n\n", shown, re.DOTALL)[1]
     assert quoted in done.output, done.output
 
 

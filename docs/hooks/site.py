@@ -27,7 +27,11 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Where a page says «rooms», every file of the package with the first line of its docstring."""
+    """Where a page says «rooms», every file of the package with the first line of its docstring; the claims too."""
+    if "<!-- claims -->" in markdown:
+        from mechattn.claims.described import register_markdown
+
+        markdown = markdown.replace("<!-- claims -->", register_markdown())
     return markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -24,6 +24,7 @@ from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep
+from mechattn.results.file_names import file_names as file_names
 
 CONDITIONS = {
     kind.__name__: kind
@@ -135,26 +136,6 @@ def _varied(section: Condition, count: int | None, where: str) -> dict[str, kind
 def made_analyses(config: Config) -> list[Analysis]:
     """The analyses of a config."""
     return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(config.analyses)]
-
-
-def file_names(models: Iterable[str]) -> dict[str, str]:
-    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama", "/a/b/" gives "b".
-
-    Raises:
-        OptionError: Two models would write to the same file.
-    """
-    found: dict[str, str] = {}
-    for model in models:
-        last = model.rstrip("/").rsplit("/", 1)[-1]
-        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in last)
-        for other, taken in found.items():
-            if taken.casefold() == name.casefold() and other != model:
-                raise OptionError(
-                    f"the models {other!r} and {model!r} would both write to files named {name!r}: run them apart, or "
-                    "give their folders names of their own"
-                )
-        found[model] = name
-    return found
 
 
 def _made(

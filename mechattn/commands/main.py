@@ -18,6 +18,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          is the hooked model the model?
   mechattn selftest                                   does mechattn find what is known beforehand? about a minute
+  mechattn paper                                      arXiv:2510.01032 claim by claim, for the toys; or --model yours
   mechattn run experiments/first/config.toml          a whole experiment from a file
   mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
   mechattn evaluate CONFIG.toml                       does it change the answers?
@@ -89,6 +90,48 @@ def figures(
     options |= {"command": _command(), "force": force, "begins": begins}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
     _say(f"Open {page} in a browser; it needs no network.")
+
+
+@app.command()
+def paper(
+    model: Annotated[
+        list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; again for more; all toys without.")
+    ] = [],  # noqa: B006
+    models: Annotated[
+        Path | None, typer.Option(help="Without --model: a folder that may hold stories260K, which is taken in too.")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help='How long it may take, such as "30min", for all models.')] = None,
+    out: Annotated[Path, typer.Option(help="The folder that page, JSON and Markdown go to.")] = Path("out/paper"),
+    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
+    field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
+    limit: Annotated[int, typer.Option(help="Prompts whose attention is measured, at most.")] = 32,
+    problems: Annotated[int, typer.Option(help="Problems that are answered, at most.")] = 100,
+    samples: Annotated[int, typer.Option(help="Sampled answers to two fifths of them.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Of an answer; real models need 1,000 or more.")] = 90,
+    device: Annotated[str | None, typer.Option(help='Of torch: "cpu", "cuda:1"; the first GPU, if any.')] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
+    shard: Annotated[
+        str | None, typer.Option(help='"3/16" measures a share; then the same command without it.')
+    ] = None,
+    executor: Annotated[str, typer.Option(help='"local", or "ray" for a cluster.')] = "local",
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; what is there is computed again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
+) -> None:
+    """Is the paper true of your model? Each claim of arXiv:2510.01032, judged by rules that are fixed beforehand."""
+    from mechattn.claims.paper import paper as judge
+    from mechattn.commands.paper import models_of
+
+    options: dict[str, Any] = {"prompts": prompts, "field": field, "limit": limit, "problems": problems}
+    options |= {"samples": samples, "new_tokens": new_tokens, "seed": seed, "dtype": dtype, "device": device}
+    options |= {"shard": shard, "executor": executor, "address": address, "workers": workers, "fresh": fresh}
+    found = judge(models_of(model, models), out, budget=budget, force=force, command=_command(), **options)
+    if found is None:
+        _say(f"A share is in {out}; when all are, the same command without --shard judges.")
+        return
+    _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it needs no network.")
 
 
 @app.command("run")

@@ -87,6 +87,7 @@ def write_page(
     *,
     maps: Seq[Result | None] = (),
     start: Seq[tuple[int, int] | None] = (),
+    lead: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write one HTML file that makes no request to anywhere; its content policy forbids any.
 
@@ -100,11 +101,14 @@ def write_page(
         force: Replace a file that mechattn did not write.
         maps: For each result one with attention maps of a few of its prompts; its own by default.
         start: For each result the layer and head that are shown first.
+        lead: What stands first in place of the picture: a template of this room, and what it is filled with.
 
     Raises:
         OutputError: It cannot be written, or would replace a file that mechattn did not write (not with ``force``).
     """
     parts = _parts(title, subtitle, results, sections, command, maps, start)
+    if lead is not None:
+        parts["lead"] = _environment().get_template(lead[0]).render(lead[1])
     return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
 
 

@@ -254,7 +254,17 @@ function listen() {
   });
 }
 
+/** Opens what the address points to, and what it stands in. */
+function reveal() {
+  const target = part(location.hash.slice(1));
+  if (!target) return;
+  for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+  target.scrollIntoView();
+}
+
 async function start() {
+  addEventListener("hashchange", reveal);
+  reveal();
   const held = JSON.parse(await squeezed("data")).models;
   models = held.filter((one) => one.quantities.length);
   const preferred = matchMedia("(prefers-color-scheme: dark)");

@@ -1,0 +1,33 @@
+"""The models of the command ``mechattn paper``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from mechattn.claims.settings import named
+from mechattn.errors import OptionError
+from mechattn.known_answers.published import STORIES
+from mechattn.results.whole import say
+
+
+def models_of(given: Seq[str], folder: Path | None) -> tuple[str, ...]:
+    """Those that are named; else the toys, and stories260K where a folder holds it.
+
+    Args:
+        given: Names and directories.
+        folder: Where checkpoints of others lie.
+
+    Raises:
+        OptionError: Both are given, or there is no such folder.
+    """
+    if folder is None:
+        return named(list(given))
+    if given:
+        raise OptionError("--models is for the default models; with --model name every one, directories too")
+    if not folder.is_dir():
+        raise OptionError(f"there is no folder of models at {folder}")
+    if not (folder / STORIES).is_dir():
+        say(f"{folder} holds no {STORIES}, so the toys are judged alone")
+        return named(None)
+    return (*named(None), str(folder / STORIES))
