@@ -65,7 +65,8 @@ docs: .venv/docs
 	$(BIN)/mkdocs build --strict
 
 cards: .venv/dev
-	$(BIN)/python experiments/toys/measure.py mechattn/toys/*/
+	$(BIN)/python experiments/toys/measure.py $(filter-out %/relay/,$(wildcard mechattn/toys/*/))
+	$(BIN)/python experiments/toys/relay.py --card mechattn/toys/relay
 
 # nnsight goes to a place of its own, as the tests do not need it.
 bench: .venv/dev
