@@ -13,7 +13,8 @@ model = ma.load_model("toy:qwen2")
 slash = ma.MeaninglessTokens("/", count=55)
 problems = ma.load_prompts("word-problems", limit=60)
 evaluation = ma.evaluate(model, problems, {"slash": slash}, new_tokens=90, progress=False)
-print(evaluation.accuracy()[["condition", "accuracy", "low", "high"]].round(3).to_string(index=False))
+right = evaluation.accuracy().set_index("condition")[["accuracy", "low", "high"]]
+print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 
 # %% [markdown]
 # ## In which layer does the effect arise?
