@@ -115,7 +115,7 @@ def test_the_readme_has_the_figures_of_the_script(result):
 def test_what_is_said_of_the_figures_quotes_the_tables():
     tables = README.split(measure.MARKS[0])[1].split(measure.MARKS[1])[0]
     known = set(re.findall(r"\d+\.\d", tables))
-    project = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = (ROOT / "docs" / "concepts" / "toys.md").read_text(encoding="utf-8")
     paragraph = next(part for part in project.split("\n\n") if part.startswith("**A real model need not"))
     prose = README.replace(tables, "")
     for said in (paragraph, prose):
