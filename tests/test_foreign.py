@@ -216,6 +216,7 @@ def test_a_place_that_is_free_among_them(folder, name):
     assert sorted(os.listdir("archive")) == ["data.zarr", *(["gone.zarr"] if name == "dangling.zarr" else [])]
 
 
+@pytest.mark.slow
 def test_figures_among_them(folder):
     before = listed(folder)
     with pytest.raises(MechattnError, match=r"index\.html exists, and mechattn did not write it"):

@@ -46,6 +46,7 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
     evaluate_from_config(tmp_path / "config.toml")
 
 
+@pytest.mark.slow
 def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     """The same table, from the file and from the command line, without the model."""
     monkeypatch.chdir(tmp_path)

@@ -94,6 +94,7 @@ def test_answers_of_a_hundred_problems_are_those_of_the_loop_here(toy, server):
     assert same >= 0.998 * of
 
 
+@pytest.mark.slow
 def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": server, "served_model": str(toy_folder("toy:llama")), "new_tokens": 10, "progress": False}

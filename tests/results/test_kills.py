@@ -299,6 +299,7 @@ def test_an_evaluation_saved_over_another(tmp_path):
         assert names(tmp_path) == ["e.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
 def test_the_trial_finds_a_save_that_is_not_whole(shards, tmp_path):  # negative control
     path, (old, new, _) = tmp_path / "r.zarr", shards

@@ -55,6 +55,7 @@ def test_round_trip(everything, slash_result, tmp_path, name):
         assert_same(ma.load_result(place_in(tmp_path, name)), result)
 
 
+@pytest.mark.slow
 def test_a_loaded_result_is_saved_again_in_the_other_format(everything, tmp_path):
     everything.save(tmp_path / "a.zarr")
     ma.load_result(tmp_path / "a.zarr").save(tmp_path / "b.nc")
