@@ -87,11 +87,12 @@ def test_answers_are_those_of_the_loop_here(toy, server):
 
 
 @pytest.mark.slow
-def test_answers_of_a_hundred_problems_are_those_of_the_loop_here(toy, server):
-    """All of them, here; rounding differs with the CPU and the batch, and may turn a tie now and then."""
-    same, of = compared(toy, server, limit=100)
-    assert of == 1000
-    assert same >= 0.998 * of
+def test_answers_under_every_condition_are_those_of_the_loop_here(toy, server):
+    """MECHATTN_SERVED=100 asks for as many problems; rounding differs with CPU and batch, and may turn a tie."""
+    problems = int(os.environ.get("MECHATTN_SERVED", "20"))
+    same, of = compared(toy, server, limit=problems)
+    assert of == 10 * problems
+    assert same >= of - max(1, 0.002 * of)
 
 
 @pytest.mark.slow
