@@ -121,6 +121,15 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])
+    changed = [made["condition"] for made in sequences]
+    before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in changed]
+    if any(before):
+        warnings.warn(
+            f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
+            "predicts the answer's first token and has no counterpart in the baseline, so nothing is patched there, and patching "
+            "every layer does not restore that token. Insert elsewhere, or begin the answer with a token that is sure",
+            stacklevel=4,
+        )
 
 
 def check_metric(made: Any, rows: int, gradients: bool) -> None:

@@ -264,6 +264,22 @@ def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction)
     assert float(made.effects.effect.sel(layer=1)[0]) == pytest.approx(expected, abs=2e-5)
 
 
+def test_where_an_inserted_token_predicts_the_answer_that_is_said():
+    """It has no counterpart, so the answer's other tokens alone are restored by the stream after the last layer."""
+    model, some = ma.load_model("toy:llama"), prompts(3)
+    condition = ma.MeaninglessTokens("/", count=9, place="before_answer")
+
+    def later(logits, answer):
+        return logits.log_softmax(-1).gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0].sum(-1)
+
+    with pytest.warns(UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"):
+        whole = ma.patch_residual(model, some, condition, layers=[3], progress=False)
+    assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
+    with pytest.warns(UserWarning, match="has no counterpart"):
+        rest = ma.patch_residual(model, some, condition, layers=[3], metric=later, progress=False)
+    np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
+
+
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
     made = [{"condition": SLASH.apply(p, model, 0), "baseline": p} for p in some]
