@@ -3,6 +3,7 @@
 python experiments/first_picture.py docs/images/first.png
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,20 +16,21 @@ from mechattn.render.theme import LAYOUT, WITH, WITHOUT, faint
 SLASH = ma.MeaninglessTokens("/", count=55)
 
 
-def picture(limit: int = 64) -> go.Figure:
-    """A row a model: the change with its 95 % interval, and that of uniform attention."""
+def measured(limit: int = 64) -> dict[str, dict[str, float]]:
+    """By toy, in percent: the change with its 95 % interval, and that of uniform attention."""
     prompts = ma.load_prompts("word-problems", limit=limit)
-    verdicts = {name: ma.run(name, prompts, {"slash": SLASH}, progress=False).verdict("slash") for name in toy_names()}
-    names = sorted(verdicts, key=lambda name: float(verdicts[name].change.estimate))
-    change, low, high, null = (
-        [100 * float(getattr(part(verdicts[name]), end)) for name in names]
-        for part, end in (
-            (lambda v: v.change, "estimate"),
-            (lambda v: v.change, "low"),
-            (lambda v: v.change, "high"),
-            (lambda v: v.null, "estimate"),
-        )
-    )
+    found = {}
+    for name in toy_names():
+        verdict = ma.run(name, prompts, {"slash": SLASH}, progress=False).verdict("slash")
+        ends = {end: 100 * float(getattr(verdict.change, end)) for end in ("estimate", "low", "high")}
+        found[name] = {**ends, "uniform": 100 * float(verdict.null.estimate)}
+    return found
+
+
+def picture(found: dict[str, dict[str, float]]) -> go.Figure:
+    """A row a model."""
+    names = sorted(found, key=lambda name: found[name]["estimate"])
+    change, low, high, null = ([found[name][part] for name in names] for part in ("estimate", "low", "high", "uniform"))
     figure = go.Figure()
     for name, measured in zip(names, change, strict=True):
         line = dict(color=faint(WITH, 0.35), width=16)
@@ -65,4 +67,8 @@ def picture(limit: int = 64) -> go.Figure:
 
 
 if __name__ == "__main__":
-    picture().write_image(Path(sys.argv[1]), scale=2)
+    target = Path(sys.argv[1])
+    numbers = measured()
+    rounded = {name: {part: round(value, 1) for part, value in of.items()} for name, of in numbers.items()}
+    target.with_suffix(".json").write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    picture(numbers).write_image(target, scale=2)

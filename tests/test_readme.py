@@ -1,6 +1,7 @@
 """What the README shows is what the code does: its config, its ten lines, the verdict that they print."""
 
 import io
+import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -142,6 +143,22 @@ def test_what_it_costs_is_what_was_measured():
     for row in rows:
         way, *cells = (cell.strip(" *").replace("`", "") for cell in row.split("|")[1:-1])
         assert cells == [measured[way][length] for length in lengths], way
+
+
+def test_the_first_picture_is_described_by_its_numbers():
+    """The picture and the numbers come from the same command: python experiments/first_picture.py docs/images/first.png."""
+    stored = json.loads((ROOT / "docs" / "images" / "first.json").read_text(encoding="utf-8"))
+    falls, nulls = ([-of[part] for of in stored.values()] for part in ("estimate", "uniform"))
+    said = (
+        f"Attention to the question falls by {min(falls):.0f} to {max(falls):.0f} % in four small models; uniform attention "
+        f"would give a fall of {min(nulls):.0f} to {max(nulls):.0f} %"
+    )
+    for page in (README, (ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
+        assert f"![{said}](" in page
+    llama = ma.run(
+        "toy:llama", ma.load_prompts("word-problems", limit=64), {"s": ma.MeaninglessTokens()}, progress=False
+    )
+    assert 100 * float(llama.verdict("s").change.estimate) == pytest.approx(stored["toy:llama"]["estimate"], abs=0.06)
 
 
 def test_it_is_short():
