@@ -1,9 +1,9 @@
 # %% [markdown]
-# # ARM: what it changes, and whether it is what tokens do
+# # ARM: what it changes, and whether it does what tokens do
 #
-# ARM moves near-zero activations of the first MLP away from zero, without any token
+# ARM moves near-zero activations of the first MLP away from zero, without inserting tokens
 # ([interventions](../concepts/interventions.md)). The paper offers it as a substitute for meaningless tokens. Two
-# questions: what does it change, and is that the change that tokens make? On `toy:llama`, a toy of 1.0 M parameters.
+# questions: what does it change, and is that the same change as with tokens? On `toy:llama`, a toy of 1.0 M parameters.
 
 # %%
 import math
@@ -29,10 +29,10 @@ conditions = {
 result = ma.run(model, prompts, conditions, ma.MlpActivations(), layers=[0])
 
 # %% [markdown]
-# ## How large is the change, and what becomes of the near-zero share?
+# ## How large is the change, and what happens to the near-zero share?
 #
-# `change` is $\lVert x' - x \rVert / \lVert x \rVert$ of the activations of the same question token. The near-zero
-# share is that below a threshold which was fixed on other prompts before the run.
+# `change` is $\lVert x' - x \rVert / \lVert x \rVert$ for the activations of the same question token. The near-zero
+# share is the fraction below a threshold that was fixed on other prompts before the run.
 
 # %%
 for name in conditions:
@@ -45,8 +45,8 @@ for name in conditions:
 ma.render.activation_metrics(result)
 
 # %% [markdown]
-# The three controls change each token by exactly as much as ARM does, in another direction, in other channels, with
-# other signs.
+# The three controls change each token by exactly as much as ARM does, but in another direction, in other channels, or
+# with other signs.
 #
 # ## Is it the same change?
 #
@@ -62,15 +62,15 @@ ma.render.agreement(result, "slash")
 # %% [markdown]
 # ## What it says
 #
-# - ARM lowers the near-zero share by 63.1 %. That is what it is made to do, so it is no evidence of anything. The
+# - ARM lowers the near-zero share by 63.1 %. That is what it is made to do, so it is not evidence of anything. The
 #   same sizes with random signs lower it by 56.6 %, and a random direction of the same size by 14.5 %.
-# - The tokens hardly lower it (2.0 %), though they change the activations by 66.8 % of their norm, twice as much as
+# - The tokens hardly lower it (2.0 %), although they change the activations by 66.8 % of their norm, twice as much as
 #   ARM (32.2 %).
-# - The two changes have no direction in common: cosine 0.00, as with the random controls. A random sentence and the
-#   slashes have 0.47.
+# - The two changes have no direction in common: their cosine is 0.00, as with the random controls. For a random
+#   sentence and the slashes it is 0.47.
 # - $\lambda$ and $\sum\sigma$ of the tokens, applied without any token, make nearly the same change: 0.99.
 #   $\sum\sigma$ alone makes most of it (0.93), $\lambda$ alone little (0.39).
 #
-# So in this toy ARM is no substitute for tokens. What the tokens do to the first MLP is what they add to attention's
-# output, not a flight from zero. Whether either changes the answers is another question:
-# [evaluation](../concepts/evaluation.md), with the toys' accuracies in `experiments/README.md`.
+# So in this toy ARM is not a substitute for tokens. The tokens affect the first MLP through what they add to
+# attention's output, not by moving activations away from zero. Whether either changes the answers is another question:
+# see [evaluation](../concepts/evaluation.md), and the toys' accuracies in `experiments/README.md`.

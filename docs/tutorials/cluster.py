@@ -1,7 +1,7 @@
 # %% [markdown]
 # # From a notebook to a cluster
 #
-# What works in a notebook runs as a file, on another machine, in parts. Nothing of the analysis changes. On
+# What works in a notebook also runs from a file, on another machine, or in parts, without changes to the analysis. On
 # `toy:llama`, a toy of 1.0 M parameters.
 #
 # ## In a notebook
@@ -22,8 +22,8 @@ print(ma.render.verdict_words(in_notebook))
 # %% [markdown]
 # ## As a file
 #
-# The same run, written down. A config is checked before any model is loaded; a misspelt key is refused with the keys
-# that there are.
+# The same run, written as a config. A config is checked before any model is loaded. A misspelt key is refused with the
+# keys that exist.
 
 # %%
 config = """
@@ -48,14 +48,14 @@ result = "slash.zarr"
 Path("slash.toml").write_text(config)
 
 # %% [markdown]
-# On the command line it is `mechattn run slash.toml`; this is what that command calls.
+# On the command line, type `mechattn run slash.toml`; this is what that command calls.
 
 # %%
 written = run_from_config(Path("slash.toml"))
 print(*[path.name for path in written])
 
 # %% [markdown]
-# A result is a folder in Zarr format, written whole or not at all. It opens with this library, and without it.
+# A result is a folder in Zarr format, written completely or not at all. It opens with this library and without it.
 
 # %%
 from_file = ma.load_result("slash.zarr")
@@ -70,12 +70,13 @@ for key in ("model", "seed", "engine", "prompts"):
 # %% [markdown]
 # ## In parts
 #
-# The same file on two machines, each computing half of the prompts. Chunks of six prompts are kept as they are done,
-# so a run that is killed goes on with the same command. On the command line:
+# The same file on two machines, each computing half of the prompts. Chunks of six prompts are stored as they finish,
+# so a run that is killed resumes with the same command. On the command line:
 #
 # ```sh
-# mechattn run slash.toml --shard 1/2          # here: slash-1-of-2.zarr mechattn run slash.toml --shard 2/2
-# # there: slash-2-of-2.zarr mechattn merge whole.zarr slash-1-of-2.zarr slash-2-of-2.zarr
+# mechattn run slash.toml --shard 1/2   # on the first machine: slash-1-of-2.zarr
+# mechattn run slash.toml --shard 2/2   # on the second: slash-2-of-2.zarr
+# mechattn merge whole.zarr slash-1-of-2.zarr slash-2-of-2.zarr
 # ```
 
 # %%
@@ -88,13 +89,13 @@ print(f"merged: {merged.sizes['prompt']} prompts, the same numbers to the bit: {
 print(ma.render.verdict_words(whole))
 
 # %% [markdown]
-# Each prompt's own values are those of the whole run. Where a mean over prompts was kept in place of each prompt's
-# own values, the moments (n, mean, M2) are merged; comparisons use each prompt's values, so they don't change.
+# Each prompt's own values are those of the whole run. Where a mean over prompts was stored instead of each prompt's
+# values, the moments (n, mean, M2) are merged. Comparisons use each prompt's values, so they don't change.
 #
 # ## On a cluster
 #
-# The same again, with [Ray](https://www.ray.io) handing out the chunks (`pip install "mechattn[ray]"`); without an
-# address a cluster of this machine is started. This page does not run it; the tests do (`tests/distributed`).
+# The same again, with [Ray](https://www.ray.io) distributing the chunks (`pip install "mechattn[ray]"`). Without an
+# address, a cluster is started on this machine. This page does not run it; the tests do (`tests/distributed`).
 #
 # ```sh
 # mechattn run slash.toml --executor ray --address auto --workers 16
@@ -105,9 +106,9 @@ print(ma.render.verdict_words(whole))
 # %% [markdown]
 # ## What it says
 #
-# One config and one seed give the same numbers to the bit, in one piece or in parts, as long as chunks and threads
-# are the same; so a number in a paper can be checked by whoever has the config. Other batches, as in the notebook
-# above, differ by rounding, here below 1e-06 in a probability.
+# One config and one seed give bit-identical numbers, in one piece or in parts, if chunks and threads are the same. So
+# anyone who has the config can check a number in a paper. Other batches, as in the notebook above, differ by rounding,
+# here below 1e-06 in a probability.
 #
-# Before a long run, three things: fix the heads or use `select="half"`, name the controls in the config, and set
+# Before a long run, do three things: fix the heads or use `select="half"`, name the controls in the config, and set
 # `seed`.

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Controls: what would show the same thing without the effect?
+# # Controls: what else could explain the effect?
 #
 # A change under inserted tokens may come from their number, their repetition, their words, the distance they create,
-# or from looking at many heads. Each has a control. Here all of them run in one pass, on `toy:llama` (a toy of 1.0 M
-# parameters).
+# or from looking at many heads. There is a control for each. Here all of them run in one pass, on `toy:llama` (a toy of
+# 1.0 M parameters).
 
 # %%
 import numpy as np
@@ -29,7 +29,7 @@ result = ma.run(model, prompts, conditions, ma.ReceivedAttention())
 # %% [markdown]
 # ## One prompt, every condition
 #
-# Each control inserts exactly 55 tokens, at the same place, drawn anew for each prompt.
+# Each control inserts exactly 55 tokens, at the same place, drawn separately for each prompt.
 
 # %%
 for name in ("slash", "word", "tokens", "sentence", "shuffled"):
@@ -38,9 +38,9 @@ for name in ("slash", "word", "tokens", "sentence", "shuffled"):
     print(f"{name:9} {len(inserted)} tokens: {model.tokenizer.decode(inserted)[:70]}…")
 
 # %% [markdown]
-# ## Every condition beside uniform attention
+# ## Every condition compared with uniform attention
 #
-# Mean over layers and heads of the log-ratio of question attention to the baseline, and the same under uniform
+# The log-ratio of question attention to the baseline, averaged over layers and heads, and the same under uniform
 # attention.
 
 # %%
@@ -52,12 +52,12 @@ for name in conditions:
 ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence", "shuffled", "tokens"])
 
 # %% [markdown]
-# ## Heads that were found, and heads that were looked for
+# ## Heads chosen by their effect
 #
-# The two draws of sentences are exchangeable: no head can differ but by chance. How often does the 95 % interval of
-# the head with the largest difference leave 0 out? The labels of the two draws are exchanged at random, prompt by
-# prompt, a thousand times: each is a run without any effect. The head is taken once from the prompts that it is
-# reported on, and once from the other half.
+# The two draws of sentences are exchangeable: heads can differ only by chance. How often does the 95 % interval of
+# the head with the largest difference exclude 0? We exchange the labels of the two draws at random, prompt by
+# prompt, a thousand times; each is a run without any effect. The head is chosen once on the prompts that it is
+# reported on, and once on the other half.
 
 # %%
 received = result["received_attention"].received_by_segment.sel(segment="question")
@@ -77,10 +77,10 @@ for _ in range(1000):
     chosen = np.abs(t_values(d[::2])).argmax()
     missed["other half"] += abs(t_values(d[1::2])[chosen]) > 2.069  # t, 23 degrees of freedom
 for where, count in missed.items():
-    print(f"largest of {ratio.shape[1]} heads, reported on the {where}: 0 left out in {count / 10:.1f} % of the runs")
+    print(f"largest of {ratio.shape[1]} heads, reported on the {where}: 0 excluded in {count / 10:.1f} % of the runs")
 
 # %% [markdown]
-# `select="half"` does this split: cells are found on one half (q < 0.05) and reported on the other.
+# `select="half"` makes this split: heads are found on one half (q < 0.05) and reported on the other.
 
 # %%
 for to in ("sentence 2", "shuffled", "slash"):
@@ -92,13 +92,13 @@ for to in ("sentence 2", "shuffled", "slash"):
 # %% [markdown]
 # ## What it says
 #
-# - What is inserted hardly matters for how much attention the question loses: the log-ratio is −0.505 (a repeated
-#   word) to −0.576 (random tokens), −0.523 with slashes. A head with uniform attention loses more than any of them,
+# - How much attention the question loses hardly depends on what is inserted: the log-ratio is −0.505 (a repeated
+#   word) to −0.576 (random tokens), and −0.523 with slashes. A head with uniform attention loses more than any of them,
 #   −0.903.
-# - Masked tokens change +0.018: distance is nearly nothing here. Masked and unshifted together are the baseline,
-#   +0.000, as they must be; a control that must give 0, and does, is a test of the measurement.
-# - The largest of 32 heads, reported on the prompts that it was found on, leaves 0 out in 60.8 % of runs without any
-#   effect; on the other half in 4.6 %, as its interval promises.
+# - Masked tokens change it by +0.018, so distance hardly matters here. Masked and unshifted together are the baseline,
+#   +0.000, as they must be. A control that must give 0, and does, is a test of the measurement.
+# - The interval of the largest of 32 heads, reported on the prompts that it was chosen on, excludes 0 in 60.8 % of runs
+#   without any effect; reported on the other half it does so in 4.6 %, close to its nominal rate.
 # - Two draws of sentences differ in 0 heads. A sentence and its shuffled words differ in 1 on all prompts, and 0 are
-#   found on one half, so grammar is no finding. Sentence and slashes differ in 30 heads that one half finds, and 27
-#   of these hold on the other.
+#   found on one half, so there is no evidence for an effect of grammar. Sentence and slashes differ in 30 heads that
+#   one half finds, and 27 of these are confirmed on the other.

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Focus: what heads look at, and what they write
+# # Focus: what heads attend to, and what they write
 #
 # The figures of R. Claus, "Attention Focus Plots", on `toy:falcon`, a toy of the architecture that they were drawn
-# for (ALiBi, biases, no BOS), and with 55 meaningless tokens beside them.
+# for (ALiBi, biases, no BOS), without and with 55 meaningless tokens.
 
 # %%
 import numpy as np
@@ -16,9 +16,10 @@ analyses = [ma.AttentionFocus(), ma.HeadUpdates(), ma.AttentionSinks(), ma.Score
 result = ma.run(model, prompts, conditions, analyses)
 
 # %% [markdown]
-# ## What heads look at
+# ## What heads attend to
 #
-# Share of question tokens whose strongest target is the token itself; every head is a line, sorted within each layer.
+# The fraction of question tokens whose strongest target is the token itself. Every head is a line, sorted within each
+# layer.
 
 # %%
 ma.render.heads_by_layer(result, "self_share")
@@ -31,8 +32,8 @@ for name in result.conditions:
           f"entropy share {float(at.entropy_share):.3f}")  # fmt: skip
 
 # %% [markdown]
-# More keys change each of these numbers in any head, so each change stands beside that of a head that attends uniformly
-# and, as this model has ALiBi, beside that of a head that attends by position alone (softmax of its ALiBi).
+# More keys change each of these numbers in any head. So each change is compared with that of a head that attends
+# uniformly and, since this model has ALiBi, with that of a head that attends by position alone (softmax of its ALiBi).
 
 # %%
 for quantity in ("distance", "entropy_share", "self_mass"):
@@ -46,7 +47,7 @@ for quantity in ("distance", "entropy_share", "self_mass"):
 # %% [markdown]
 # ## Why: content, bias, position
 #
-# The score of the strongest target, taken apart. Shares of the absolute centred parts, mean over heads.
+# The score of the strongest target, split into its parts: fractions of the absolute centred parts, mean over heads.
 
 # %%
 parts = result["score_decomposition"].sel(segment="question", condition="baseline").mean(("prompt", "head"))
@@ -56,7 +57,7 @@ for layer in parts.layer.values:
           f"ALiBi {100 * float(at.alibi_share):.0f} %")  # fmt: skip
 
 # %% [markdown]
-# One prompt, to be gone through by layer, head and rank of the target. Hover for both tokens and the parts of the
+# One prompt to explore by layer, head and rank of the target. Hover to see both tokens and the parts of the
 # score.
 
 # %%
@@ -81,7 +82,7 @@ for name in conditions:
 ma.render.update_map(result, "slash")
 
 # %% [markdown]
-# ## Is the inserted span a sink?
+# ## Are the inserted tokens a sink?
 
 # %%
 sinks = result["attention_sinks"].sel(condition="slash").mean(("prompt", "layer"), skipna=True)
@@ -97,19 +98,19 @@ ma.render.by_layer(result, "span_mass")
 # %% [markdown]
 # ## What it says
 #
-# - This toy looks at itself in 18.3 % of cases and at the first token in 0.1 %; its sink rate is 0.00. It has no
-#   sink. The published figures show one for a larger model of the same architecture from layer 4 on: a toy is no
-#   small copy of it.
+# - This toy attends most to the token itself in 18.3 % of cases and to the first token in 0.1 %; its sink rate is 0.00.
+#   It has no sink. The published figures show one for a larger model of the same architecture from layer 4 on: a toy is
+#   not a small copy of it.
 # - Content decides most scores. In layer 0 it is 57 % of the centred score of the strongest target, and ALiBi 28 %;
 #   from layer 1 on content is 78 to 83 %.
-# - With slashes heads look +65 % further back. A head that looks at nothing in particular would by +147 %, one that
-#   goes by position alone by +92 %, and 31 of 40 heads lie below that. Tested against 0, the same numbers would say
-#   that heads turn to what is far.
-# - Attention is more concentrated (entropy share 0.757 to 0.694). By position alone it would fall by −5 %, and it falls
+# - With slashes heads look +65 % further back. Under uniform attention this would be +147 %, by position alone +92 %,
+#   and 31 of 40 heads are below the latter. Tested against 0, the same numbers would say that heads turn to distant
+#   tokens.
+# - Attention is more concentrated (entropy share 0.757 to 0.694). By position alone it would fall by −5 %; it falls
 #   by −9 %.
-# - Though the question is attended less, heads *write more* to it: mean magnitude 0.114 to 0.161, in 34 of 40 heads.
-#   How large an update is depends on the values, so there is no null; the matched control stands in its place. A
-#   random sentence of the same length leaves it at 0.118, with 17 heads up and 15 down. That fits what averaging
+# - The question receives less attention, yet heads *write more* to it: mean magnitude 0.114 to 0.161, in 34 of 40
+#   heads. The size of an update depends on the values, so there is no null, and the matched control takes its place.
+#   A random sentence of the same length leaves it at 0.118, with 17 heads up and 15 down. That fits what averaging
 #   does: identical values add up, different ones cancel.
-# - The inserted span gets 25 % of later attention, less than half of what uniform attention would give it (59 %). It
-#   gets much because it is long, not because it is a sink.
+# - The inserted tokens get 25 % of later attention, less than half of what uniform attention would give them (59 %).
+#   They get much because there are many of them, not because they are a sink.

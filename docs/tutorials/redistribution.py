@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Redistribution: from a model to a conclusion
 #
-# 55 meaningless tokens stand between the system prompt and the question. What do they do to attention? This tutorial
-# asks what a reviewer would: against which null, in which heads, against which control, dilution or distance.
+# We insert 55 meaningless tokens between the system prompt and the question. What do they do to attention? This
+# tutorial asks what a reviewer would: against which null, in which heads, against which control, dilution or distance?
 #
-# The model is `toy:llama`, a toy of 1.0 M parameters that comes with the package. For your model change one line; the
-# numbers below are the toy's and say nothing about yours.
+# The model is `toy:llama`, a toy of 1.0 M parameters that comes with the package. To use your model, change one line.
+# The numbers below are the toy's and say nothing about yours.
 
 # %%
 import mechattn as ma
@@ -15,8 +15,8 @@ system = "Solve the problem step by step. End with the word Answer and the numbe
 prompts = ma.load_prompts("word-problems", limit=64, system=system)
 
 # %% [markdown]
-# Four conditions beside the baseline. The sentence is the matched control: as many tokens, another one for each
-# prompt. The last two part the two things that inserted tokens do ([prompts and
+# Four conditions in addition to the baseline. The sentence is the matched control: as many tokens, a different sentence
+# for each prompt. The last two separate the two things that inserted tokens do ([prompts and
 # conditions](../concepts/conditions.md)).
 
 # %%
@@ -30,15 +30,15 @@ conditions = {
 result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], positions="prompts")
 
 # %%
-slash.apply(prompts[0], model)  # what the model reads; the inserted span is marked
+slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens marked
 
 # %% [markdown]
 # ## 1. Do question tokens receive less, and less than what?
 #
 # $$\text{received}[k] = \operatorname{mean}_{q > k} A[q, k]$$
 #
-# A head with uniform attention loses attention to the question too, by definition: more keys share the same sum of 1.
-# So the change stands beside that of uniform attention.
+# A head with uniform attention also loses attention to the question, by definition: more keys share the same sum of 1.
+# So the change is compared with that under uniform attention.
 
 # %%
 print(ma.render.verdict_words(result, "slash"))
@@ -48,12 +48,12 @@ ma.render.received_attention(result, layer=0, choose=3, condition="slash")
 
 # %% [markdown]
 # The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, orange
-# with them; in the row below stands the sequence itself, the inserted span shaded.
+# with them. The lower row shows the sequence itself, with the inserted tokens shaded.
 #
 # ## 2. Which heads?
 #
-# Found on one half of the prompts, reported on the other; each row is a log-ratio with its interval, its value under
-# uniform attention (`null`) and its q-value.
+# Heads are found on one half of the prompts and reported on the other. Each row is a log-ratio with its interval, its
+# value under uniform attention (`null`) and its q-value.
 
 # %%
 heads = result.compare("slash", quantity="received", select="half")
@@ -80,8 +80,8 @@ ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
 # %% [markdown]
 # ## 5. Is the output scaled and shifted, as the paper writes?
 #
-# $\text{output}' = \lambda \, \text{output} + \sum\sigma$ leaves two terms out ([the affine
-# reading](../concepts/affine-shift.md)). How much of the output's norm is missed in layer 0, and below it?
+# $\text{output}' = \lambda \, \text{output} + \sum\sigma$ leaves out two terms ([the affine
+# reading](../concepts/affine-shift.md)). How much of the output's norm does it miss, in layer 0 and deeper?
 
 # %%
 error = result["affine_shift"].relative_error.sel(segment="question").mean(("prompt", "head"))
@@ -92,11 +92,12 @@ for layer in error.layer.values:
 # %% [markdown]
 # ## What it says
 #
-# - The question receives 30.3 % less attention, but a head that is blind to content would leave it 53.6 % less: the
-#   toy attends to the slashes *less* than by chance, in all 32 heads. "Attention falls" is true, and no finding.
-# - A sentence of the same length does nearly the same. Most heads (28) tell the two apart, as 64 paired prompts see
-#   small differences; but the difference, +0.020, is a twentieth of the effect itself, so this is not about slashes.
+# - The question receives 30.3 % less attention, but under uniform attention it would receive 53.6 % less: the
+#   toy attends to the slashes *less* than by chance, in all 32 heads. "Attention falls" is true, but not a finding.
+# - A sentence of the same length does nearly the same. Most heads (28) distinguish the two, because 64 paired prompts
+#   reveal small differences. But the difference, +0.020, is a twentieth of the effect itself, so the effect is not
+#   specific to slashes.
 # - Masked tokens, which only move the question away from the system prompt, change 2.7 %; tokens that only take
-#   attention change 31.6 %. It is dilution.
-# - In layer 0 the published form misses 6.8 % of the output, and nothing at all if positions are kept. Deeper it
-#   misses more, with kept positions too: there the original tokens themselves have changed.
+#   attention change 31.6 %. The effect is dilution.
+# - In layer 0 the published form misses 6.8 % of the output, and nothing at all if positions are kept. In deeper layers
+#   it misses more, even with positions kept, because the original tokens themselves have changed there.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Bring your own model, and your own analysis
 #
-# A model comes in as a name on the hub, a directory, an object of transformers, or something already hooked. This
-# page makes one from a config, with random weights: a network that has learned nothing is also the best negative
-# control there is.
+# A model can be a name on the Hugging Face hub, a directory, a transformers object, or a model that is already hooked.
+# This page makes one from a config, with random weights: a network that has learned nothing is also the best negative
+# control.
 
 # %%
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ LlamaForCausalLM(config).save_pretrained(folder)
 # ## Load and verify
 #
 # `load_model` verifies what it loads: logits against the model's own attention, patterns, masks, heads' outputs,
-# padding. The report says what was compared, both figures and the tolerance ([a verified
+# padding. The report shows what was compared, both figures and the tolerance ([a verified
 # model](../concepts/verification.md)).
 
 # %%
@@ -42,8 +42,8 @@ random_llama = ma.load_model(folder, tokenizer=tokenizer)
 ma.verify_model(random_llama)
 
 # %% [markdown]
-# An object of transformers and a bridge of your own are taken as they are, and verified too. Booting changes a model
-# object in place, so hand over one that you don't need elsewhere.
+# You can also pass a transformers object or your own bridge; both are verified too. Booting changes a model
+# object in place, so pass one that you don't need elsewhere.
 
 # %%
 from transformer_lens.model_bridge import TransformerBridge
@@ -57,9 +57,9 @@ with torch.no_grad():
         print(f"largest difference of the logits: {float((other(tokens) - random_llama(tokens)).abs().max()):.0e}")
 
 # %% [markdown]
-# ## Measure it beside a trained one
+# ## Compare it with a trained model
 #
-# Random weights attend almost uniformly, so the measured change must be the uniform null. If it were not, the
+# Random weights attend almost uniformly, so the measured change must equal the uniform null. If it did not, the
 # measurement would be wrong.
 
 # %%
@@ -71,10 +71,10 @@ for name, model in {"random weights": random_llama, "toy:llama": "toy:llama"}.it
 # %% [markdown]
 # ## An analysis of your own
 #
-# Which share of a query's attention lies on tokens that are the same as itself? An analysis gets blocks of query
-# rows, adds each to sums of its own, and turns the sums into values per prompt. It never sees a whole [query, key]
-# matrix. It runs once more on the rows of a head that attends uniformly: a fall under inserted tokens is tested
-# against what that gives, `same_uniform`.
+# What fraction of a query's attention goes to tokens identical to itself? An analysis receives blocks of query
+# rows, adds each to its own sums, and turns the sums into values per prompt. It never sees a whole [query, key]
+# matrix. It runs once more on the rows of a head that attends uniformly. That gives `same_uniform`, against which a
+# fall under inserted tokens is tested.
 
 # %%
 from mechattn.analysis.analysis import Quantity
@@ -107,7 +107,7 @@ class SameToken:
 
 
 # %% [markdown]
-# It runs beside the others, under every condition, on any model, and its numbers are compared like all others.
+# It runs together with the others, under every condition, on any model, and its numbers are compared in the same way.
 
 # %%
 for name, model in {"random weights": random_llama, "toy:llama": "toy:llama"}.items():
@@ -124,11 +124,11 @@ for name, model in {"random weights": random_llama, "toy:llama": "toy:llama"}.it
 # %% [markdown]
 # ## What it says
 #
-# - Random weights lose 53.9 % of question attention, and so does uniform attention: the measurement gives the null
-#   where nothing was learned. Single heads still leave it (3 further, 6 less far of 12), as random projections are
-#   not exactly uniform. The trained toy loses 30.7 %.
+# - Random weights lose 53.9 % of question attention, and so does uniform attention: where nothing was learned, the
+#   measurement gives the null. Single heads still depart from it (of 12, 3 fall further and 6 less far), because random
+#   projections are not exactly uniform. The trained toy loses 30.7 %.
 # - Copies of the same token get 0.063 from random weights and from uniform attention alike. The trained toy gives
 #   them less, 0.054 on average, and has a head that gives them more, 0.088.
-# - With slashes every one of these numbers falls, by −0.379 in log-ratio even in the untrained model. The null falls
-#   with them (−0.381): only 3 of the toy's 32 heads fall further. An analysis without its uniform null would have
+# - With slashes every one of these numbers falls, even in the untrained model, by −0.379 in log-ratio. The null falls
+#   too (−0.381), and only 3 of the toy's 32 heads fall further. An analysis without its uniform null would have
 #   reported all of them.
