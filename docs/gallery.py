@@ -26,7 +26,7 @@ analyses = [
     ma.HeadUpdates(per_query=True),
     ma.MlpActivations(),
 ]
-result = ma.run(model, prompts, conditions, analyses, positions="prompts", progress=False)
+result = ma.run(model, prompts, conditions, analyses, positions="prompts")
 
 # %% [markdown]
 # ## How much attention does the question lose?
@@ -71,7 +71,7 @@ ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
 
 # %%
 counts = ma.sweep(slash, count=[10, 25, 55])
-ma.render.sweep(ma.run(model, prompts, counts, progress=False), "count")
+ma.render.sweep(ma.run(model, prompts, counts), "count")
 
 # %% [markdown]
 # ## What happens in one prompt?
@@ -107,7 +107,7 @@ ma.explore("toy:falcon", "Tom has 3 apples. How many?", heads=[0, 1])
 five = {"slash": ma.MeaninglessTokens("/", count=5)}
 maps = [ma.AttentionMap(), ma.ScoreDecomposition()]
 text = "Tom has 3 apples."
-one = ma.run("toy:falcon", text, five, maps, positions="prompts", progress=False)
+one = ma.run("toy:falcon", text, five, maps, positions="prompts")
 
 # %%
 ma.render.attention_pattern(one, layer=0, heads=[0, 1])
@@ -198,8 +198,8 @@ ma.render.agreement(result, "slash", ["unshifted", "sentence", "arm"])
 # The figures of this part show `toy:qwen2` (1.0 M parameters), whose answers suffer more from inserted tokens.
 
 # %%
-solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=24)
-counted = ma.evaluate(solver, problems, counts, new_tokens=60, progress=False)
+solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=32)
+counted = ma.evaluate(solver, problems, counts, new_tokens=60)
 
 # %% [markdown]
 # How many answers are right in each condition?
@@ -217,7 +217,7 @@ ma.render.accuracy_sweep({"toy:qwen2": counted.accuracy()}, "count")
 # Do accuracy and attention change together?
 
 # %%
-dose = ma.run(solver, problems, counts, progress=False)
+dose = ma.run(solver, problems, counts)
 ma.render.dose_curves(counted.accuracy(), dose)
 
 # %% [markdown]
@@ -225,14 +225,14 @@ ma.render.dose_curves(counted.accuracy(), dose)
 
 # %%
 grid = ma.sweep(slash, count=[10, 55], place=["start", "before_question"])
-placed = ma.evaluate(solver, prompts, grid, new_tokens=60, progress=False)
+placed = ma.evaluate(solver, prompts, grid, new_tokens=60)
 ma.render.accuracy_map(placed.accuracy(), "count", "place", "toy:qwen2")
 
 # %% [markdown]
 # How much do several sampled answers to each problem gain?
 
 # %%
-sampled = ma.evaluate(solver, prompts, {"slash": slash}, samples=4, temperature=1.5, new_tokens=60, progress=False)
+sampled = ma.evaluate(solver, prompts[:8], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60)
 measures = {"pass@k": sampled.pass_at_k([1, 2, 4]), "best of k": sampled.best_of([1, 2, 4])}
 
 # %%
@@ -248,7 +248,7 @@ ma.render.diversity({"toy:qwen2": sampled.diversity()})
 # Does the model look elsewhere while it writes a wrong answer?
 
 # %%
-answers = ma.while_answering(solver, counted, problems, counts, progress=False)
+answers = ma.while_answering(solver, counted, problems, counts)
 ma.render.while_answering(answers)
 
 # %% [markdown]
@@ -257,7 +257,7 @@ ma.render.while_answering(answers)
 
 # %%
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
-patched = ma.patch_heads(solver, answered, slash, progress=False)
+patched = ma.patch_heads(solver, answered, slash)
 ma.render.patched_heads(patched)
 
 # %% [markdown]
@@ -267,7 +267,7 @@ ma.render.patched_heads(patched)
 
 # %%
 some = [ma.ReceivedAttention(), ma.AttentionFocus()]
-few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts", progress=False)
+few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts")
 
 # %%
 ma.browse(few)
