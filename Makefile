@@ -60,6 +60,8 @@ lint: .venv/dev
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 	$(BIN)/mypy
+	$(BIN)/typos
+	$(BIN)/proselint check README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs docs/gallery.py docs/tutorials/*.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict

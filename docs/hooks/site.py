@@ -28,6 +28,8 @@ def on_config(config):
 
 def on_page_markdown(markdown, page, config, files):
     """Where a page says «rooms», every file of the package with the first line of its docstring; the claims too."""
+    if page.file.src_uri == "gallery.py":  # figures need the width
+        page.meta["hide"] = ["toc"]
     if "<!-- claims -->" in markdown:
         from mechattn.claims.described import register_markdown
 

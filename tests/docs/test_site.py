@@ -181,6 +181,25 @@ def test_a_tutorial_was_run_and_drew_its_figures(opened, name, figures):
     assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0  # no warning, no traceback
 
 
+def test_the_gallery_draws_every_figure(opened):
+    page = opened("gallery.html")
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 26", timeout=60_000)
+    assert page.locator(".js-plotly-plot").count() == 26
+    assert page.locator("iframe").count() == 9
+    assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1300
+
+
+@pytest.mark.parametrize(("scheme", "ink"), [("light", "rgb(51, 58, 68)"), ("dark", "rgb(217, 220, 227)")])
+def test_a_picture_has_ink_that_can_be_seen(browser, site, scheme, ink):
+    """As the file is opened; on a page the scheme of the page decides (assets/site.css)."""
+    context = browser.new_context(offline=True, color_scheme=scheme)
+    page = context.new_page()
+    page.goto((site / "images" / "concepts" / "received-attention.svg").as_uri())
+    assert page.evaluate("getComputedStyle(document.querySelector('text')).fill") == ink
+    context.close()
+
+
 def test_the_view_in_a_tutorial_draws(opened):
     frame = opened("tutorials/focus.html").frame_locator("iframe").first
     assert frame.locator(".js-plotly-plot").count() >= 1

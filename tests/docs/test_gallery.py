@@ -1,0 +1,46 @@
+"""The gallery has every figure and view that there is, each with the question that it answers."""
+
+import inspect
+import re
+from pathlib import Path
+
+import mechattn as ma
+
+SOURCE = (Path(__file__).parents[2] / "docs" / "gallery.py").read_text(encoding="utf-8")
+WRITES = "ma.render.write_image("  # a file, so the text names it
+
+
+def public() -> list[str]:
+    """Calls of everything that draws."""
+    names = [name for name, thing in vars(ma.render).items() if inspect.isfunction(thing) and not name.startswith("_")]
+    views = ["ma.pattern(", "ma.pattern_difference(", "ma.explore(", "ma.browse("]
+    return [f"ma.render.{name}(" for name in names] + views
+
+
+def missing(source: str) -> set[str]:
+    """What is called nowhere in the cells."""
+    cells = "\n".join(line for line in source.splitlines() if not line.startswith("#"))
+    return {call for call in public() if call not in cells and call != WRITES}
+
+
+def test_everything_that_draws_is_there():
+    assert len(public()) > 30
+    assert not missing(SOURCE)
+    assert WRITES in SOURCE
+    assert "result.page(" in SOURCE
+
+
+def test_what_is_taken_out_is_missed():  # negative control
+    for call in public():
+        if call != WRITES:
+            assert missing(SOURCE.replace(call, "ma.gone(")) == {call}
+
+
+def test_most_figures_answer_a_question():
+    """Views that repeat one from a stored result have none of their own, nor has the verdict."""
+    cells = re.findall(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", SOURCE, re.MULTILINE | re.DOTALL)
+    drawing = re.compile(r"^(print\()?ma\.(render|pattern|explore|browse)", re.MULTILINE)
+    drawn = [code for mark, code in cells if not mark and drawing.search(code)]
+    asked = [words for mark, words in cells if mark and "?" in words]
+    assert len(drawn) == len(public()) - 1  # write_image draws nothing
+    assert len(asked) >= len(drawn) - 4
