@@ -2,8 +2,7 @@
 # # Bring your own model, and your own analysis
 #
 # A model can be a name on the Hugging Face hub, a directory, a transformers object, or a model that is already hooked.
-# This page makes one from a config, with random weights: a network that has learned nothing is also the best negative
-# control.
+# This page makes one from a config, with random weights. An untrained network is also the best negative control.
 
 # %%
 from dataclasses import dataclass

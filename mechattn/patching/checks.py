@@ -121,8 +121,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])
-    changed = [made["condition"] for made in sequences]
-    before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in changed]
+    conditions = [made["condition"] for made in sequences]
+    before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions]
     if any(before):
         warnings.warn(
             f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
