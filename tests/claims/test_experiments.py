@@ -51,18 +51,18 @@ def test_what_the_readme_says_is_what_is_stored():
     def values(key):
         return {name: verdict["parts"][0]["value"] for name, verdict in by_key[key].items() if verdict["parts"]}
 
-    assert f"judges {len(CLAIMS)} claims" in readme
+    assert f"tests {len(CLAIMS)} claims" in readme
     assert all(value < 0 for value in values("attention_falls").values())
     assert all(verdict["parts"][0]["low"] > 0 for verdict in by_key["more_than_dilution"].values()), "less than uniform"
     missed = values("affine_deeper").values()
-    assert f"(they miss {100 * min(missed):.0f} to {100 * max(missed):.0f} %)" in readme
+    assert f"an affine map misses {100 * min(missed):.0f} to {100 * max(missed):.0f} % of the norm" in readme
     cosines = [abs(value) for value in values("arm_does_the_same").values()]
     assert f"(cosine {min(cosines):.2f} to {max(cosines):.2f})" in readme
     gains = by_key["tokens_help"]
     costs = {
         name: -100 * v["parts"][0]["value"] for name, v in gains.items() if v["parts"] and v["parts"][0]["high"] < 0
     }
-    assert f"costs falcon {costs.pop('toy:falcon'):.0f} and qwen2 {costs.pop('toy:qwen2'):.0f} points" in readme
+    assert f"costs falcon {costs.pop('toy:falcon'):.0f} points and qwen2 {costs.pop('toy:qwen2'):.0f}" in readme
     assert not costs
     assert not any(verdict["verdict"] == "supported" for verdict in gains.values())
     free = [claim for claim in STORED["claims"] if not claim["by_definition"] and claim["where"].startswith("arXiv")]
@@ -70,5 +70,5 @@ def test_what_the_readme_says_is_what_is_stored():
         sum(all(v["verdict"] == word for v in claim["verdicts"].values()) for claim in free)
         for word in ("supported", "contradicted")
     )
-    said = f"Of the {len(free)} claims of the paper that could fail {held} are supported in all five, {failed} are contradicted"
+    said = f"Of the paper's {len(free)} falsifiable claims, {held} are supported in all five models and {failed} are contradicted in all"
     assert said in readme
