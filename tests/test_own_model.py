@@ -23,7 +23,7 @@ def halving(checkpoint, tmp_path_factory):
     about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     about["normalizer"] = {"type": "Replace", "pattern": {"String": "/"}, "content": "zq"}
     (folder / "tokenizer.json").write_text(json.dumps(about), encoding="utf-8")
-    with pytest.raises(MechattnError, match="55 tokens are no whole number of '/'"):
+    with pytest.raises(MechattnError, match="55 tokens are not a whole number of '/'"):
         ma.run(str(folder), "Why?", {"slash": ma.MeaninglessTokens()}, progress=False)
     return str(folder)
 
@@ -81,7 +81,7 @@ def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):
 
 
 def test_a_count_that_a_config_gives_is_exact(halving, tmp_path):
-    with pytest.raises(MechattnError, match=r"55 tokens are no whole number of '/'.* count=53 or 56"):
+    with pytest.raises(MechattnError, match=r"55 tokens are not a whole number of '/'.* count=53 or 56"):
         run_from_config(write(tmp_path, "[conditions.slash]\ncount = 55\n", model=halving))
 
 

@@ -1,4 +1,4 @@
-"""What a run writes beside its numbers: the tokens that the model read, and where the numbers come from."""
+"""A run's metadata: the tokens that the model read, and the provenance of the numbers."""
 
 from __future__ import annotations
 

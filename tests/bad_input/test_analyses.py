@@ -36,8 +36,12 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
 @pytest.mark.parametrize(
     ("quantities", "values", "message"),
     [
-        ({"own": OWN}, lambda own: {}, "own_key: values.. gives no 'own', which its quantities promise"),
-        ({"own": OWN}, lambda own: {"own": own, "more": own}, "gives 'more', which is none of its quantities .'own'."),
+        ({"own": OWN}, lambda own: {}, "own_key: values.. lacks 'own', which its quantities declare"),
+        (
+            {"own": OWN},
+            lambda own: {"own": own, "more": own},
+            "gives 'more', which is not one of its quantities .'own'.",
+        ),
         ({"own": OWN}, lambda own: {"own": own.sum(-1)}, r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]"),
         ({"own": OWN}, lambda own: {"own": own[:2]}, r"'own' has the shape \[2, 8\]; its dims"),
         ({"own": OWN}, lambda own: {"own": own.numpy()}, "'own' is a ndarray; values.. gives tensors"),

@@ -22,9 +22,9 @@ def test_a_passage_of_one_token(no_forward, analysis):
 
 
 def test_too_short_for_sinks_and_for_a_rank(no_forward):
-    with pytest.raises(PromptError, match="has 3 tokens, and a sink must be seen by 16"):
+    with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.AttentionSinks(), progress=False)
-    with pytest.raises(PromptError, match="no query has a target of rank 2"):
+    with pytest.raises(PromptError, match="too few for a target of rank 2"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(rank=2), progress=False)
 
 
@@ -45,7 +45,7 @@ def test_all_identical_tokens(toy):
         (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. shows nothing"),
         (lambda m: ma.explore(m, PROMPT, heads="0"), "heads='0': give numbers"),
         (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or leave it out"),
-        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: a map"),
+        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
     ],
@@ -57,7 +57,7 @@ def test_layers_heads_and_models(toy, call, message):
 
 @pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
 def test_ranks(option):
-    with pytest.raises(OptionError, match="0 is the strongest target"):
+    with pytest.raises(OptionError, match="give 0 for the strongest target"):
         ma.ScoreDecomposition(**option)
 
 

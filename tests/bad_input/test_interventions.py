@@ -42,7 +42,7 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
         (lambda: ma.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
         (lambda: ma.MlpActivations(calibration=()), "give at least one prompt"),
-        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give two numbers"),
+        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )
 def test_options(make, message):
@@ -78,8 +78,8 @@ def test_the_old_name_of_a_form_is_the_new_one():
         (ma.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (ma.HeadAblation(((7, 0),)), "layer 7 is out of range"),
         (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not of layer 1"),
-        ("arm", "intervention='arm': give one such as ARM"),
-        (ma.ARM, "intervention=ARM: give one such as ARM\\(\\), with its brackets"),
+        ("arm", "intervention='arm': give an intervention such as ARM"),
+        (ma.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
     ],
 )
 def test_before_the_model_runs(no_forward, intervention, message):

@@ -86,7 +86,7 @@ def test_the_best_of_many_is_reported_on_the_other_half():
     assert best["condition"] == "lucky"
     assert (best["chosen_on"], best["accuracy"], best["baseline"]) == (1.0, 0.0, 1.0)
     assert best["difference"] == -1
-    with pytest.raises(OptionError, match="one condition beside the baseline"):
+    with pytest.raises(OptionError, match="one condition other than the baseline"):
         Evaluation(tuple(rows("baseline", [True] * 20)), {}).best()
 
 

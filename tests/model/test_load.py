@@ -222,7 +222,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path):
     assert model.tokenizer is None
     result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]), progress=False)
     assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [[1, 2, 3, 2], [4, 5, 6, 0]]
-    with pytest.raises(ModelError, match=r"no tokenizer; pass one: .* or give token ids as prompts"):
+    with pytest.raises(ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids as prompts"):
         ma.run(model, "1 2 3", progress=False)
     with pytest.raises(ModelError, match="holds no tokenizer"):
         tokenizer_named(str(tmp_path))
