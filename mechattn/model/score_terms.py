@@ -1,4 +1,4 @@
-"""How a model computes its attention scores, where they are a sum of parts that can be told apart."""
+"""The terms of a model's attention scores, if the scores are a sum of separable parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that analyses read: W_O, and the biases of the scores."""
+"""The weights that analyses use: W_O, and the biases of queries and keys."""
 
 from __future__ import annotations
 

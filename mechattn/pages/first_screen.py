@@ -1,4 +1,4 @@
-"""The first screen of a page: how the question's attention changed beside uniform attention, drawn and said."""
+"""The first screen of a page: the change of the question's attention and of uniform attention."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_the_default_models(tmp_path, capsys):
     assert "no stories260K" in capsys.readouterr().err
     (tmp_path / "stories260K").mkdir()
     assert models_of([], tmp_path) == (*named(None), str(tmp_path / "stories260K"))
-    with pytest.raises(OptionError, match="for the default models"):
+    with pytest.raises(OptionError, match="applies only to the default models"):
         models_of(["toy:qwen2"], tmp_path)
     with pytest.raises(OptionError, match="no folder of models"):
         models_of([], tmp_path / "nowhere")

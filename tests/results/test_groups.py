@@ -108,7 +108,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
         result.compare("slash", select="half")
     figure = ma.render.received_attention(result, 0, choose=2)
-    assert "mean over 9 prompts, pointwise 95 % bands, which take prompts for independent" in figure.layout.title.text
+    assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
 
 
 def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):

@@ -1,4 +1,4 @@
-"""Is the hooked model the model? A probe of a few tokens, a few forward passes, and every identity that should hold."""
+"""The checks of a hooked model against the model itself, with a few forward passes of a short probe."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, d
     if facts.probe_logits is None:
         facts.probe_logits = native[0, AT_LOADING - 1].clone()
     pair = (native[0, AT_LOADING - 1, None], facts.probe_logits[None])
-    remedy = "weights were changed after loading; load the model again, or verify=False if the change is meant"
+    remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
     detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
 

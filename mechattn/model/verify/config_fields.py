@@ -1,4 +1,4 @@
-"""Every field of a configuration that says something of attention is used, known to be harmless, or refused.
+"""Checks that every attention-related field of a configuration is used, known to be harmless, or refused.
 
 A probe of a few tokens compares patterns with the model's own, so whatever changes the pattern of a short text is found
 there, under whatever name. What it cannot show is what begins later: a window, a chunk, a choice of keys, a scale that

@@ -1,4 +1,4 @@
-"""The pattern of the attention kernel that a model really runs, which returns no pattern: read through its values."""
+"""Reads the pattern of the attention kernel that a model runs, by passing identity matrices as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether z is the pattern times the values: some models clip or norm the values, or gate or norm the mix."""
+"""Checks that z is pattern · v; some models clip or norm the values, or gate or norm the result."""
 
 from __future__ import annotations
 

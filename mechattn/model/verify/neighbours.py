@@ -1,4 +1,4 @@
-"""Whether what a model says of a row depends on the rows beside it."""
+"""Checks that a row's logits do not depend on the other rows of its batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether attention in row blocks, and a fused kernel, give what the hooks show; tried before either is trusted."""
+"""Checks that attention in row blocks and the fused kernel agree with the hooks."""
 
 from __future__ import annotations
 
