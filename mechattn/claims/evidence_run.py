@@ -1,4 +1,4 @@
-"""Measures one model as its plan says, and goes on where an earlier call was killed."""
+"""Measures one model by its plan, and resumes an interrupted call."""
 
 from __future__ import annotations
 

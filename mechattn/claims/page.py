@@ -1,4 +1,4 @@
-"""The page: claims beside models first, each claim's rule and figures behind it, every head of every model below."""
+"""The page of verdicts: claims by models, each claim's rule and figures, and maps of all heads."""
 
 from __future__ import annotations
 

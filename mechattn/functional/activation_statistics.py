@@ -1,4 +1,4 @@
-"""How activations after the nonlinearity of an MLP are spread: token by token, over the channels."""
+"""Statistics of MLP activations over the channels of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The affine reading of inserted tokens: attention outputs are scaled, shifted, and changed in two further ways."""
+"""The affine decomposition of attention outputs under inserted tokens: scale, shift and two further terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mechattn.functional.rows import mix
 
 @dataclass(frozen=True)
 class Split:
-    """What became of each head's output [batch head query d_head] when tokens were inserted; exact in every layer.
+    """The exact decomposition of each head's output [batch head query d_head] under inserted tokens.
 
     ``output = scale · before + shift + rerouting + new_values``
 

@@ -1,4 +1,4 @@
-"""How attention is spread over the keys, query by query; for a block of rows as well as for a whole pattern."""
+"""Per-query statistics of how attention spreads over keys, for a block of rows or a whole pattern."""
 
 from __future__ import annotations
 

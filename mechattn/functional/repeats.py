@@ -1,4 +1,4 @@
-"""Attention to earlier places of the same token, and to what stood after them: duplicate tokens and induction."""
+"""Attention to earlier occurrences of the same token (duplicates) and to the tokens after them (induction)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention scores as a sum of parts: position (ALiBi), what a key says to every query (bias), content."""
+"""Attention scores as a sum of position (ALiBi), bias (shared by all queries) and content."""
 
 from __future__ import annotations
 

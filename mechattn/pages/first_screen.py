@@ -178,9 +178,9 @@ def _beside(found: Seq[Verdict]) -> str:
     less, more = ("lose less", "lose more") if falls else ("gain more", "gain less")
     if len(found) == 1:
         verb, _, rest = (less if above else more).partition(" ")
-        return f"it {verb}s {rest}" if above or below else "the two can't be told apart"
+        return f"it {verb}s {rest}" if above or below else "the two cannot be distinguished"
     apart = len(found) - above - below
-    sides = ((above, less), (below, more), (apart, "can't be told apart from it"))
+    sides = ((above, less), (below, more), (apart, "cannot be distinguished from it"))
     for count, words in sides:
         if count == len(found):
             return f"all {count} models {words}"

@@ -1,4 +1,4 @@
-"""Many paired differences at once: intervals, sign-flip tests, false discovery rate, power."""
+"""Statistics of many paired differences: intervals, sign-flip tests, false discovery rate, power."""
 
 from __future__ import annotations
 

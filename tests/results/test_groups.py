@@ -164,7 +164,7 @@ def test_one_group_has_no_interval(toy, prompts):
     alike = [replace(prompt, group="one") for prompt in prompts[:6]]
     result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0], progress=False)
     for ask in (result.compare, result.verdict):
-        with pytest.raises(OptionError, match=r'all 6 prompts are of one group.*unit="prompt"'):
+        with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
             ask("slash")
     assert set(result.compare("slash", unit="prompt").n) == {6}
     with pytest.raises(OptionError, match="unit='template'"):

@@ -1,4 +1,4 @@
-"""The activations of MLPs right after their nonlinearity, which no hook carries: seen, and replaced, as they pass."""
+"""Reads and replaces MLP activations after the nonlinearity, which have no hook."""
 
 from __future__ import annotations
 
