@@ -49,7 +49,7 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
     assert (
-        "when 56 tokens of “/” (slash), or as many of random sentences (sentence), are put before the question"
+        "when 56 tokens of “/” (slash), or as many tokens of random sentences (sentence), are inserted before the question"
         in page.read_text(encoding="utf-8")
     )
 
@@ -64,7 +64,7 @@ def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path)
     assert result.provenance["conditions"]["sentence"]["options"]["place"] == "middle"
     assert result.provenance["model"]["dtype"] == "bfloat16"
     text = page.read_text(encoding="utf-8")
-    assert "8 tokens of “ .” (meaningless), or as many of random sentences (sentence), are put in the middle" in text
+    assert "8 tokens of “ .” (meaningless), or as many tokens of random sentences (sentence), are inserted in the middle" in text
     assert "8 “ .”" in text, "one prompt is drawn with no more of them than were asked for"
 
 

@@ -88,9 +88,7 @@ class SegmentLogits(AnalysisBase):
             )
             function = gate_function(why)
             if function is None or not shown:
-                raise ModelError(
-                    f"{model.cfg.model_name}: {why}; so a key's share of what a head adds is not A · v W_O"
-                )
+                raise ModelError(f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O")
             gate = (f"attn.{shown}", function)
         weights = {layer: output_weights(model, layer) for layer in layers}
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)

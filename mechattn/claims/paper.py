@@ -190,7 +190,7 @@ def _deviations(work: Work, evidence: Evidence) -> tuple[str, ...]:
         by = "with blanks" if cost.separator else "without blanks"
         made.append(f"{cost.count} tokens of “/” {by}: its tokenizer does not make 55 of “/ /”.")
     if not evidence.random_attention:
-        made.append("Its weights cannot be drawn anew, so nothing that needs that null can be supported.")
+        made.append("Its weights cannot be redrawn, so claims that need that null cannot be supported.")
     return tuple(made)
 
 

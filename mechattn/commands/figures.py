@@ -140,7 +140,7 @@ def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, s
     """What the page is of."""
     tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
-    what = f"{slash}, or as many of random sentences (sentence), are put {WHERE[inserted.place]}"
+    what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
     return f"Attention when {what}, for {prompts} prompts of {name_of(source)}."
 
 
@@ -149,7 +149,7 @@ def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessToke
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:
         say(
-            f"the tokenizer of {hooked.cfg.model_name} can't make {inserted.count} tokens of {inserted.text!r}: "
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of {inserted.text!r}; "
             f"{fitted.count} are inserted"
         )
     return fitted

@@ -28,7 +28,7 @@ def models_of(given: Seq[str], folder: Path | None) -> tuple[str, ...]:
             "--models applies only to the default models; with --model give every model, including directories"
         )
     if not folder.is_dir():
-        raise OptionError(f"there is no folder of models at {folder}")
+        raise OptionError(f"there is no folder {folder}")
     if not (folder / STORIES).is_dir():
         say(f"{folder} has no {STORIES}, so only the toys are judged")
         return named(None)

@@ -57,7 +57,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
                 f"an analysis captures {silent!r}, which doesn't fire while attention is streamed; choose "
                 'engine="hooks" or "auto"'
             )
-        return forward_through_hooks, f"not streamed: {silent} fires with the hooks alone"
+        return forward_through_hooks, f"not streamed: {silent} fires only with hooks"
     check = _streams(model)
     if check.outcome != "passed":
         if engine != "auto":

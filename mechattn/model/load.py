@@ -229,7 +229,7 @@ def model_place(name: str) -> str:
     """Where a model of this name lies: the folder of a toy, a directory, or a hub name, which is not looked up yet.
 
     Raises:
-        ModelError: There is no such toy, or the directory is no checkpoint.
+        ModelError: There is no such toy, or the directory is not a checkpoint.
     """
     place = str(toy_folder(name)) if name.startswith(PREFIX) else name
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():

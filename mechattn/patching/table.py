@@ -138,7 +138,7 @@ class HeadPatching(Patching):
         """One row per head, the largest effect first.
 
         ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over heads); ``share`` of
-        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect less that of a
+        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect minus that of a
         random direction of the same norm, with its interval.
 
         Args:

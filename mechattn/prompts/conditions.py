@@ -40,7 +40,7 @@ def check_name(name: object) -> None:
     if not isinstance(name, str) or not name.strip():
         raise OptionError(f'the condition {name!r} needs a name, such as "slash"')
     if plain(name) != name or not {"\n", "\t"}.isdisjoint(name):
-        raise OptionError(f"the condition {name!r} has a control character in its name; leave it out")
+        raise OptionError(f"the condition {name!r} has a control character in its name; remove it")
 
 
 @dataclass(frozen=True)

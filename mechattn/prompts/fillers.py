@@ -31,7 +31,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     """As few repetitions of a text as give exactly ``count`` tokens.
 
     Raises:
-        ConditionError: ``count`` tokens are no whole number of repetitions.
+        ConditionError: ``count`` tokens are not a whole number of repetitions.
     """
 
     def encode(repetitions: int) -> list[int]:

@@ -80,7 +80,7 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
     if bos is None and own is not None and prompt.tokens[0] == own:
         raise PromptError(
             f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model reads text without "
-            "one; leave it out, or set model.cfg.default_prepend_bos = True"
+            f"one; remove it, or set model.cfg.default_prepend_bos = True"
         )
 
 

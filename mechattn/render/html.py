@@ -44,7 +44,7 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
         force: Replace whatever file is there.
 
     Raises:
-        OutputError: As :func:`check_page_place` has it, or there is no room.
+        OutputError: As for :func:`check_page_place`, or the disk is full.
     """
     path = Path(path)
     check_page_place(path, force)

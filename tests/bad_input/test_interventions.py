@@ -122,7 +122,7 @@ def test_experts_that_are_not_called(tokenizer, monkeypatch):
 
 
 def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
-    for family, message in (("Mixtral", "has an MLP beside its mixture of experts"), ("Llama", "has several MLPs")):
+    for family, message in (("Mixtral", "has an MLP next to its mixture of experts"), ("Llama", "has several MLPs")):
         plain = tiny_model(family, len(tokenizer))
         plain.model.layers[0].another = torch.nn.Module()
         plain.model.layers[0].another.act_fn = torch.nn.SiLU()

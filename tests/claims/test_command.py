@@ -19,7 +19,7 @@ def test_the_default_models(tmp_path, capsys):
     assert models_of([], tmp_path) == (*named(None), str(tmp_path / "stories260K"))
     with pytest.raises(OptionError, match="applies only to the default models"):
         models_of(["toy:qwen2"], tmp_path)
-    with pytest.raises(OptionError, match="no folder of models"):
+    with pytest.raises(OptionError, match="there is no folder"):
         models_of([], tmp_path / "nowhere")
 
 

@@ -161,7 +161,7 @@ def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(to
     model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
     result = ma.run(model, "Tom has 3 apples.", analyses=Rotated(), progress=False)
     assert (result["rotated"].norm > 0).all()
-    assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires with the hooks alone"
+    assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires only with hooks"
     with pytest.raises(OptionError, match=r"'attn\.hook_rot_q', which doesn't fire while attention is streamed"):
         ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming", progress=False)
 

@@ -71,7 +71,13 @@ def test_it_changes_with_the_run(toy, prompts, result):
     alone = [replace(prompt, group=None) for prompt in prompts]
     other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5, progress=False)
     text = other.methods()
-    for part in ("The run used 5 prompts", "the prompt.", "7 tokens inserted", "in layers 1 and 2.", "The random seed was 5."):
+    for part in (
+        "The run used 5 prompts",
+        "the prompt.",
+        "7 tokens inserted",
+        "in layers 1 and 2.",
+        "The random seed was 5.",
+    ):
         assert part in text
         assert part not in result.methods()
     about = json.loads(json.dumps(result.provenance))

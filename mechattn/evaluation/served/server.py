@@ -67,7 +67,7 @@ def _check_address(address: str) -> None:
         raise OptionError(f'server={address!r}: give an address such as "http://host:8000/v1"')
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise OptionError(
-            "the address of the server holds a user, a password or a query: give the address alone, put the key into "
+            "the address of the server contains a user, a password or a query: give only the address, put the key into "
             'an environment variable, and name the variable: server_key="SERVER_KEY"'
         )
 

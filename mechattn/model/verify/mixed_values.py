@@ -131,5 +131,5 @@ def _why(model: HookedModel, layer: int) -> str:
     if clip := clip_of(model, layer):
         unlike.append(f"clip_qkv={clip:g}")
     if unlike:
-        return f"its attention has {', '.join(unlike)}, and mechattn does not know how these make z of pattern · v"
+        return f"its attention has {', '.join(unlike)}, and mechattn does not know how these turn pattern · v into z"
     return ""
