@@ -64,7 +64,10 @@ def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path)
     assert result.provenance["conditions"]["sentence"]["options"]["place"] == "middle"
     assert result.provenance["model"]["dtype"] == "bfloat16"
     text = page.read_text(encoding="utf-8")
-    assert "8 tokens of “ .” (meaningless), or as many tokens of random sentences (sentence), are inserted in the middle" in text
+    assert (
+        "8 tokens of “ .” (meaningless), or as many tokens of random sentences (sentence), are inserted in the middle"
+        in text
+    )
     assert "8 “ .”" in text, "one prompt is drawn with no more of them than were asked for"
 
 

@@ -26,14 +26,14 @@ _UNITS = {
     "previous_mass": ("probability", "attention of a query to the token before"),
     "duplicate_mass": (
         "probability",
-        "attention of a query to the earlier places of its own token, of queries that have one",
+        "attention of a query to earlier occurrences of its own token, of queries that have one",
     ),
     "induction_mass": (
         "probability",
-        "attention of a query to what stood after the earlier places of its own token, of queries that have one",
+        "attention of a query to the tokens after earlier occurrences of its own token, of queries that have one",
     ),
     "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
-    "concentration": ("probability", "p(1) - p(2): the largest probability less the second largest"),
+    "concentration": ("probability", "p(1) - p(2): the largest probability minus the second largest"),
     "entropy": ("nats", "- sum over keys of A log A"),
     "entropy_share": ("share", "entropy / log of the number of keys that the query sees: 1 if uniform"),
     "distance": ("positions", "sum over keys of A (query - key)"),
@@ -41,8 +41,8 @@ _UNITS = {
 }
 _MAY_BE_ZERO = ("duplicate_mass", "induction_mass", "inserted_mass", "self_share", "first_share", "previous_share")
 _NO_NULL = {
-    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest"),
-    "concentration": "it is 0 under uniform attention, however many keys there are",
+    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest key"),
+    "concentration": "it is 0 under uniform attention for any number of keys",
 }
 
 

@@ -27,14 +27,14 @@ _HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {
     "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
     "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
-    "sinks": ("keys", "how many keys are sinks, among those that enough queries see"),
+    "sinks": ("keys", "the number of sinks, among keys that enough queries see"),
     "strongest_alpha": ("probability", "the largest mean attention of a key, among those that enough queries see"),
     "strongest_position": ("position", "the position of that key"),
     "inserted_alpha": ("probability", "the largest mean attention of an inserted token"),
     "inserted_sink": ("share", "1 if an inserted token is a sink"),
     "span_mass": ("probability", "attention to all inserted tokens, mean over the original queries after them"),
     "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
-    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small where the sink has nothing to give"),
+    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small if the sink contributes little"),
     "strongest_value_ratio": ("ratio", "|v| of the key with the largest mean attention / mean |v| of all"),
     "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
     "first_norm_share": ("share", "share of sum A |v W_O| of the first token (norm-based; before interventions on z)"),
@@ -57,7 +57,7 @@ _PER_KEY = {
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
 _NO_NULL = {
-    "strongest_position": "uniform attention has no largest",
+    "strongest_position": "uniform attention has no largest key",
     **dict.fromkeys(("value_drain", "inserted_value_ratio", "first_norm_share"), "it depends on the values"),
     "strongest_value_ratio": "it depends on the values",
     **dict.fromkeys(("value_norm", "output_value_norm"), "it depends on the values"),

@@ -56,7 +56,7 @@ class AttentionSpread(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """By band, and by share."""
         mass = "attention at the distances band to 2 · band − 1, mean over the queries that see all of them"
-        keys = "keys with at least share of what the best key gets, mean over the queries of the segment"
+        keys = "keys with at least this share of the strongest key's attention, mean over the queries of the segment"
         return {
             "band_mass": Quantity(("head", "segment", "band"), "probability", mass, "difference"),
             "near_best": Quantity(("head", "segment", "share"), "keys", keys),

@@ -23,9 +23,9 @@ _AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
 _OUTS = ("hook_attn_out", "hook_mlp_out")
 _BEFORE_SCALING = ("attn.hook_out", "mlp.hook_out")
 _UNITS = {
-    "block_magnitude": ("ratio", "|what the block adds| / |residual stream before it|"),
-    "block_orientation": ("cosine", "cosine of what the block adds and the residual stream before it"),
-    "block_norm": ("residual norm", "|what the block adds|"),
+    "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
+    "block_orientation": ("cosine", "cosine of the block's update and the residual stream before it"),
+    "block_norm": ("residual norm", "|update of the block|"),
     "stream_norm": ("residual norm", "|residual stream before the block|"),
 }
 
