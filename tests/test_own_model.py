@@ -45,7 +45,7 @@ def write(folder, sections, **top):
 
 def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
     page = make_figures(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1])
-    assert "can't make 55 tokens of '/': 56 are inserted" in capsys.readouterr().err
+    assert "cannot make 55 tokens of '/'; 56 are inserted" in capsys.readouterr().err
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
     assert (

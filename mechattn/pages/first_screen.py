@@ -191,4 +191,4 @@ def _beside(found: Seq[Verdict]) -> str:
 def _verb(count: int, words: str) -> str:
     """ "lose less" of several, "loses less" of one."""
     verb, _, rest = words.partition(" ")
-    return words if count != 1 or verb == "can't" else f"{verb}s {rest}"
+    return words if count != 1 or verb == "cannot" else f"{verb}s {rest}"

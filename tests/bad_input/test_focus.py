@@ -42,9 +42,9 @@ def test_all_identical_tokens(toy):
     [
         (lambda m: ma.explore(m, PROMPT, layers=7), "layer 7 is out of range"),
         (lambda m: ma.explore(m, PROMPT, heads=[0, 8]), "head 8 is out of range: heads are 0 to 7"),
-        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. shows nothing"),
+        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. is empty"),
         (lambda m: ma.explore(m, PROMPT, heads="0"), "heads='0': give numbers"),
-        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or leave it out"),
+        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or omit it"),
         (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
@@ -97,7 +97,7 @@ def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
     """A part of what a tanh is given adds nothing of its own to what it gives."""
     model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
-    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is no norm of the form γ · x / σ"):
+    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"):
         ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
 
 
@@ -133,7 +133,7 @@ def test_an_evaluation_without_log_probabilities(toy, tmp_path):
     (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     old = ma.load_evaluation(tmp_path / "e.jsonl")
     assert [a.text for a in old.answers] == [a.text for a in made.answers]
-    with pytest.raises(OptionError, match="hold no log-probabilities"):
+    with pytest.raises(OptionError, match="have no log-probabilities"):
         old.best_of(1)
     for call in (lambda: old.pass_at_k(2.0), lambda: old.best_of("2"), lambda: old.diversity(0)):
         with pytest.raises(OptionError, match="give"):

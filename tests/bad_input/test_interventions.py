@@ -77,7 +77,7 @@ def test_the_old_name_of_a_form_is_the_new_one():
         (ma.HeadAblation(()), "ablates nothing"),
         (ma.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (ma.HeadAblation(((7, 0),)), "layer 7 is out of range"),
-        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not of layer 1"),
+        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not layer 1"),
         ("arm", "intervention='arm': give an intervention such as ARM"),
         (ma.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
     ],
@@ -159,7 +159,7 @@ def test_no_agreement_without_the_analysis(slash_result):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ('kind = "Baseline"', 'a "Baseline" is always run; give this one an intervention'),
+        ('kind = "Baseline"', 'the "Baseline" is always run; give this one an intervention'),
         ('kind = "Baseline"\nintervention = { kind = "ARMM" }', r"did you mean 'ARM'"),
         (
             'kind = "Baseline"\nintervention = { kind = "ARM", p = 3 }',

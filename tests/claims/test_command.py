@@ -47,7 +47,7 @@ def test_every_option_is_handed_on(monkeypatch, tmp_path):
     given += ["--prompts", "a.jsonl", "--field", "problem", "--device", "cpu"]
     done = CliRunner().invoke(app, ["paper", *given])
     assert done.exit_code == 0, done.output
-    assert "the same command without --shard judges" in done.output
+    assert "run the same command without --shard" in done.output
     assert (seen.pop("models"), seen.pop("out")) == (("toy:qwen2", "toy:llama"), tmp_path)
     assert seen.pop("command")
     assert seen == {

@@ -134,7 +134,7 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(tiny, tmp_path, m
         ma.paper("toy:lama", tmp_path / "a")
     with pytest.raises(ModelError, match="there is no model"):
         ma.paper(["toy:llama", str(tmp_path / "nowhere" / "at-all")], tmp_path / "a")
-    with pytest.raises(OptionError, match=r"a budget of 1 s is too small: .* takes"):
+    with pytest.raises(OptionError, match=r"a budget of 1 s is too small: .* needs"):
         ma.paper(tiny, tmp_path / "a", budget=1e-6)
     with pytest.raises(OptionError, match='such as "30min"'):
         ma.paper(tiny, tmp_path / "a", budget="soon")

@@ -75,7 +75,7 @@ def test_a_plan_is_kept_for_the_same_arguments_alone(tmp_path):
     with pytest.raises(OutputError, match=r"a run with other arguments \(seed differs\).*--fresh"):
         kept_plan(place, replace(asked, seed=1))
     place.write_text("{")
-    with pytest.raises(OutputError, match="is no plan"):
+    with pytest.raises(OutputError, match="is not a plan"):
         kept_plan(place, asked)
 
 
@@ -105,7 +105,7 @@ def test_the_toys_by_default():
     ("given", "why"),
     [
         ({"models": ()}, "at least one model"),
-        ({"models": ("toy:llama", "toy:llama")}, "there twice"),
+        ({"models": ("toy:llama", "toy:llama")}, "given twice"),
         ({"limit": 2}, "limit=2"),
         ({"problems": True}, "problems=True"),
         ({"samples": 1}, "samples=1"),
