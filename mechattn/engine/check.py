@@ -266,9 +266,9 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
     if boundary.side(counts[short]) != boundary.side(counts[long]):
         raise PromptError(
             f'{where} has {counts[short]:,} positions with the condition "{short}" and {counts[long]:,} with "{long}": '
-            f"beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so their difference would not be "
-            f"an effect of the inserted tokens. Omit the prompt, insert fewer tokens, "
-            "or let the original ones keep their positions (.unshifted())"
+            f"beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so this would compare "
+            "two models and not the effect of the inserted tokens. Omit the prompt, insert fewer tokens, or let "
+            "the original ones keep their positions (.unshifted())"
         )
 
 
