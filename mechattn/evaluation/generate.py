@@ -65,8 +65,8 @@ def native_of(model: HookedModel) -> Any:
         raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it has another cache than past_key_values, like Mamba and "
-            f"RWKV, so each token would be read without the earlier ones"
+            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has another cache, "
+            "like Mamba and RWKV, so each token would be read without the earlier ones"
         )
     return facts.native
 

@@ -56,7 +56,7 @@ def check_part(model: HookedModel, part: str, attributed: bool) -> None:
         raise OptionError(f"part={part!r} can be patched but not attributed: name heads, such as heads=[(1, 4)]")
     if part == "pattern" and not _patterns_act(model):
         raise ModelError(
-            f"the attention of {model.cfg.model_name} is computed where hooks only watch, so a pattern that is changed "
+            f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
             'has no effect; patch "z" or "value"'
         )
 
@@ -106,8 +106,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer that the model reads: '
-                "load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer for the model to read: '
+                "use load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
             )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(

@@ -226,7 +226,7 @@ def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[
     """
     if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
         warnings.warn(
-            f"heads={heads} chooses heads: heads is a list; give choose={heads} to choose heads by the data",
+            f"heads={heads} chooses heads: give choose={heads}; heads is a list",
             FutureWarning,
             stacklevel=3,
         )

@@ -57,7 +57,7 @@ def test_model_object_without_tokenizer(checkpoint):
 
 @pytest.mark.parametrize("thing", [3, None, {"a": 1}])
 def test_a_thing_that_is_no_model(thing):
-    with pytest.raises(ModelError, match="is no model"):
+    with pytest.raises(ModelError, match="is not a model"):
         ma.load_model(thing)
 
 
@@ -131,7 +131,7 @@ def test_an_option_that_transformer_lens_does_not_take():
 
 
 def test_a_family_that_is_none():
-    with pytest.raises(ModelError, match="there is no family 'Lama'; there are Llama, Mistral"):
+    with pytest.raises(ModelError, match="there is no family 'Lama'; the families are Llama, Mistral"):
         tiny_model("Lama", 100)
 
 
@@ -156,7 +156,7 @@ def test_a_tokenizer_without_bos_where_one_is_asked_for(no_forward, monkeypatch)
 
 def test_options_that_a_hooked_model_cannot_take(toy):
     for options in ({"dtype": torch.bfloat16}, {"device": "cpu"}, {"tokenizer": toy.tokenizer}):
-        with pytest.raises(OptionError, match="taken as it is"):
+        with pytest.raises(OptionError, match="used unchanged"):
             ma.load_model(toy, **options)
 
 
@@ -423,7 +423,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ({"analyses": [{"kind": "AffineShift", "queries": "all"}]}, r"analyses\[0\]\.queries: there is no such key"),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
         ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
-        ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; there is slash"),
+        ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; the conditions are slash"),
         ({"figures": [{"kind": "scale_by_layer"}]}, r"shows AffineShift, which is not among the analyses"),
         ({"figures": [{"kind": "two_by_two"}]}, r"two_by_two needs conditions"),
         ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
@@ -520,13 +520,13 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     [
         (
             lambda toy, r: ma.run(toy, "a b c", {"s": ma.MeaninglessTokens}),
-            "'s' is the class MeaninglessTokens; give one",
+            "'s' is the class MeaninglessTokens; give an instance",
         ),
         (lambda toy, r: ma.Text(""), "give the text to insert"),
         (lambda toy, r: ma.Text("a", after=""), "after=''"),
         (lambda toy, r: ma.Text("a", place="end"), "place='end': choose one of"),
-        (lambda toy, r: ma.HeadAblation((1, 4)), r"heads=\(1, 4\): give \(layer, head\) pairs"),
-        (lambda toy, r: ma.HeadAblation(((1, 2.5),)), r"give \(layer, head\) pairs"),
+        (lambda toy, r: ma.HeadAblation((1, 4)), r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs"),
+        (lambda toy, r: ma.HeadAblation(((1, 2.5),)), r"give a tuple of \(layer, head\) pairs"),
         (lambda toy, r: ma.render.received_attention(r, 0, [1.5]), "heads holds 1.5; give whole numbers"),
         (lambda toy, r: ma.render.received_attention(r, 0, [True]), "heads holds True; give whole numbers"),
         (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer='0': give one whole number"),

@@ -56,9 +56,7 @@ def test_apply_with_other_arguments(toy, no_forward):
         def apply(self, prompt, model):
             return tokenize(prompt, model)
 
-    with pytest.raises(
-        ConditionError, match=r"'own': too many positional arguments; write def apply\(self, prompt, mo"
-    ):
+    with pytest.raises(ConditionError, match=r"'own': too many positional arguments; define apply\(self, prompt, mo"):
         run(toy, Short())
 
 
@@ -130,7 +128,7 @@ def test_values_that_are_no_dictionary(toy):
         (lambda m: ma.Knockout(3, "inserted"), "queries=3: choose among"),
         (lambda m: ma.Knockout("question", None), "keys=None: choose among"),
         (lambda m: ma.load_result(5), "5 is no path"),
-        (lambda m: ma.load_model(5), "5 is no model"),
+        (lambda m: ma.load_model(5), "5 is not a model"),
     ],
 )
 def test_values_of_another_kind(toy, call, message, no_forward):
@@ -146,7 +144,7 @@ def test_values_of_another_kind(toy, call, message, no_forward):
         (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
         (lambda r: r.save(5), "5 is no path"),
-        (lambda r: r.page(None), "None is no path"),
+        (lambda r: r.page(None), "None is not a path"),
     ],
 )
 def test_what_is_asked_of_a_result(slash_result, call, message):

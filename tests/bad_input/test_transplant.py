@@ -16,7 +16,7 @@ def recorded(toy):
 
 
 def test_options(recorded):
-    with pytest.raises(OptionError, match=r"give what ma.record_keys_values"):
+    with pytest.raises(OptionError, match=r"give the result of ma.record_keys_values"):
         ma.Transplant("inserted")
     with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
         ma.Transplant("filler", recorded)

@@ -194,7 +194,7 @@ def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
         '"provenance"\n',
     ):
         path.write_text(content)
-        with pytest.raises(OutputError, match="exists and is no evaluation"):
+        with pytest.raises(OutputError, match="exists and is not an evaluation"):
             evaluation.save(path)
         assert path.read_text() == content
     path.write_text("")
@@ -208,7 +208,7 @@ def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some
     ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
     before = path.read_text() + "# Tom's answer is the one to look at\n"
     path.write_text(before)
-    with pytest.raises(OutputError, match=r"line 3 of .* is no answer"):
+    with pytest.raises(OutputError, match=r"line 3 of .* is not an answer"):
         ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
     assert path.read_text() == before
 
@@ -276,7 +276,7 @@ def test_saved_and_loaded(evaluation, tmp_path):
     assert again.answers == evaluation.answers
     assert json.loads((tmp_path / "e.jsonl").read_text().splitlines()[0])["provenance"]["model"]
     (tmp_path / "x.jsonl").write_text("hello")
-    with pytest.raises(OutputError, match="is no evaluation"):
+    with pytest.raises(OutputError, match="is not an evaluation"):
         ma.load_evaluation(tmp_path / "x.jsonl")
 
 
@@ -404,7 +404,7 @@ def test_mediation_of_known_shares():
 def test_prompts_that_cannot_be_graded(toy):
     with pytest.raises(PromptError, match="has no solution"):
         ma.evaluate(toy, "Tom has 3 apples.")
-    with pytest.raises(PromptError, match="holds an answer already"):
+    with pytest.raises(PromptError, match="already holds an answer"):
         ma.evaluate(toy, ma.Prompt("Tom has 3 apples.", answer="3", solution="3"))
     falcon = ma.load_model("toy:falcon")
     with pytest.raises(OptionError, match="generation with cut edges is not supported"):

@@ -78,7 +78,7 @@ def test_an_option_that_random_tokens_ignore_is_refused(toy, option):
 
 
 def test_two_ignored_options_are_named_together(toy):
-    with pytest.raises(OptionError, match=r"^system='Be brief\.', with_answer=True: .* leave them out"):
+    with pytest.raises(OptionError, match=r"^system='Be brief\.', with_answer=True: .* omit them"):
         ma.load_prompts("repeated-random", model=toy, system="Be brief.", with_answer=True)
 
 
