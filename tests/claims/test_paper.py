@@ -140,7 +140,7 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(tiny, tmp_path, m
         ma.paper(tiny, tmp_path / "a", budget="soon")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "index.html").write_text("mine")
-    with pytest.raises(OutputError, match="mechattn did not write it"):
+    with pytest.raises(OutputError, match="was not written by mechattn"):
         ma.paper(tiny, tmp_path / "b")
     assert not (tmp_path / "a" / "plan.json").exists()
 

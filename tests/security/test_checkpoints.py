@@ -219,5 +219,5 @@ def test_sizes_that_no_model_has(checkpoint, tmp_path, part, size):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {part: size}))
     for load in (ma.load_model, layers_and_heads):
-        with pytest.raises(ModelError, match=rf"says {part} = .*; a model has 1 to [\d,]+: is it damaged\?"):
+        with pytest.raises(ModelError, match=rf"has {part} = .*, but models have 1 to [\d,]+: is the file damaged\?"):
             load(str(folder))
