@@ -46,18 +46,18 @@ def nothing_happened(tmp_path):
 def test_a_config_of_its_own_is_refused_without_a_question(own, tmp_path, options):
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     place = own("own", "Own", model_type="own", auto_map=auto)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         ma.load_model(place, **options)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         layers_and_heads(place)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         check_in_model(place, [0], [])
     assert nothing_happened(tmp_path)
 
 
 def test_a_tokenizer_of_its_own(own, tmp_path):
     place = own("own", "Own", {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         ma.load_model(place)
     assert nothing_happened(tmp_path)
 
