@@ -1,26 +1,26 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
-# make selftest   is what is known beforehand found? about a minute
-# make paper   the paper's claims, judged for the toys and what others trained; some minutes
-# make fuzz      10,000 inputs each for configs, files of prompts, stored results (some minutes)
+# make selftest   check against known answers; about a minute
+# make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
+# make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
-# make test-all   those, and every test: also the slow ones, of the last kill in a row or of one more tutorial
-# Each of them first puts what it needs into .venv, in the versions of requirements.lock, with nothing but python3:
-# the figures need mechattn alone (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
+# make test-all   those and every test, including the slow ones
+# Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
+# figures need only mechattn (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
 
 PYTHON ?= python3
 BIN := .venv/bin
-# uv installs where it is on the path (make UV= for pip all the same); it reads its own settings, not pip's.
+# uv is used if it is on the path (make UV= to use pip); it reads its own settings, not pip's.
 UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
-# Bytecode is written at the first import, of what is imported: less work than all of it at installation.
+# Bytecode is compiled at first import rather than at installation, which is less work.
 unexport PYTHONDONTWRITEBYTECODE
-# Shapes and types are checked at run time: by "make test" in mechattn.functional, by "make test-all" in every room that has
-# tensors, which takes half as long again.
+# Shapes and types are checked at run time: by "make test" in mechattn.functional, by "make test-all" in all packages with
+# tensors, which takes 1.5 times as long.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
-# Two processes of one thread each: faster than one of two, as toys are small.
+# Two processes of one thread each are faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: figures selftest paper test test-compat test-all fuzz lint docs cards bench lock clean
@@ -30,7 +30,7 @@ figures: .venv/core
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
-# Models that others have trained are looked for in MODELS; what is not there is not tried.
+# Models trained by others are looked for in MODELS; missing ones are skipped.
 MODELS ?= $(wildcard ../shared/models)
 selftest: .venv/core
 	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
@@ -45,7 +45,7 @@ test-all: .venv/dev test-compat
 	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
 	$(PYTEST) tests --ignore tests/compat $(addprefix --ignore ,$(TYPED))
 
-# It runs on the same torch and transformers, so it needs no second environment, only a place on the path.
+# It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev
 	$(INSTALL) --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
@@ -70,7 +70,7 @@ cards: .venv/dev
 	$(BIN)/python experiments/toys/measure.py $(filter-out %/relay/,$(wildcard mechattn/toys/*/))
 	$(BIN)/python experiments/toys/relay.py --card mechattn/toys/relay
 
-# nnsight goes to a place of its own, as the tests do not need it.
+# nnsight goes to a separate folder, as the tests do not need it.
 bench: .venv/dev
 	$(INSTALL) --no-deps --upgrade --target out/bench \
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
@@ -79,19 +79,19 @@ bench: .venv/dev
 	$(BIN)/python experiments/benchmarks/workers.py
 
 .venv/core: requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; say which one: make PYTHON=python3.12 …")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, but this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 …")'
 	@echo "Creating the environment in .venv (about a minute; 1.5 GB with the CPU build of torch)."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --constraint requirements.lock --editable .
 	@touch $@
 
 .venv/dev: .venv/core
-	@echo "Adding what tests and lint need (about a minute; 0.6 GB)."
+	@echo "Installing the packages for tests and lint (about a minute; 0.6 GB)."
 	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray,server]'
 	@touch $@
 
 .venv/docs: .venv/core
-	@echo "Adding what the site needs (half a minute; 0.1 GB)."
+	@echo "Installing the packages for the site (half a minute; 0.1 GB)."
 	$(INSTALL) --constraint requirements.lock --editable '.[docs]'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""The words for shapes: the segments of a sequence. Dimension names are those of TransformerLens.
+"""The names of dimensions and of a sequence's segments; dimension names follow TransformerLens.
 
 ``batch`` sequences in a forward pass, ``pos`` positions, ``query`` and ``key`` positions in their two roles, ``head``,
 ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.

@@ -1,12 +1,13 @@
-"""What can go wrong, in the user's words: every error that mechattn raises on purpose is a MechattnError."""
+"""The errors that mechattn raises: all of them are MechattnErrors."""
 
 from mechattn.shown import shown
 
 
 class MechattnError(Exception):
-    """Something given to mechattn cannot be used; the message says what was given, what was expected, what to do.
+    """An input cannot be used; the message says what was given, what was expected and what to do.
 
-    What was given may come from a file of somebody else's: as text it acts on no terminal and tells no password.
+    Input quoted in a message may come from someone else's file, so control characters are escaped and passwords
+    removed.
     """
 
     def __str__(self) -> str:
@@ -18,7 +19,7 @@ class ModelError(MechattnError):
 
 
 class RowError(ModelError):
-    """A row of a batch shows something that cannot be; ``row`` says which."""
+    """A row of a batch holds impossible values; ``row`` is its index."""
 
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
@@ -30,7 +31,7 @@ class PromptError(MechattnError):
 
 
 class PromptTooLong(PromptError):
-    """A prompt does not fit the context of the model."""
+    """A prompt does not fit into the model's context."""
 
 
 class ConditionError(MechattnError):
@@ -38,16 +39,16 @@ class ConditionError(MechattnError):
 
 
 class OptionError(MechattnError, ValueError):
-    """An argument is out of its range."""
+    """An argument has a value that is not allowed."""
 
 
 class ServerError(MechattnError):
-    """A server that generates cannot be reached, refuses, or is not the model that it is taken for."""
+    """A generation server cannot be reached, refuses a request, or serves another model than expected."""
 
 
 class OutputError(MechattnError):
-    """A result cannot be written or read at this place."""
+    """A result cannot be written to or read from this path."""
 
 
 class Interrupted(MechattnError):
-    """The work was stopped from outside; what is done is kept, and the message says how to go on."""
+    """The work was interrupted; finished parts are kept, and the message says how to resume."""

@@ -1,4 +1,4 @@
-"""HTML for notebooks: tables and tokens, escaped, readable on a light and on a dark ground."""
+"""HTML for notebooks: escaped tables and tokens, readable in light and dark themes."""
 
 from __future__ import annotations
 

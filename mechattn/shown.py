@@ -1,4 +1,4 @@
-"""Text from elsewhere as it can be shown: nothing in it acts on a terminal, and no address tells its password."""
+"""Makes text from outside safe to show: no control characters for the terminal, no passwords in URLs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
 
 
 def plain(text: str) -> str:
-    """A text with its control characters written out, so that a terminal shows them and does nothing: ``\\x1b[31m``."""
+    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on a terminal."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def without_secrets(text: str) -> str:
-    """A text whose addresses have neither user and password nor a query, where keys and tokens stand."""
+    """A text with user names, passwords and query strings (which hold keys and tokens) removed from its URLs."""
     return _QUERY.sub(r"\1…", _USER.sub("…@", text))
 
 
 def shown(text: str) -> str:
-    """Both: what is printed, and what an error says."""
+    """Both of the above, for anything printed or quoted in an error."""
     return without_secrets(plain(text))

@@ -233,7 +233,7 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     refused = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "mine.csv")
     assert refused.returncode == 2
-    assert "no export of mechattn" in refused.stderr
+    assert "not a mechattn export" in refused.stderr
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
     assert "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
 

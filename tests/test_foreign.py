@@ -171,7 +171,7 @@ def test_a_file_that_is_something_else(result, folder, name, how):
         "evaluation": lambda: Evaluation((), {}).save(name),
         "evaluate": lambda: configured("evaluate", out=name),
     }
-    words = rf"{name} (exists, and mechattn did not write it.*--force.*force=True|.*is no evaluation)"
+    words = rf"{name} (exists and was not written by mechattn.*--force.*force=True|.*is not an evaluation)"
     with pytest.raises(MechattnError, match=words):
         tried[how]()
     assert untouched(before, folder) == {}
@@ -219,7 +219,7 @@ def test_a_place_that_is_free_among_them(folder, name):
 @pytest.mark.slow
 def test_figures_among_them(folder):
     before = listed(folder)
-    with pytest.raises(MechattnError, match=r"index\.html exists, and mechattn did not write it"):
+    with pytest.raises(MechattnError, match=r"index\.html exists and was not written by mechattn"):
         invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder)
     with pytest.raises(MechattnError, match=r"toy-llama\.zarr exists and is no stored result"):
         invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder, "--force")

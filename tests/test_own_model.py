@@ -23,7 +23,7 @@ def halving(checkpoint, tmp_path_factory):
     about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     about["normalizer"] = {"type": "Replace", "pattern": {"String": "/"}, "content": "zq"}
     (folder / "tokenizer.json").write_text(json.dumps(about), encoding="utf-8")
-    with pytest.raises(MechattnError, match="55 tokens are no whole number of '/'"):
+    with pytest.raises(MechattnError, match="55 tokens are not a whole number of '/'"):
         ma.run(str(folder), "Why?", {"slash": ma.MeaninglessTokens()}, progress=False)
     return str(folder)
 
@@ -45,11 +45,11 @@ def write(folder, sections, **top):
 
 def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
     page = make_figures(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1])
-    assert "can't make 55 tokens of '/': 56 are inserted" in capsys.readouterr().err
+    assert "cannot make 55 tokens of '/'; 56 are inserted" in capsys.readouterr().err
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
     assert (
-        "when 56 tokens of “/” (slash), or as many of random sentences (sentence), are put before the question"
+        "when 56 tokens of “/” (slash), or as many tokens of random sentences (sentence), are inserted before the question"
         in page.read_text(encoding="utf-8")
     )
 
@@ -64,7 +64,10 @@ def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path)
     assert result.provenance["conditions"]["sentence"]["options"]["place"] == "middle"
     assert result.provenance["model"]["dtype"] == "bfloat16"
     text = page.read_text(encoding="utf-8")
-    assert "8 tokens of “ .” (meaningless), or as many of random sentences (sentence), are put in the middle" in text
+    assert (
+        "8 tokens of “ .” (meaningless), or as many tokens of random sentences (sentence), are inserted in the middle"
+        in text
+    )
     assert "8 “ .”" in text, "one prompt is drawn with no more of them than were asked for"
 
 
@@ -81,7 +84,7 @@ def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):
 
 
 def test_a_count_that_a_config_gives_is_exact(halving, tmp_path):
-    with pytest.raises(MechattnError, match=r"55 tokens are no whole number of '/'.* count=53 or 56"):
+    with pytest.raises(MechattnError, match=r"55 tokens are not a whole number of '/'.* count=53 or 56"):
         run_from_config(write(tmp_path, "[conditions.slash]\ncount = 55\n", model=halving))
 
 
@@ -90,7 +93,7 @@ def test_a_device_and_a_dtype_in_a_config(checkpoint, tmp_path):
     about = ma.load_result(tmp_path / "r.zarr").provenance["model"]
     assert (about["device"], about["dtype"]) == ("cpu", "bfloat16")
     shutil.rmtree(tmp_path / "r.zarr")
-    with pytest.raises(MechattnError, match=r"device='cuda:77' is not on this machine; of cuda there is"):
+    with pytest.raises(MechattnError, match=r"device='cuda:77' is not on this machine \(cuda devices here:"):
         run_from_config(write(tmp_path, "", model=str(checkpoint), device="cuda:77"))
 
 
@@ -115,7 +118,7 @@ def test_pages_of_the_baseline_alone(toy, tmp_path):
     result.save(tmp_path / "r.zarr")
     page = words(result.page(tmp_path / "page.html", layer=1, heads=[0, 1]))
     assert page.count("<figure>") == 1
-    assert "dotted: what uniform attention would give" in page
+    assert "dotted: uniform attention" in page
     assert "inserted tokens" not in page
     missing = report([tmp_path / "r.zarr"], tmp_path / "report.html", heads=[0, 1])
     page = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -26,14 +26,16 @@ _BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", 
 
 @dataclass(frozen=True)
 class AffineShift(AnalysisBase):
-    """How far attention with inserted tokens is ``λ · output + Σσ``, head by head (arXiv:2510.01032, section 3).
+    """Test per head whether attention with inserted tokens equals ``λ · output + Σσ`` (arXiv:2510.01032, section 3).
 
-    Exactly, in every layer: ``output' = λ · output + Σσ + re-routing + new values`` (``functional.affine.Split``). The
-    published form leaves the last two out, which is right in layer 0 alone, and there where the distance of the
-    original tokens to each other has not changed. All outputs are those of single heads, before W_O.
+    The exact decomposition in every layer is ``output' = λ · output + Σσ + re-routing + new values``
+    (``functional.affine.Split``). The published form leaves out the last two terms. This is correct only in layer 0,
+    and only where the distances between the original tokens have not changed. All outputs are those of single heads,
+    before W_O.
 
     Args:
-        per_query: Keep λ, ρ_Q, total variation, relative error and the shift's norm and share at each position too.
+        per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm and share at each
+            position.
     """
 
     per_query: bool = False
@@ -134,7 +136,7 @@ class AffineShift(AnalysisBase):
         }
 
     def _by_position(self, each: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Every query's own value, NaN where it has none: an inserted query has a scale alone."""
+        """The value of every query, NaN where it is undefined: an inserted query only has a scale."""
         there = {name: batch.real if name == "scale" else batch.origin >= 0 for name in each}
         return {f"{name}_at": value.masked_fill(~there[name][:, None], torch.nan) for name, value in each.items()}
 

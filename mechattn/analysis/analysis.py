@@ -1,4 +1,4 @@
-"""What an analysis is: it sees attention one block of query rows at a time and reduces it at once."""
+"""The interface of an analysis, which receives attention one block of query rows at a time and reduces it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """A block of query rows of one layer's attention, with the batch that it belongs to.
+    """A block of query rows of one layer's attention pattern, with its batch.
 
-    The pattern's memory is used again for the next block: reduce it, or copy it.
+    The pattern's memory is reused for the next block, so reduce or copy it.
 
     Args:
         layer: The layer.
         pattern: Attention probabilities of these rows, float32.
         queries: The positions of these rows.
-        keys: The positions of the keys; the others are seen by none of these rows.
+        keys: The positions of the keys; these rows see no other keys.
         batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
-        window: How many keys a query of this layer sees at most; None for full attention.
-        v: Values of all positions; None where no hook shows them head by head.
-        null: Whether these are the rows of a head that is blind to content, from which the null is made: the values
-            are then all 1, of one dimension, and no hooks and no activations come.
+        window: The largest number of keys that a query of this layer sees; None for full attention.
+        v: Values at all positions; None if no hook gives them per head.
+        null: Whether these are the rows of the content-blind head that gives the null. Its values are all 1, of one
+            dimension, and it has no hooks and no activations.
     """
 
     layer: int
@@ -50,13 +50,13 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class WholeAttention:
-    """One layer's attention of which no row is to be had: sums over queries, asked of a fused kernel.
+    """One layer's attention as sums over queries from a fused kernel, which gives no single rows.
 
     Args:
         layer: The layer.
-        fused: What the kernel gave: ``fused.column_sums(weights)`` and ``fused.own``.
+        fused: The kernel's sums: ``fused.column_sums(weights)`` and ``fused.own``.
         batch: The sequences, on the same device; queries of padding are present and must not count.
-        window: How many keys a query of this layer sees at most; None for full attention.
+        window: The largest number of keys that a query of this layer sees; None for full attention.
     """
 
     layer: int
@@ -67,24 +67,24 @@ class WholeAttention:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """A block of query rows of every sequence, and the rows of the same queries in the baseline of its prompt.
+    """A block of query rows of every sequence, with the rows of the same queries in the prompt's baseline.
 
-    A baseline stands beside itself. Rows of inserted tokens and of padding are present; what stands there for the
-    baseline means nothing.
+    A baseline is paired with itself. Rows of inserted tokens and of padding are present; their baseline rows are
+    meaningless.
 
     Args:
         layer: The layer.
         pattern: A', with inserted tokens.
-        aligned: A' over the original keys alone, in the order of the baseline; 0 where there is none.
+        aligned: A' restricted to the original keys, in the order of the baseline; 0 where there is none.
         baseline: A, without inserted tokens.
-        v: Values with them.
-        v_aligned: Values of the original keys, with them.
-        v_baseline: Values without them.
+        v: Values with inserted tokens.
+        v_aligned: Values of the original keys, with inserted tokens.
+        v_baseline: Values without inserted tokens.
         segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is none.
         queries: The positions of these rows.
         keys: The positions of the keys of ``pattern``.
         batch: The sequences.
-        window: How many keys a query of this layer sees at most; None for full attention.
+        window: The largest number of keys that a query of this layer sees; None for full attention.
     """
 
     layer: int
@@ -105,15 +105,15 @@ class PairedRows:
 class Activations:
     """One layer's MLP activations for a batch, right before and after the nonlinearity (``act(gate)`` in gated MLPs).
 
-    Reduce them, or copy what is needed: they are the model's own.
+    They are the model's own tensors: reduce them, or copy what you need.
 
     Args:
         layer: The layer.
         pre: Before the nonlinearity.
-        post: After it, as the model goes on with it.
-        minimum: The argument at which the nonlinearity is smallest.
+        post: After it, as the model uses it.
+        minimum: The input at which the nonlinearity has its minimum.
         batch: The sequences.
-        pairs: Each sequence beside the baseline of its prompt.
+        pairs: Each sequence paired with the baseline of its prompt.
     """
 
     layer: int
@@ -126,13 +126,13 @@ class Activations:
 
 @dataclass(frozen=True)
 class Captures:
-    """What passed the hooks of one block that an analysis asked for: the model's own tensors, to be reduced at once.
+    """The tensors at the hooks of one block that an analysis asked for: the model's own, so reduce or copy them.
 
     Args:
         layer: The layer.
-        tensors: By the name of the hook within the block, such as "hook_resid_pre" and "attn.hook_z".
+        tensors: Keyed by the name of the hook within the block, such as "hook_resid_pre" and "attn.hook_z".
         batch: The sequences, on the device of the model.
-        window: How many keys a query of this layer sees at most; None for full attention.
+        window: The largest number of keys that a query of this layer sees; None for full attention.
     """
 
     layer: int
@@ -141,24 +141,24 @@ class Captures:
     window: int | None
 
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-        """What passed a hook, head by head; some bridges hand it over with all heads in a row, or split otherwise."""
+        """The tensor at a hook, split by head; some bridges concatenate the heads or split them differently."""
         return split_heads(self.tensors[name], heads)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a number is: its dimensions after (prompt, condition, layer), its unit, its definition.
+    """The dimensions after (prompt, condition, layer), the unit and the definition of a measured quantity.
 
-    Every quantity that an analysis makes of rows of attention gets its null from the engine: the same analysis, on the
-    rows of a head that attends uniformly to the keys it can see (``…_uniform``).
+    The engine adds the null (``…_uniform``) of every quantity computed from rows of attention: the same analysis of a
+    head that attends uniformly to the keys it can see.
 
     Args:
         dims: After (prompt, condition, layer).
         units: Such as "probability", "nats", "logits".
-        description: What it is, in a phrase.
-        compared: How two conditions are: by "ratio"; by "difference" where the baseline may be 0.
-        no_null: Why uniform attention is no null for it: an argmax that is tied, or values and hooks that it needs and
-            in which it is not linear. Empty where it is one.
+        description: The definition, in a phrase.
+        compared: How two conditions are compared: by "ratio", or by "difference" where the baseline may be 0.
+        no_null: Why uniform attention gives no null: the argmax is tied, or the quantity is not linear in values or
+            hooks that it needs. Empty if uniform attention does give one.
     """
 
     dims: tuple[str, ...]
@@ -170,15 +170,15 @@ class Quantity:
 
 @runtime_checkable
 class Analysis(Protocol):
-    """Reduces attention to values per prompt: ``start`` once a layer, then each block, ``values`` at the end.
+    """Reduces attention to values per prompt: ``start`` once per layer, then each block, then ``values``.
 
     An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`), ``add_activations``
     (:class:`ActivationAnalysis`), ``add_captures`` (:class:`CaptureAnalysis`) or ``add_final``
-    (:class:`FinalAnalysis`), or several of them. It may have ``coords``: labels of dimensions of its own, and
+    (:class:`FinalAnalysis`), or several of them. It may also have ``coords``, the labels of its own dimensions, and
     ``calibrated`` (see :class:`Calibrates`).
 
-    ``name``: the name of its dataset. ``options``: recorded with the result. ``quantities``: what it measures. A
-    quantity with dimension "key" is per position; with "segment" per segment; otherwise per head.
+    ``name`` is the name of its dataset, ``options`` are recorded with the result, and ``quantities`` are what it
+    measures. A quantity with dimension "key" is per position, with "segment" per segment, and otherwise per head.
     """
 
     @property
@@ -191,24 +191,24 @@ class Analysis(Protocol):
     def quantities(self) -> Mapping[str, Quantity]: ...
 
     def problem(self, sequence: Sequence) -> str | None:
-        """Why this sequence cannot be measured, in a sentence, or None; asked before the first forward pass."""
+        """One sentence on why this sequence cannot be measured, or None; called before the first forward pass."""
         ...
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums for one layer, batch first, on the device of the batch."""
+        """Return empty sums for one layer, batch first, on the batch's device."""
         ...
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Each quantity, batch first, from the sums over all query rows of a layer."""
+        """Compute each quantity, batch first, from a layer's sums over all query rows."""
         ...
 
 
 class AnalysisBase:
-    """What analyses have in common: the fields of the dataclass are the options, and any sequence can be measured."""
+    """Base class of analyses: the dataclass fields are the options, and any sequence can be measured."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
+        """The options recorded with the result."""
         names: list[str] = [field.name for field in fields(self) if field.repr] if is_dataclass(self) else []
         given = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
@@ -220,7 +220,7 @@ class AnalysisBase:
 
 @runtime_checkable
 class RowAnalysis(Analysis, Protocol):
-    """Sees every sequence of a batch."""
+    """An analysis of the attention rows of every sequence in a batch."""
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add a block of query rows to the sums, in place."""
@@ -229,16 +229,16 @@ class RowAnalysis(Analysis, Protocol):
 
 @runtime_checkable
 class WholeAnalysis(RowAnalysis, Protocol):
-    """A row analysis that needs no rows where a fused kernel gives its sums."""
+    """A row analysis that can use a fused kernel's sums in place of rows."""
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
-        """Add a layer to the sums, in place, as ``add`` would from all of its rows."""
+        """Add a whole layer to the sums, in place; equals calling ``add`` with all of its rows."""
         ...
 
 
 @runtime_checkable
 class PairAnalysis(Analysis, Protocol):
-    """Sees every sequence beside the baseline of its prompt."""
+    """An analysis of every sequence paired with the baseline of its prompt."""
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add a block of query rows to the sums, in place."""
@@ -247,40 +247,40 @@ class PairAnalysis(Analysis, Protocol):
 
 @runtime_checkable
 class ActivationAnalysis(Analysis, Protocol):
-    """Sees the activations of each MLP."""
+    """An analysis of the activations of each MLP."""
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
-        """Reduce the activations of a layer to sums, in place; called once a layer."""
+        """Reduce the activations of a layer to sums, in place; called once per layer."""
         ...
 
 
 @runtime_checkable
 class CaptureAnalysis(Analysis, Protocol):
-    """Sees what passes some hooks of each block."""
+    """An analysis of the tensors at some hooks of each block."""
 
     @property
     def captures(self) -> Seq[str]:
-        """The names of the hooks within a block; every layer that is measured must fire them."""
+        """The names of the hooks within a block; every measured layer must have them."""
         ...
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Reduce what passed them to sums, in place; called once a layer, when the last of them has fired."""
+        """Reduce the captured tensors to sums, in place; called once per layer, after the last hook has fired."""
         ...
 
 
 @runtime_checkable
 class FinalAnalysis(Analysis, Protocol):
-    """Needs the end of the residual stream too; the model then runs to its last layer."""
+    """An analysis that also needs the final residual stream; the model then runs to its last layer."""
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """Take the residual stream after the last layer; called for the sums of every layer."""
+        """Use the residual stream after the last layer; called for the sums of every layer."""
         ...
 
 
 @runtime_checkable
 class Calibrates(Protocol):
-    """Has to look at a model before the run: to learn a threshold, to prepare weights, or to refuse it."""
+    """An analysis that inspects the model before the run: to set a threshold, prepare weights, or refuse the model."""
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """The analysis with what it has found; it is told what will be measured."""
+        """Return the calibrated analysis, given the layers and prompts to be measured."""
         ...

@@ -1,4 +1,4 @@
-"""What attention focuses on: itself, the first token, the one before, repeats; on how few keys; how far back."""
+"""What attention focuses on (self, first token, previous token, repeats), on how few keys, and how far back."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNITS = {
     "previous_mass": ("probability", "attention of a query to the token before"),
     "duplicate_mass": (
         "probability",
-        "attention of a query to the earlier places of its own token, of queries that have one",
+        "attention of a query to earlier occurrences of its own token, of queries that have one",
     ),
     "induction_mass": (
         "probability",
-        "attention of a query to what stood after the earlier places of its own token, of queries that have one",
+        "attention of a query to the tokens after earlier occurrences of its own token, of queries that have one",
     ),
     "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
-    "concentration": ("probability", "p(1) - p(2): the largest probability less the second largest"),
+    "concentration": ("probability", "p(1) - p(2): the largest probability minus the second largest"),
     "entropy": ("nats", "- sum over keys of A log A"),
     "entropy_share": ("share", "entropy / log of the number of keys that the query sees: 1 if uniform"),
     "distance": ("positions", "sum over keys of A (query - key)"),
@@ -41,28 +41,28 @@ _UNITS = {
 }
 _MAY_BE_ZERO = ("duplicate_mass", "induction_mass", "inserted_mass", "self_share", "first_share", "previous_share")
 _NO_NULL = {
-    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest"),
-    "concentration": "it is 0 under uniform attention, however many keys there are",
+    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest key"),
+    "concentration": "it is 0 under uniform attention for any number of keys",
 }
 
 
 @dataclass(frozen=True)
 class AttentionFocus(AnalysisBase):
-    """How focused attention is, and on what, head by head (R. Claus, "Attention Focus Plots", figures 4 to 6).
+    """Measure how focused each head's attention is, and on what (R. Claus, "Attention Focus Plots", figures 4 to 6).
 
-    Two readings of "attends to itself" (or to the first token, or to the token before): the *argmax share* of the
-    queries for which that target is the strongest, and the *mass* that they give to it. All are means over the queries
-    of each segment; the very first query sees one key only and does not count. A tie is won by the earlier key.
+    "Attends to itself" (or to the first or the previous token) is measured in two ways: the *argmax share* is the share
+    of queries whose strongest target it is, and the *mass* is the attention that they pay to it. All are means over the
+    queries of each segment. The first query does not count because it sees only one key. In a tie the earlier key wins.
 
-    Two masses are the scores of induction and duplicate-token heads: with ``p`` the places before ``q`` that hold the
-    token of ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 < q``); means
-    over the queries that have such a place, NaN where a segment has none. Inserted tokens are tokens: those of a filler
-    are each other's duplicates.
+    Two masses are the scores of duplicate-token and induction heads. With ``p`` the positions before ``q`` that hold
+    the same token as ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 <
+    q``). They are means over the queries that have such a position, NaN where a segment has none. Inserted tokens
+    count: repeated filler tokens are duplicates of each other.
 
     Args:
-        half_mass: Measure the smallest set of keys that holds half of a query's attention too; every row is sorted
-            for it, at several times the cost of all else.
-        per_query: Keep each query's values too, as ``…_at``, and the index of its strongest target.
+        half_mass: Also measure the smallest set of keys that holds half of a query's attention. Every row is sorted for
+            this, which costs several times as much as the rest.
+        per_query: Also keep each query's values, as ``…_at``, and the index of its strongest target.
     """
 
     half_mass: bool = False
@@ -72,7 +72,7 @@ class AttentionFocus(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Means over the queries of each segment; each query's own where asked for."""
+        """Means over the queries of each segment; also each query's value with ``per_query``."""
         measured = {n: v for n, v in _UNITS.items() if self.half_mass or n != "half_mass_keys"}
         mean = ", mean over the queries of the segment"
         made = {
@@ -130,7 +130,7 @@ class AttentionFocus(AnalysisBase):
             sums[name][..., rows.queries] = value.to(sums[name].dtype)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over the queries of each segment that see two keys at least."""
+        """Means over the queries of each segment that see at least two keys."""
         seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         several = (batch.real & (seen >= 2))[:, None]
         each = {name: value for name, value in sums.items() if name != "target"}

@@ -1,4 +1,4 @@
-"""The attention map of a short prompt, for looking at it: the one analysis that keeps the whole square."""
+"""The attention map of a short prompt: the one analysis that keeps the whole pattern."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mechattn.prompts.sequences import Batch, Sequence
 
 @dataclass(frozen=True)
 class AttentionMap(AnalysisBase):
-    """Attention probabilities of every query and key of prompts up to ``max_tokens`` long.
+    """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens`` tokens.
 
     ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
     """
@@ -24,7 +24,9 @@ class AttentionMap(AnalysisBase):
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
-            raise OptionError(f"max_tokens={self.max_tokens}: a map can be looked at with 2 to 1,024 tokens")
+            raise OptionError(
+                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
+            )
 
     name = "attention_map"
 
@@ -34,12 +36,12 @@ class AttentionMap(AnalysisBase):
         return {"attention": Quantity(("head", "query", "target"), "probability", "attention from query to target")}
 
     def problem(self, sequence: Sequence) -> str | None:
-        """A sequence longer than ``max_tokens`` is refused: nobody can look at its map, and it fills the page."""
+        """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would fill the page."""
         if len(sequence) <= self.max_tokens:
             return None
         return (
-            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the prompt, or ask for "
-            "more with max_tokens (the page grows with its square)"
+            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the prompt, or raise "
+            f"max_tokens (page size grows with its square)"
         )
 
     def start(self, batch: Batch, heads: int) -> Sums:

@@ -1,4 +1,4 @@
-"""Keys that most queries look at: whether there are any, whether the inserted tokens are, and what they give."""
+"""Attention sinks: which keys they are, whether inserted tokens are among them, and what they contribute."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {
     "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
     "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
-    "sinks": ("keys", "how many keys are sinks, among those that enough queries see"),
+    "sinks": ("keys", "the number of sinks, among keys that enough queries see"),
     "strongest_alpha": ("probability", "the largest mean attention of a key, among those that enough queries see"),
     "strongest_position": ("position", "the position of that key"),
     "inserted_alpha": ("probability", "the largest mean attention of an inserted token"),
     "inserted_sink": ("share", "1 if an inserted token is a sink"),
     "span_mass": ("probability", "attention to all inserted tokens, mean over the original queries after them"),
     "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
-    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small where the sink has nothing to give"),
+    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small if the sink contributes little"),
     "strongest_value_ratio": ("ratio", "|v| of the key with the largest mean attention / mean |v| of all"),
     "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
     "first_norm_share": ("share", "share of sum A |v W_O| of the first token (norm-based; before interventions on z)"),
@@ -57,7 +57,7 @@ _PER_KEY = {
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
 _NO_NULL = {
-    "strongest_position": "uniform attention has no largest",
+    "strongest_position": "uniform attention has no largest key",
     **dict.fromkeys(("value_drain", "inserted_value_ratio", "first_norm_share"), "it depends on the values"),
     "strongest_value_ratio": "it depends on the values",
     **dict.fromkeys(("value_norm", "output_value_norm"), "it depends on the values"),
@@ -69,19 +69,20 @@ _INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inser
 
 @dataclass(frozen=True)
 class AttentionSinks(AnalysisBase):
-    """Which keys are attention sinks in each head, and what they give.
+    """Find the attention sinks of each head and measure what they contribute to its output.
 
     ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink rate is the mean of
-    ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α depends on the length, which is recorded.
-    Every query counts, inserted ones too. A sink that gives little (``value_drain`` and ``first_output_share`` small)
-    lets a head do nothing; one that gives much adds the same to every token (``first_output_share`` near 1,
-    ``output_rank`` near 1).
+    ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α depends on the length of the sequence, which
+    is recorded. Every query counts, including inserted ones. A sink that contributes little (small ``value_drain`` and
+    ``first_output_share``) lets a head do nothing; one that contributes much adds the same vector to every token
+    (``first_output_share`` near 1, ``output_rank`` near 1).
 
     Args:
-        threshold: Of α.
-        least_queries: How many queries must see a key for it to be called a sink: the last keys are seen by few.
-        gap: How far a query must be from a key to count for the vertical score.
-        inactive_below: Of ``output_ratio``.
+        threshold: The threshold of α.
+        least_queries: The number of queries that must see a key for it to count as a sink; the last keys are seen by
+            few.
+        gap: The smallest distance between query and key that counts for the vertical score.
+        inactive_below: The threshold of ``output_ratio`` below which a head is inactive.
         massive: The bounds of a massive activation: |h|, and |h| / median |h|.
 
     Source:
@@ -111,7 +112,7 @@ class AttentionSinks(AnalysisBase):
         for name in ("least_queries", "gap"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+                raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
     name = "attention_sinks"
 
@@ -136,10 +137,10 @@ class AttentionSinks(AnalysisBase):
         return _HOOKS
 
     def problem(self, sequence: Sequence) -> str | None:
-        """A sequence in which no key is seen by enough queries cannot be measured."""
+        """A sequence in which no key is seen by enough queries is refused."""
         if len(sequence) >= self.least_queries:
             return None
-        return f"has {len(sequence)} tokens, and a sink must be seen by {self.least_queries}: give least_queries=…"
+        return f"has {len(sequence)} tokens; a sink must be seen by {self.least_queries} queries (least_queries=…)"
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With the factors of W_O of the layers."""
@@ -155,7 +156,9 @@ class AttentionSinks(AnalysisBase):
         pattern, keys = rows.pattern, rows.keys
         if "value_norm" not in sums and not rows.null:
             if rows.v is None:
-                raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a sink gives is not known")
+                raise ModelError(
+                    f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be measured"
+                )
             sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, (self.factors or {})[rows.layer])
         counted = rows.batch.real[:, rows.queries]
         sums["columns"][..., keys] += column_sums(pattern, counted)
@@ -165,7 +168,7 @@ class AttentionSinks(AnalysisBase):
             sums["columns_after"][..., keys] += column_sums(pattern, _after(rows.batch)[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The norm and the rank of what each head gives; the largest activations."""
+        """The norm and rank of each head's output; the largest activations."""
         factor, real = (self.factors or {})[captures.layer], captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
@@ -218,7 +221,7 @@ class AttentionSinks(AnalysisBase):
         return {"span_mass": span, "span_sink": _above(span, self.threshold)}
 
     def _of_values(self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]) -> dict[str, Tensor]:
-        """What inserted tokens, the first and the strongest one give, of all that is read and written; idle heads."""
+        """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""
         norms, inserted = sums["value_norm"], batch.inserted
         output = _mean(sums["output"], batch.real)
         given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|

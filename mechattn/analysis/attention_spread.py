@@ -1,4 +1,4 @@
-"""How far back attention reaches, on every scale, and over how many keys it is spread."""
+"""How far back attention reaches, on every scale, and over how many keys it spreads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mechattn.prompts.sequences import Batch
 
 @dataclass(frozen=True)
 class AttentionSpread(AnalysisBase):
-    """Attention by distance band, and how many keys are almost as good as the best, for each head.
+    """Measure each head's attention by distance, and count the keys with almost as much attention as the strongest.
 
     ``band_mass[t] = mean over q of Σ_{t ≤ q − k < 2t} A[q, k]``, over the queries of a segment that see the whole band;
-    constant in t where attention is scale-invariant (arXiv:2505.17083). ``near_best[share] = mean over q of
-    #{k : A[q, k] ≥ share · max A[q]}``: keys whose score is at most ``−log share`` below the best one's (gap counts,
-    arXiv:2605.12697, read in its abstract). Bands are of places: inserted tokens push what stands before them further.
+    constant in t where attention is scale-invariant (arXiv:2505.17083). ``near_best[share] = mean over q of #{k : A[q,
+    k] ≥ share · max A[q]}``: keys whose score is at most ``−log share`` below the best one's (gap counts,
+    arXiv:2605.12697, read in its abstract). Bands count positions: inserted tokens move earlier tokens further away.
 
     Args:
-        bands: How many bands, named by their first distance: 0 (the token itself), 1, 2, 4, 8, ….
-        shares: Of what the best key gets.
+        bands: The number of bands, labelled by their first distance: 0 (the token itself), 1, 2, 4, 8, ….
+        shares: Fractions of the strongest key's attention.
     """
 
     bands: int = 12
@@ -37,7 +37,9 @@ class AttentionSpread(AnalysisBase):
 
     def __post_init__(self) -> None:
         if isinstance(self.bands, bool) or not isinstance(self.bands, int) or not 1 <= self.bands <= 24:
-            raise OptionError(f"bands={self.bands!r}: give how many bands, 1 to 24; 12 reach back 2,047 tokens")
+            raise OptionError(
+                f"bands={self.bands!r}: give the number of bands, from 1 to 24; 12 bands reach back 2,047 tokens"
+            )
         given = self.shares if isinstance(self.shares, (tuple, list)) else ()
         numbers = [s for s in given if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1]
         if not given or len(numbers) < len(given) or len(set(numbers)) < len(numbers):
@@ -54,7 +56,7 @@ class AttentionSpread(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """By band, and by share."""
         mass = "attention at the distances band to 2 · band − 1, mean over the queries that see all of them"
-        keys = "keys with at least share of what the best key gets, mean over the queries of the segment"
+        keys = "keys with at least this share of the strongest key's attention, mean over the queries of the segment"
         return {
             "band_mass": Quantity(("head", "segment", "band"), "probability", mass, "difference"),
             "near_best": Quantity(("head", "segment", "share"), "keys", keys),

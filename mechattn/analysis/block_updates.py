@@ -23,23 +23,23 @@ _AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
 _OUTS = ("hook_attn_out", "hook_mlp_out")
 _BEFORE_SCALING = ("attn.hook_out", "mlp.hook_out")
 _UNITS = {
-    "block_magnitude": ("ratio", "|what the block adds| / |residual stream before it|"),
-    "block_orientation": ("cosine", "cosine of what the block adds and the residual stream before it"),
-    "block_norm": ("residual norm", "|what the block adds|"),
+    "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
+    "block_orientation": ("cosine", "cosine of the block's update and the residual stream before it"),
+    "block_norm": ("residual norm", "|update of the block|"),
     "stream_norm": ("residual norm", "|residual stream before the block|"),
 }
 
 
 @dataclass(frozen=True)
 class BlockUpdates(AnalysisBase):
-    """Magnitude and orientation of the update that the whole attention block, and the MLP, makes in each layer.
+    """Measure the magnitude and orientation of the updates by the attention block and the MLP of each layer.
 
-    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, norms after the block included; in a layer that
-    runs both side by side, both are compared with resid_pre. What a model multiplies its blocks' outputs with
-    (Granite's residual multiplier) is part of Δ. Means over the tokens of each segment.
+    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the block. In a layer
+    with parallel attention and MLP, both are compared with resid_pre. A multiplier of block outputs (Granite's residual
+    multiplier) is part of Δ. Means over the tokens of each segment.
 
     Args:
-        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
 
     per_query: bool = False
@@ -70,14 +70,14 @@ class BlockUpdates(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """The residual stream around both blocks, and what each gives."""
+        """The residual stream around both blocks, and the output of each."""
         return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With whether the blocks run one after the other, and which hooks show what they give.
+        """With whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
-            ModelError: A layer doesn't show what its blocks give.
+            ModelError: A layer has no hooks that give the outputs of its blocks.
         """
         named = model.hook_dict
         sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
@@ -87,7 +87,8 @@ class BlockUpdates(AnalysisBase):
         for layer in layers:
             if lacking := [name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named]:
                 raise ModelError(
-                    f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so its blocks can't be told"
+                    f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so the outputs of its blocks "
+                    f"cannot be separated"
                 )
         return replace(self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor)
 
@@ -130,7 +131,7 @@ def _added(
     out: Float[Tensor, "batch pos d_model"],
     after: Float[Tensor, "batch pos d_model"],
 ) -> Float[Tensor, "batch pos d_model"]:
-    """What was added: the block's output as its hook shows it, where that is it (a difference of large numbers loses
-    digits); otherwise (BLOOM adds the residual first) the difference."""
+    """The block's output from its hook where that is the update (a difference of large numbers loses digits);
+    otherwise (BLOOM adds the residual first) the difference."""
     change = after - before
     return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

@@ -1,4 +1,4 @@
-"""What each head adds to the logit of the token that comes next, straight through the residual stream."""
+"""What each head adds directly to the logit of the next token, through the residual stream."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _Z, POST = "attn.hook_z", "ln1_post.hook_in"
 
 @dataclass(frozen=True)
 class DirectLogits(AnalysisBase):
-    """Direct logit attribution: what each head adds to the logit of the token that comes next in the text.
+    """Direct logit attribution: what each head adds to the logit of the next token in the text.
 
-    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit; Δ is what the head
-    adds to the residual stream, γ the weight of the final norm and σ its scale at this token (in a LayerNorm the mean
-    is taken off first), f the factor of the logits (Cohere, Granite; 1 in most models). ``Δ = z W_O``; where a norm
-    follows attention (Gemma 2 and 3, OLMo 2), ``Δ = γ' · z W_O / σ'`` with the scale σ' of the whole block's output at
-    this token: both scales are held as they are. Added over all heads of all layers, and the same for the embedding,
-    the MLPs and the biases, it gives the logit; of a model that caps its logits (Gemma 2), the logit before the cap.
-    The model runs to its end, whatever the layers. Means over the tokens of each segment; the last token has no next.
+    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit; Δ is the head's
+    update of the residual stream, γ the weight of the final norm and σ its scale at this token (LayerNorm subtracts the
+    mean first), f the factor of the logits (Cohere, Granite; 1 in most models). ``Δ = z W_O``; where a norm follows
+    attention (Gemma 2 and 3, OLMo 2), ``Δ = γ' · z W_O / σ'`` with the scale σ' of the whole block's output at this
+    token. Both scales are held fixed. The sum over all heads of all layers, the embedding, the MLPs and the biases is
+    the logit (before the cap in a model that caps its logits, such as Gemma 2). The model always runs to its last
+    layer. Means over the tokens of each segment; the last token has no next token.
 
     Args:
-        per_query: Keep the number of each token too, as ``next_token_logit_at``.
+        per_query: Also keep the value of each token, as ``next_token_logit_at``.
 
     Source:
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
@@ -65,14 +65,14 @@ class DirectLogits(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """Each head's output before W_O; what the norm after attention is given, where there is one."""
+        """Each head's output before W_O; the input of the norm after attention, where there is one."""
         return (_Z, POST) if self.norms else (_Z,)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, the norms after attention, and the unembedding.
 
         Raises:
-            ModelError: A head's update is not known, or how it reaches the logits.
+            ModelError: A head's update, or its path to the logits, cannot be computed for this model.
         """
         weights = {layer: output_weights(model, layer) for layer in layers}
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
@@ -100,7 +100,7 @@ class DirectLogits(AnalysisBase):
         sums["scale"] = self.reads.scale(stream)[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over segments; the last token has no next."""
+        """Means over segments; the last token has no next token."""
         last = batch.real & ~batch.real.roll(-1, 1)
         last[:, -1] |= batch.real[:, -1]
         each = (sums["product"] / sums["scale"]).masked_fill((last | ~batch.real)[:, None], torch.nan)
@@ -112,7 +112,7 @@ def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm
     """The norms between attention and the residual stream, by layer.
 
     Raises:
-        ModelError: One is not shown, or is no norm whose scale can be held.
+        ModelError: A norm has no hook, or is not a norm whose scale can be held fixed.
     """
     found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
     norms = {layer: norm for layer, norm in found.items() if norm is not None}
@@ -120,8 +120,8 @@ def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm
     for layer in norms:
         if f"blocks.{layer}.{POST}" not in named:
             raise ModelError(
-                f"layer {layer} of {model.cfg.model_name} does not show what the norm after attention is given, so its "
-                "scale is not known"
+                f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm after attention, so "
+                f"its scale is unknown"
             )
     return {
         layer: frozen_norm(model, norm, f"the norm after attention of layer {layer}") for layer, norm in norms.items()

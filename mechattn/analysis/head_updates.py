@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream: how large it is beside it, and along or across it."""
+"""What each head adds to the residual stream: its relative size, and its parts along and across the stream."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ _SIGNED = ("orientation", "parallel")
 
 @dataclass(frozen=True)
 class HeadUpdates(AnalysisBase):
-    """Magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
+    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
 
-    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. All updates
-    of a layer and b_O add up to the output of attention (in Gemma 2 and 3 and OLMo 2, before the norm that follows
-    it). Means over the tokens of each segment; counts of the original tokens in fixed bins, which add up over prompts.
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. The updates of
+    all heads of a layer and b_O add up to the attention output (before the norm that follows it in Gemma 2 and 3 and
+    OLMo 2). Gives means over the tokens of each segment, and counts of the original tokens in fixed bins, which can be
+    added over prompts.
 
     Args:
-        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
 
     per_query: bool = False
@@ -62,7 +63,7 @@ class HeadUpdates(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of the update that a head makes with all that it reads."""
+        """Of a head's whole update."""
         return _quantities("", self.per_query)
 
     @property
@@ -90,13 +91,13 @@ class HeadUpdates(AnalysisBase):
 
 @dataclass(frozen=True)
 class TopTargetUpdates(AnalysisBase):
-    """The part of each head's update that comes from its strongest target alone, measured as :class:`HeadUpdates`.
+    """Measure the part of each head's update that comes from its strongest target, as :class:`HeadUpdates` does.
 
-    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. An intervention
-    on z (an ablated head) comes after this, and does not show in it.
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. Interventions on z
+    (an ablated head) act later and have no effect on it.
 
     Args:
-        per_query: Keep magnitude and orientation of each token too, as ``…_at``.
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
 
     per_query: bool = False
@@ -111,7 +112,7 @@ class TopTargetUpdates(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of the update that a head makes with its strongest target."""
+        """Of the part of a head's update that comes from its strongest target."""
         return _quantities("top_target_", self.per_query)
 
     @property
@@ -130,7 +131,9 @@ class TopTargetUpdates(AnalysisBase):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """What each query reads from its strongest target."""
         if rows.v is None:
-            raise ModelError(f"layer {rows.layer} shows no hook_v by head, so what a target gives is not known")
+            raise ModelError(
+                f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be measured"
+            )
         first, _, at = top_two(rows.pattern)
         v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(first.dtype)
         read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]

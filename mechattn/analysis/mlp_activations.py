@@ -1,4 +1,4 @@
-"""How MLP activations are spread after the nonlinearity, and how they change, token by token, between conditions."""
+"""The distribution of MLP activations after the nonlinearity, and how it changes per token between conditions."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many 
 
 @dataclass(frozen=True)
 class MlpActivations(AnalysisBase):
-    """Activations right after the nonlinearity of each MLP: ``act(gate)`` in gated ones (arXiv:2510.01032, section 4).
+    """Measure MLP activations after the nonlinearity, ``act(gate)`` in gated MLPs (arXiv:2510.01032, section 4).
 
-    Means over the tokens of each segment of what :mod:`mechattn.functional.activation_statistics` gives for one token;
-    the near-zero share also by the class of the question's tokens; a histogram of the question's activations; and the
-    change of each original token from the baseline.
+    Gives means over the tokens of each segment of the per-token statistics in
+    :mod:`mechattn.functional.activation_statistics`, the near-zero share by class of the question's tokens, a histogram
+    of the question's activations, and the change of each original token from the baseline.
 
-    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, w being the
-    router's weight, and of the shared one (:mod:`mechattn.model.experts`). A change is over the channels of all
-    experts, 0 in those that a token is not routed to.
+    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, with router
+    weight w, and of the shared expert (:mod:`mechattn.model.experts`). Changes are over the channels of all experts,
+    which are 0 where a token is not routed to the expert.
 
-    "Near zero" is ``|x| ≤ threshold``, the threshold of a layer fixed before the run on calibration prompts in the
-    baseline condition, and recorded. The rule gives one number a prompt; the threshold is their median:
+    "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on calibration prompts in the
+    baseline condition, and recorded. The rule gives one number per prompt; the threshold is their median:
 
     - "quantile": the ``value``-th quantile of ``|x|`` over the prompt's tokens and channels;
     - "mad": ``1.4826 · value · MAD(|x|)``, the ε of ARM;
     - "absolute": ``value`` itself, for every layer and model; no calibration.
 
     Args:
-        rule: Which rule.
-        value: Its number.
-        calibration: The prompts that it looks at; 16 generated word problems by default, which are none of those that
+        rule: The rule for the threshold.
+        value: The number that the rule takes.
+        calibration: The calibration prompts; by default 16 generated word problems, none of which
             ``load_prompts("word-problems")`` gives with its default seed.
-        edges: The edges of the histogram's bins; what lies outside is counted in two open ones.
+        edges: The edges of the histogram's bins; values outside are counted in two open bins.
     """
 
     rule: Rule = "quantile"
@@ -84,15 +84,15 @@ class MlpActivations(AnalysisBase):
             what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"
             raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {what}")
         if self.calibration is not None and not self.calibration and self.rule != "absolute":
-            raise OptionError("calibration=(): give at least one prompt, or leave it out for generated word problems")
+            raise OptionError("calibration=(): give at least one prompt, or omit it to use generated word problems")
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
-            raise OptionError("edges: give two numbers at least, each larger than the one before")
+            raise OptionError("edges: give at least two numbers in increasing order")
 
     name = "mlp_activations"
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What is recorded with the result."""
+        """The options recorded with the result."""
         named = "16 generated word problems" if self.calibration is None else [p.id for p in self.calibration]
         known = {"rule": self.rule, "value": self.value, "thresholds": dict(self.thresholds or {})}
         return known | ({} if self.rule == "absolute" else {"calibration": named})
@@ -150,8 +150,8 @@ class MlpActivations(AnalysisBase):
         texts = {prompt.question for prompt in measured if prompt.question}
         if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
             warnings.warn(
-                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, say) are measured too: the "
-                "threshold was chosen on what it is applied to. Calibrate on other prompts",
+                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
+                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts",
                 stacklevel=3,
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}

@@ -1,4 +1,4 @@
-"""The shortest analysis: one number for each query and head, averaged over the queries of each segment."""
+"""The simplest analysis: one number per query and head, averaged over the queries of each segment."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mechattn.prompts.sequences import Batch
 
 
 class QueryAnalysis(AnalysisBase):
-    """An analysis of numbers that each query has of its own row of attention; a subclass gives ``of_queries``.
+    """Base class for numbers computed from each query's row of attention; a subclass defines ``of_queries``.
 
-    The null comes by itself: the same numbers of a head that attends uniformly to the keys it can see.
+    The null is added automatically: the same numbers for a head that attends uniformly to the keys it can see.
 
-    ``name``: of the dataset. ``numbers``: what each is, as (units, description); a mean over queries is kept, by head
-    and segment.
+    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its mean over queries
+    is kept per head and segment.
     """
 
     name: ClassVar[str]
     numbers: ClassVar[Mapping[str, tuple[str, str]]]
 
     def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor]:
-        """Each number for the queries of a block [batch head query], from ``rows.pattern`` [batch head query key]."""
-        raise NotImplementedError(f"{type(self).__name__} has no of_queries(rows)")
+        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch head query key]."""
+        raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

@@ -1,4 +1,4 @@
-"""Received attention of every key and every segment."""
+"""Received attention of each key and each segment."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Queries = Literal["original", "all", "question", "answer"]
 
 @dataclass(frozen=True)
 class ReceivedAttention(AnalysisBase):
-    """How much attention each key and each segment receives (arXiv:2510.01032, section 2).
+    """Measure how much attention each key and each segment receives (arXiv:2510.01032, section 2).
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
     Args:
         queries: Which queries count: "original" (all but the inserted ones), "all", "question" or "answer".
-        include_self: Whether the attention of a query to its own key counts (the paper: no).
-        skip_first: Leave the first token out as a key: it absorbs most of the mass (the paper does so for Llama and
-            Gemma). Its received attention is then NaN and it counts in no segment.
+        include_self: Whether a query's attention to its own key counts (not in the paper).
+        skip_first: Leave out the first token as a key, since it absorbs most of the mass (the paper does so for Llama
+            and Gemma). Its received attention is then NaN and it counts in no segment.
     """
 
     queries: Queries = "original"
@@ -55,13 +55,13 @@ class ReceivedAttention(AnalysisBase):
         }
 
     def problem(self, sequence: Sequence) -> str | None:
-        """A sequence without a token of the segment whose queries count cannot be measured."""
+        """A sequence without any counted query is refused."""
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
-            return f"has no {self.queries} tokens, and queries={self.queries!r} counts only those"
+            return f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
         first = 1 if self.skip_first else 0
         counted = _counted(self.queries, pad_right([sequence], [(0, "")], 0))[0]
         if not counted[first + (0 if self.include_self else 1) :].any():
-            return "has no key that a counted query comes after, so nothing is received"
+            return "has no key before a counted query, so no attention is received"
         return None
 
     def start(self, batch: Batch, heads: int) -> Sums:

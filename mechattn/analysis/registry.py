@@ -1,4 +1,4 @@
-"""All analyses that come with mechattn: what the family table and the compatibility tests run over."""
+"""All analyses that come with mechattn, for the family table and the compatibility tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a key is attended to: its position (ALiBi), what it says to every query (bias), what it has for this one."""
+"""Why a key is attended to: its position (ALiBi), a bias shared by all queries, or content that matches this query."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class ScoreDecomposition(AnalysisBase):
-    """The score of a query's strongest target as ALiBi + bias + content (R. Claus, figures 2 and 3).
+    """Split the score of a query's strongest target into ALiBi + bias + content (R. Claus, figures 2 and 3).
 
-    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + what depends on the query alone``, times the model's
-    scale, exactly. Each part is centred over the keys that the query sees; ``share = |part| / Σ |parts|``. Means over
-    the queries of each segment that see more keys than the rank. Defined for ALiBi (Falcon-RW, BLOOM, MPT) and for
-    models whose scores hold no position (GPT-2, OPT, GPT-Neo: ALiBi is 0); refused elsewhere.
+    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``, times the model's scale,
+    exactly. Each part is centred over the keys that the query sees; ``share = |part| / Σ |parts|``. Means over the
+    queries of each segment that see more than ``rank + 1`` keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT) and
+    for models without position terms in their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other models are refused.
 
     Args:
-        rank: Which target: 0 the strongest, 1 the second strongest …
-        per_query: Keep the parts of each query too, as ``…_at``, and the index of its target.
+        rank: Which target: 0 for the strongest, 1 for the second strongest, …
+        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target.
         sort_idx: The old name of ``rank``.
     """
 
@@ -54,7 +54,7 @@ class ScoreDecomposition(AnalysisBase):
             warnings.warn(f"sort_idx is now called rank: give rank={sort_idx!r}", FutureWarning, stacklevel=3)
             object.__setattr__(self, "rank", sort_idx)
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
-            raise OptionError(f"rank={self.rank!r}: 0 is the strongest target, 1 the second strongest …")
+            raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")
 
     name = "score_decomposition"
 
@@ -84,16 +84,16 @@ class ScoreDecomposition(AnalysisBase):
         return (Q, K)
 
     def problem(self, sequence: Sequence) -> str | None:
-        """A sequence in which no query sees as many keys cannot be measured."""
+        """A sequence in which no query sees enough keys is refused."""
         if len(sequence) > self.rank + 1:
             return None
-        return f"has {len(sequence)} tokens, so no query has a target of rank {self.rank} and another one"
+        return f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With how the layers compute their scores.
 
         Raises:
-            ModelError: The scores are no sum of these parts.
+            ModelError: The model's scores are not a sum of these parts.
         """
         return replace(self, scores=scores_of(model, list(layers)))
 

@@ -1,4 +1,4 @@
-"""Attention from every segment to every segment: question to inserted, inserted to system, answer to question."""
+"""Attention between segments: question to inserted, inserted to system, answer to question."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mechattn.prompts.sequences import Batch
 
 @dataclass(frozen=True)
 class SegmentFlow(AnalysisBase):
-    """The attention that the queries of a segment pay to the keys of each segment.
+    """Measure the attention that the queries of each segment pay to the keys of each segment.
 
     ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
     sinks). A query's own key counts.

@@ -1,4 +1,4 @@
-"""Where a head reads what it adds to the logit of the next token: its direct contribution by segment of the keys."""
+"""A head's direct contribution to the logit of the next token, split by the segment of the keys it reads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _NO_NULL = "it depends on the values"
 
 @dataclass(frozen=True)
 class SegmentLogits(AnalysisBase):
-    """What each head reads from the keys of each segment, as its direct contribution to the logit of the next token.
+    """Split each head's direct contribution to the logit of the next token by the segment of the keys.
 
-    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is what :class:`DirectLogits`
-    makes of an update Δ at query q: the final norm's scale, and that of a norm after attention, held as they are. Where
-    each head's mix passes a gate of the query (Qwen3-Next), ``v[k] · g[q]`` takes the place of ``v[k]``. Over all
-    segments it adds up to ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last
-    token has no next.
+    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is the value that
+    :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm and of a norm after attention
+    held fixed. If a gate of the query multiplies the head's output (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The
+    sum over all segments is ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last
+    token has no next token.
 
     ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The difference of two segments
     is the contrast of a needle with the rest of its context (LOCOS).
 
     Source:
-        arXiv:2607.01002, whose answer tokens are here the next tokens of the text.
+        arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
     """
 
     weights: Any = field(default=None, repr=False, compare=False)
@@ -70,15 +70,15 @@ class SegmentLogits(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """What the norm after attention is given; in a model without one, z, which nothing is made of; the gate."""
+        """The input of the norm after attention (in a model without one, z, which is not used); the gate."""
         return (*((POST,) if self.norms else ("attn.hook_z",)), *((self.gate[0],) if self.gate else ()))
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """With W_O of the layers, the norms after attention, the gate of their outputs, and the unembedding.
 
         Raises:
-            ModelError: A head's update is not known, or how it reaches the logits; or what attention mixes passes a
-                norm before it is z, so that no key's share of it is what the head adds.
+            ModelError: A head's update, or its path to the logits, cannot be computed for this model; or the mixed
+                values pass a norm before z, so that no key's share can be separated.
         """
         facts, gate = facts_of(model), None
         if facts is not None and facts.report is not None and "values" in facts.report.limited:
@@ -88,9 +88,7 @@ class SegmentLogits(AnalysisBase):
             )
             function = gate_function(why)
             if function is None or not shown:
-                raise ModelError(
-                    f"{model.cfg.model_name}: {why}; so a key's share of what a head adds is not A · v W_O"
-                )
+                raise ModelError(f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O")
             gate = (f"attn.{shown}", function)
         weights = {layer: output_weights(model, layer) for layer in layers}
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)
@@ -101,13 +99,11 @@ class SegmentLogits(AnalysisBase):
         return {"read": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """What these queries read from each segment, before the scales of norms."""
+        """The contributions that these queries read from each segment, before the norms' scales."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
         if rows.v is None:
-            raise ModelError(
-                f"layer {rows.layer} shows no hook_v by head, so what a head reads from a key is not known"
-            )
+            raise ModelError(f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured")
         w_o, norm = wide(self.weights[rows.layer]), (self.norms or {}).get(rows.layer)
         toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
         toward = toward if norm is None else norm.toward(toward)
@@ -127,7 +123,7 @@ class SegmentLogits(AnalysisBase):
         sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The scale of the norm after attention; the gate, through which what is read has to pass."""
+        """The scale of the norm after attention, and the gate."""
         if self.gate is not None:
             name, function = self.gate
             heads = sums["mixed"].shape[1]

@@ -1,1 +1,1 @@
-"""A published claim, what would support it, and what a model says: fixed beforehand, measured, decided by rule."""
+"""Published claims, tested on a model by rules fixed beforehand."""

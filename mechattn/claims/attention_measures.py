@@ -1,4 +1,4 @@
-"""Numbers of each prompt from a result: what attention and its output do, layer by layer."""
+"""Per-prompt measures of attention and its output from a result, by layer."""
 
 from __future__ import annotations
 

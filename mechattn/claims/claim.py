@@ -1,4 +1,4 @@
-"""A claim as data: what was said, how it is measured, beside what, and what would support it."""
+"""A claim as data: the statement, its measure, its control and the rule that decides it."""
 
 from __future__ import annotations
 

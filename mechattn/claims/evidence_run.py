@@ -1,4 +1,4 @@
-"""Measures one model as its plan says, and goes on where an earlier call was killed."""
+"""Measures one model by its plan, and resumes an interrupted call."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Work:
     Args:
         name: The model.
         folder: Where its files go.
-        settings: What was asked for.
-        plan: How much of what.
+        settings: The arguments of ``ma.paper``.
+        plan: The plan of the run.
         executor: What computes chunks.
         shard: Which share of them.
-        fresh: Begin anew.
+        fresh: Start again, ignoring stored parts.
     """
 
     name: str
@@ -188,7 +188,7 @@ def _answers(work: Work, model: Any) -> tuple[Evaluation | None, str]:
     alone = _evaluated(work, model, "answers", "baseline", {})
     right, of = int(alone.right(BASELINE).any(1).sum()), len(work.prompts("answers"))
     if work.shard == WHOLE and not right:
-        return None, f"it solves none of {of} problems as they are"
+        return None, f"it solves none of {of} problems without inserted tokens"
     slash, sentence = work.cost.slash, RandomSentence(count=work.cost.count)
     conditions: dict[str, Condition] = {"slash": slash, "sentence": sentence}
     conditions |= arm_conditions(work.cost.architecture) if not work.cost.no_activations else {}

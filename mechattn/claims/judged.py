@@ -1,4 +1,4 @@
-"""The verdict of each claim of one model: what was found, beside what, and which rule says what."""
+"""Applies the rules: the verdict of each claim for one model."""
 
 from __future__ import annotations
 

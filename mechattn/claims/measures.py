@@ -1,4 +1,4 @@
-"""Every number that a claim asks for, by its name: estimates with intervals, beside those of random weights."""
+"""The measures of all claims by name: estimates with intervals, and those of random weights."""
 
 from __future__ import annotations
 

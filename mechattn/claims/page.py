@@ -1,4 +1,4 @@
-"""The page: claims beside models first, each claim's rule and figures behind it, every head of every model below."""
+"""The page of verdicts: claims by models, each claim's rule and figures, and maps of all heads."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def answer(verdicts: Verdicts) -> str:
         parts.append(f"{len(held)} {'is' if len(held) == 1 else 'are'} {word} in {which}{_listed(held)}")
     return (
         f"Of the paper’s {len(free)} claims that could fail, {parts[0]}; {parts[1]}. Claims marked “by definition” "
-        "hold without any training where they hold: their support is no evidence."
+        f"hold even without training, so their support is no evidence."
     )
 
 

@@ -1,4 +1,4 @@
-"""The paper, claim by claim, for some models: planned, measured, judged, written."""
+"""Judges the paper's claims for some models: plans, measures, judges and writes."""
 
 from __future__ import annotations
 
@@ -64,38 +64,38 @@ def paper(
     force: bool = False,
     command: str = "",
 ) -> Verdicts | None:
-    """Judge the claims of arXiv:2510.01032 that are in the register for some models, by rules fixed beforehand.
+    """Judge the registered claims of arXiv:2510.01032 for some models, by rules fixed beforehand.
 
-    Writes ``paper.json``, ``paper.md`` and ``index.html``, a page that opens offline, to a folder. What will run, and
-    for about how long, is said before anything is measured. The same call goes on where one was killed.
+    Writes ``paper.json``, ``paper.md`` and ``index.html``, a page that opens offline, to a folder. The plan and its
+    estimated time are printed before anything is measured. An interrupted call resumes where it stopped.
 
     Args:
         models: Names or directories; the four toys by default.
         out: The folder.
-        budget: "30min", "2h", or seconds: for all models together, an equal share for each; what does not fit is left
-            out by priority. As long as it takes by default.
-        prompts: "word-problems", a .jsonl file, or a hub data set, with solutions.
-        field: Of a file or data set: what holds the question.
-        limit: Prompts whose attention is measured, at most.
-        problems: Problems that are answered, at most.
-        samples: Sampled answers to two fifths of these problems.
-        new_tokens: Of an answer.
-        seed: Decides every draw.
+        budget: The time for all models together, as "30min", "2h" or seconds, divided equally; stages that do not fit
+            are left out by priority. No limit by default.
+        prompts: "word-problems", a .jsonl file, or a hub dataset, with solutions.
+        field: The field of a file or dataset with the question.
+        limit: The largest number of prompts to measure attention on.
+        problems: The largest number of problems to answer.
+        samples: The number of sampled answers to each of two fifths of these problems.
+        new_tokens: The longest answer, in tokens.
+        seed: The seed of all draws.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        device: Of torch.
-        shard: "3/16" measures a share and judges nothing; afterwards the same call without it does.
-        executor: "local", "ray", or one of your own: what computes the chunks of attention runs.
-        address: Of a Ray cluster.
-        workers: In a cluster.
-        fresh: Begin anew.
+        device: The torch device.
+        shard: "3/16" measures the third of 16 parts without judging; afterwards make the same call without it.
+        executor: "local", "ray", or your own executor, which computes the chunks of attention runs.
+        address: The address of a Ray cluster.
+        workers: The number of workers in a cluster.
+        fresh: Start again, ignoring stored parts.
         force: Replace a page that mechattn did not write.
-        command: What was typed; recorded.
+        command: The command line, for the record.
 
     Returns:
-        The verdicts; None for a share.
+        The verdicts; None with ``shard``.
 
     Raises:
-        MechattnError: A model, its tokenizer, the prompts, the budget or the folder cannot be used; found before
+        MechattnError: A model, its tokenizer, the prompts, the budget or the folder cannot be used; raised before
             anything is measured.
     """
     settings = Settings(
@@ -190,7 +190,7 @@ def _deviations(work: Work, evidence: Evidence) -> tuple[str, ...]:
         by = "with blanks" if cost.separator else "without blanks"
         made.append(f"{cost.count} tokens of “/” {by}: its tokenizer does not make 55 of “/ /”.")
     if not evidence.random_attention:
-        made.append("Its weights cannot be drawn anew, so nothing that needs that null can be supported.")
+        made.append("Its weights cannot be redrawn, so claims that need that null cannot be supported.")
     return tuple(made)
 
 

@@ -1,4 +1,4 @@
-"""What will run, of how many prompts, for about how long, and what a budget leaves out; kept, so that a run goes on."""
+"""The plan of a run: stages, numbers of prompts and times within a budget; stored so that a run can resume."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def refuse_small(settings: Settings, needed: float, model: str) -> None:
     models = len(settings.models)
     shared = "" if models == 1 else f", and {models} models share it"
     raise OptionError(
-        f"a budget of {words(settings.budget)} is too small: {model} takes {words(needed)} at least for "
-        f"{min(settings.limit, _LEAST['attention'])} prompts, as random weights are run three times "
-        f"too{shared}. Give {words(needed * models)} or more"
+        f"a budget of {words(settings.budget)} is too small: {model} needs at least {words(needed)} for "
+        f"{min(settings.limit, _LEAST['attention'])} prompts, including three runs with random weights{shared}. Give "
+        f"{words(needed * models)} or more"
     )
 
 
@@ -167,13 +167,13 @@ def kept_plan(path: Path, settings: Settings) -> Plan | None:
         plan = Plan(tuple(Stage(**stage) for stage in stored["stages"]), costs, stored["budget"])
         asked = stored["for"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OutputError(f"{path} is no plan ({error}); give another folder, or fresh=True (--fresh)") from None
+        raise OutputError(f"{path} is not a plan ({error}); give another folder, or fresh=True (--fresh)") from None
     now = json.loads(json.dumps(settings.decides()))
     if asked != now:
         differs = ", ".join(name for name in now if asked.get(name) != now[name])
         raise OutputError(
-            f"{path.parent} holds a run of other arguments ({differs} differs): give another folder, or begin anew "
-            "there with fresh=True (--fresh)"
+            f"{path.parent} holds a run with other arguments ({differs} differs): give another folder, or start again "
+            f"there with fresh=True (--fresh)"
         )
     return plan
 

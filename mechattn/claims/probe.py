@@ -1,4 +1,4 @@
-"""What a model costs, and whether it can be used at all: found before anything is measured."""
+"""Probes a model before the run: whether it can be used, and its time per prompt."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _check_length(model: Any, prompts: Seq[Prompt], settings: Settings, slash: M
     tokens = len(tokenize(longest, model)) + max(slash.count, *PROTOCOL.lengths)
     if tokens + settings.new_tokens > model.cfg.n_ctx:
         raise PromptTooLong(
-            f'prompt {longest.id} ("{longest.excerpt}") has {tokens:,} tokens with the most that are inserted, and '
+            f'prompt {longest.id} ("{longest.excerpt}") has {tokens:,} tokens with the longest insertion, and '
             f"{settings.new_tokens:,} new ones are allowed; {model.cfg.model_name} takes {model.cfg.n_ctx:,}. Give "
             "fewer new tokens, or shorter problems"
         )

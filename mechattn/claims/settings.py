@@ -1,4 +1,4 @@
-"""What is asked for: models, problems, how long it may take, and where everything goes."""
+"""The arguments of ``ma.paper``: models, problems, time limit and output."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise OptionError("give one model at least")
+            raise OptionError("give at least one model")
         if len(set(self.models)) < len(self.models):
-            raise OptionError(f"models={list(self.models)}: one is there twice; name each once")
+            raise OptionError(f"models={list(self.models)}: a model is given twice; give each once")
         least = {"limit": FEWEST, "problems": 2 * FEWEST, "samples": 2, "new_tokens": 1}
         for name, fewest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < fewest:
-                raise OptionError(f"{name}={value!r}: give a whole number, {fewest} at least")
+                raise OptionError(f"{name}={value!r}: give a whole number, at least {fewest}")
 
     def decides(self) -> dict[str, Any]:
         """What decides how much is run of what: a plan that was made for the same is gone on with."""
@@ -78,10 +78,10 @@ def seconds(budget: str | float | None) -> float | None:
     else:
         read = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)\s*", str(budget))
         if not read:
-            raise OptionError(f'budget={budget!r}: write a length of time such as "30min", "2h" or "90s"')
+            raise OptionError(f'budget={budget!r}: give a length of time such as "30min", "2h" or "90s"')
         found, unit = float(read[1]), _SECONDS[read[2]]
     if not 0 < found < float("inf"):
-        raise OptionError(f"budget={budget!r}: give more than no time")
+        raise OptionError(f"budget={budget!r}: give a time above 0")
     return found * unit
 
 

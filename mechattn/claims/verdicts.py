@@ -1,4 +1,4 @@
-"""What the register says of some models: a table, JSON, Markdown."""
+"""The verdicts of some models as a table, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class OfModel:
     """The verdicts of one model.
 
     Args:
-        name: What it was asked for by, a directory by its last part.
+        name: The requested name; of a directory only the last part.
         caption: Its name and size; a toy is called a toy.
-        judged: A verdict a claim, in the order of the register.
-        deviations: How its run differs from what the paper did.
-        about: Where its numbers come from.
+        judged: One verdict per claim, in the order of the register.
+        deviations: How its run differs from the paper.
+        about: The provenance of its numbers.
     """
 
     name: str
@@ -41,11 +41,11 @@ class OfModel:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What ``ma.paper`` gives: the verdicts of some models.
+    """The verdicts of ``ma.paper`` for some models.
 
     Args:
-        models: In the order in which they were asked for.
-        about: Plan, time, versions, seed.
+        models: The models, in the requested order.
+        about: The plan, time, versions and seed.
     """
 
     models: tuple[OfModel, ...]
@@ -53,11 +53,11 @@ class Verdicts:
 
     @property
     def summary(self) -> str:
-        """How many claims are what, of each model."""
+        """The number of claims with each verdict, by model."""
         return "; ".join(f"{of.name}: {counted(of)}" for of in self.models)
 
     def table(self) -> pd.DataFrame:
-        """One row a claim and model: verdict, why, figures, control, the paper's figure."""
+        """One row per claim and model: verdict, reason, figures, control, and the paper's figure."""
         import pandas as pd
 
         rows = []
@@ -78,7 +78,7 @@ class Verdicts:
         return pd.DataFrame(rows)
 
     def to_json(self) -> str:
-        """Register, plan, verdicts and all figures; the same keys whatever was measured."""
+        """The register, plan, verdicts and all figures as JSON, always with the same keys."""
         content = {
             "register": {"version": VERSION, "digest": digest()},
             **self.about,
@@ -93,7 +93,7 @@ class Verdicts:
         return json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
-        """A table for a README: claims as rows, models as columns."""
+        """A Markdown table with claims as rows and models as columns."""
         return markdown(json.loads(self.to_json()))
 
     def __str__(self) -> str:

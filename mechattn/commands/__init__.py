@@ -1,1 +1,1 @@
-"""The command line: a file a command, and the config files that it reads."""
+"""The command line, one file per command, and its config files."""

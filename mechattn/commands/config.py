@@ -1,4 +1,4 @@
-"""A run as a file: the conditions, analyses and figures that its sections name, made and checked before the work."""
+"""Builds and checks the conditions, analyses and figures of a config file before the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def read_config(path: str | Path) -> Config:
     """Read a TOML file.
 
     Raises:
-        OptionError: No such file, not TOML, an unknown key, a missing one, or one of the wrong kind.
+        OptionError: The file doesn't exist, is not TOML, or has an unknown key, a missing key or a value of the wrong
+            type.
     """
     config = read_sections(path)
     try:
@@ -77,9 +78,13 @@ def read_config(path: str | Path) -> Config:
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
     if len(config.models) > 1 and "{model}" not in config.output.result:
-        raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in output.result, for a result each')
+        raise OptionError(
+            f'{path}: {len(config.models)} models need "{{model}}" in output.result, to give each its own result'
+        )
     if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
-        raise OptionError(f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, for a file each')
+        raise OptionError(
+            f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, to give each its own file'
+        )
     return config
 
 
@@ -125,7 +130,7 @@ def _varied(section: Condition, count: int | None, where: str) -> dict[str, kind
     for values in product(*swept.values()):
         made = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where, Condition)
     if section.kind == "Baseline" and section.intervention is None:
-        raise OptionError(f'{where}: a "Baseline" is always run; give this one an intervention')
+        raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
     made = made.masked() if section.masked else made
     made = made.unshifted() if section.unshifted else made
     if acts := section.intervention:
@@ -144,7 +149,7 @@ def _made(
     """A dataclass of a kind from its options, their names and types checked."""
     cls = known.get(kind)
     if cls is None:
-        raise OptionError(f"{where}.kind = {kind!r}: there is {', '.join(known)}{near(kind, known)}")
+        raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(known)}{near(kind, known)}")
     have = _keys(cls)
     for name in options:
         if name not in have:
@@ -188,7 +193,9 @@ def _check_figures(config: Config) -> None:
             raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")
         for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
             if name not in conditions and name != BASELINE:
-                raise OptionError(f"{where}: there is no condition {name!r}; there is {', '.join(conditions)}")
+                raise OptionError(
+                    f"{where}: there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                )
         needed = _analyses_for(figure, shown, where)
         if not set(needed) & analyses:
             raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")
@@ -197,7 +204,9 @@ def _check_figures(config: Config) -> None:
 def _check_names(figure: Figure, where: str) -> None:
     """The kind of a figure and the names of its options."""
     if figure.kind not in FIGURES:
-        raise OptionError(f"{where}.kind = {figure.kind!r}: there is {', '.join(FIGURES)}{near(figure.kind, FIGURES)}")
+        raise OptionError(
+            f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
+        )
     takes = inspect.signature(FIGURES[figure.kind]).parameters
     for name in figure.options:
         if name not in takes or name in ("result", "results"):

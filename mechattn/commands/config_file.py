@@ -1,4 +1,4 @@
-"""What stands in a config file: its sections and their keys, read before torch is, so that faults are told at once."""
+"""The sections and keys of a config file, read before torch is imported so that errors appear immediately."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InterventionSection(_Open):
 
 
 class Condition(_Open):
-    """A condition: its kind, its options, and what is done to the model. An option with a list of values is swept."""
+    """A condition: its kind, options and interventions. A list of values for an option makes a sweep."""
 
     kind: str = "MeaninglessTokens"
     masked: bool = False
@@ -83,7 +83,7 @@ class Figure(_Open):
 
 
 class Output(_Section):
-    """Where the result and its page go, and what the first figure shows; relative to where the command runs."""
+    """The paths of the result and its page (relative to the working directory), and what the first figure shows."""
 
     result: str
     page: str | None = None
@@ -93,7 +93,7 @@ class Output(_Section):
 
 
 class EvaluationSection(_Section):
-    """The arguments of ``evaluate``, and the file that answers go to; "{model}" in it for several models."""
+    """The arguments of ``evaluate``, and the file for the answers, with "{model}" in its name for several models."""
 
     out: str
     new_tokens: _Int = 256
@@ -108,11 +108,11 @@ class EvaluationSection(_Section):
 
 
 class Config(_Section):
-    """A whole run; several models give a result each, with "{model}" in its place.
+    """A whole run; each of several models gives its own result, with "{model}" in its path.
 
-    ``chunk``: prompts that are computed, and kept, together. ``threads``: of torch, in each worker. ``device``: of
-    torch, such as "cuda:1". ``executor``, ``address``, ``workers``: where it is computed, which changes no number.
-    ``paths``: whether the result and the page say where checkpoints and configs lie, and not their names alone.
+    ``chunk``: the number of prompts computed and stored together. ``threads``: torch threads in each worker.
+    ``device``: a torch device, such as "cuda:1". ``executor``, ``address``, ``workers``: where to compute, which
+    changes no number. ``paths``: record full paths of checkpoints and configs, not only their names.
     """
 
     model: str | list[str]
@@ -138,7 +138,7 @@ class Config(_Section):
 
     @property
     def models(self) -> list[str]:
-        """The models, one at least."""
+        """The models, at least one."""
         return [self.model] if isinstance(self.model, str) else self.model
 
 
@@ -146,7 +146,8 @@ def read_sections(path: str | Path) -> Config:
     """Read a TOML file as far as that needs no model and no analysis.
 
     Raises:
-        OptionError: No such file, not TOML, an unknown key of a section, a missing one, or one of the wrong kind.
+        OptionError: The file doesn't exist, is not TOML, or has an unknown key, a missing key or a value of the wrong
+            type.
     """
     try:
         config = Config.model_validate(_values(path))
@@ -155,7 +156,7 @@ def read_sections(path: str | Path) -> Config:
     except ValidationError as error:
         raise OptionError(f"{path}: {all_words(error)}") from None
     if not config.models:
-        raise OptionError(f"{path}: model = [] names no model")
+        raise OptionError(f"{path}: model = [] is empty; give at least one model")
     return config
 
 
@@ -164,7 +165,7 @@ def _values(path: str | Path) -> dict[str, Any]:
     if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
         raise OptionError(f"there is no config file at {path}")
     if os.path.getsize(path) > _LONGEST:
-        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is no config")
+        raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is not a config file")
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -177,7 +178,7 @@ def _values(path: str | Path) -> dict[str, Any]:
 
 def no_such_key(name: str, known: Iterable[str]) -> str:
     """What is said of an unknown key: which there are, and which may be meant."""
-    return f"there is no such key here{near(name, known)}; there is {', '.join(known)}"
+    return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The command ``mechattn export``: the numbers of every head of a stored result as one CSV file."""
+"""The command ``mechattn export``: writes the numbers of every head of a stored result to a CSV file."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COLUMNS = (
 
 
 def export_csv(place: str | Path, out: Path) -> tuple[Path, list[str]]:
-    """Write a row for each quantity, condition, layer and head; returns the file, and what has no row, with the reason.
+    """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why.
 
-    Values with their intervals are those of ``result.heads``, changes those of ``result.compare``.
+    Values and intervals come from ``result.heads``, changes from ``result.compare``.
 
     Args:
-        place: Where the result is.
-        out: The CSV file; a file that is there is replaced where its first line says that it is one of these.
+        place: The path of the result.
+        out: The CSV file; an existing file is replaced only if it is an earlier export.
 
     Raises:
-        MechattnError: The result cannot be read, has no number of single heads, or the file cannot be written.
+        MechattnError: The result cannot be read or has no numbers per head, or the file cannot be written.
     """
     _check_place(out)
     result = load_result(place)
@@ -59,7 +59,7 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
             except OptionError as error:
                 missing.append(f"{quantity}, {condition}: {error}")
     if not tables:
-        why = missing[0] if missing else "the run has measured no number of single heads"
+        why = missing[0] if missing else "the run measured no numbers per head"
         raise OptionError(f"there is nothing to export: {why}")
     return pd.concat(tables, ignore_index=True).reindex(columns=list(COLUMNS)), missing
 
@@ -85,7 +85,7 @@ def _check_place(out: Path) -> None:
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
     if out.exists() and not _is_ours(out):
-        raise OptionError(f"{out} exists, and it is no export of mechattn, so it is not replaced: choose another name")
+        raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
 
 
 def _is_ours(out: Path) -> bool:

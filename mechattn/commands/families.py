@@ -1,4 +1,4 @@
-"""Which analyses are defined on which architecture: found by running all of them on a tiny model of each family."""
+"""Tests which analyses work on which architecture, by running all of them on a tiny model of each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``mechattn figures``: from a model's name to a page with the figures of the first two seeds."""
+"""The command ``mechattn figures``: measures models and writes a page of figures."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ WHERE = {
     "random": "at a random place in the question",
 }
 READ_TEXT = (
-    "Each token is coloured by the attention that it receives on average from the original tokens after it; both texts "
-    "have one scale. Hover for the number."
+    "Each token is coloured by the average attention that it receives from the original tokens after it; both texts "
+    "share one scale. Hover over a token for its number."
 )
 
 
@@ -63,14 +63,14 @@ def make_figures(
     force: bool = False,
     begins: str = "",
 ) -> Path:
-    """For each model two panels of the paper's redistribution figure and one attention map, on ``out/index.html``.
+    """Write ``out/index.html`` with two panels of the paper's redistribution figure and an attention map per model.
 
-    The first figure's three heads are chosen by the data on one half of the prompts and shown on the other; the second
-    shows ``heads``, on all prompts. ``inserted`` is fitted to each tokenizer; 55 "/" before the question by default.
-    ``force`` replaces an ``index.html`` that mechattn did not write; ``begins`` is said after the checks.
+    The first figure's three heads are chosen on one half of the prompts and shown on the other; the second shows
+    ``heads`` on all prompts. ``inserted`` is fitted to each tokenizer; by default 55 "/" before the question. ``force``
+    replaces an ``index.html`` that mechattn did not write; ``begins`` is printed after the checks.
 
     Raises:
-        MechattnError: Something given cannot be used; the output folder is tried before the work.
+        MechattnError: An argument cannot be used; the output folder is checked before the run.
     """
     dtype_named(dtype)
     check_device(device)
@@ -140,8 +140,8 @@ def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, s
     """What the page is of."""
     tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
-    what = f"{slash}, or as many of random sentences (sentence), are put {WHERE[inserted.place]}"
-    return f"What happens to attention when {what}: {prompts} prompts of {name_of(source)}."
+    what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
+    return f"Attention when {what}, for {prompts} prompts of {name_of(source)}."
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
@@ -149,7 +149,7 @@ def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessToke
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:
         say(
-            f"the tokenizer of {hooked.cfg.model_name} can't make {inserted.count} tokens of {inserted.text!r}: "
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of {inserted.text!r}; "
             f"{fitted.count} are inserted"
         )
     return fitted
@@ -174,7 +174,7 @@ def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[S
     drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
     text = received_text(result, layer, heads)
     name = model_caption(result)
-    title = f"{name}: where the attention of the first prompt goes"
+    title = f"{name}: attention received in the first prompt"
     return [prompt_section(result), *drawn, view_section(text, title, READ_TEXT)]
 
 
@@ -191,10 +191,10 @@ def _of_one(
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
     one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed, progress=False)
-    note = f"The shortest of the prompts with {what}, so that the cells can be seen. Click a head to enlarge it."
+    note = f"The shortest prompt with {what}, so that single cells are visible. Click a head to enlarge it."
     map_of_one = attention_pattern(one, layer, heads, _name(few))
     difference = pattern_difference(one, layer, heads)
-    what_differs = "The same prompt: what each original token pays to each, with the inserted tokens less without them."
+    what_differs = "The same prompt: attention between original tokens, with minus without the inserted tokens."
     return one, [
         view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),
         view_section(difference, f"{name}: how {what} change one prompt's attention", what_differs),

@@ -1,4 +1,4 @@
-"""The command line: thin, no science; everything heavy is imported when a command runs."""
+"""The command line; heavy imports happen only when a command runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ mechattn measures what attention does inside a language model, with and without 
 
   mechattn figures                                    four toy models, about half a minute; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
-  mechattn verify toy:falcon                          is the hooked model the model?
-  mechattn selftest                                   does mechattn find what is known beforehand? about a minute
-  mechattn paper                                      arXiv:2510.01032 claim by claim, for the toys; or --model yours
+  mechattn verify toy:falcon                          check that the hooked model equals the model
+  mechattn selftest                                   check mechattn against known answers; about a minute
+  mechattn paper                                      arXiv:2510.01032 claim by claim, on the toys or --model YOURS
   mechattn run experiments/first/config.toml          a whole experiment from a file
-  mechattn run CONFIG.toml --shard 3/16               a share of it, for an array of jobs; then: mechattn merge
-  mechattn evaluate CONFIG.toml                       does it change the answers?
-  mechattn show RESULT.zarr                           what a stored result holds, in the terminal
+  mechattn run CONFIG.toml --shard 3/16               one of 16 parts, for a job array; then: mechattn merge
+  mechattn evaluate CONFIG.toml                       the effect on the model's answers
+  mechattn show RESULT.zarr                           a stored result, in the terminal
   mechattn report RESULT.zarr                         the same as a page: every head, and the figures
   mechattn export RESULT.zarr --csv heads.csv         every number of every head as a table
 
@@ -39,7 +39,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def first_look(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Measure what attention does, with and without meaningless tokens. Start with: mechattn figures"""
     if version:
@@ -52,25 +52,30 @@ def first_look(
 
 @app.command()
 def figures(
-    out: Annotated[Path, typer.Option(help="The folder that the page goes to.")] = Path("out/figures"),
+    out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
     model: Annotated[
-        list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; again for more; all toys without.")
+        list[str],
+        typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
     ] = [],  # noqa: B006
-    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
-    field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
-    limit: Annotated[int, typer.Option(help="How many prompts.")] = 64,
-    layer: Annotated[int, typer.Option(help="The layer that is drawn, from 0.")] = 0,
-    heads: Annotated[str, typer.Option(help="The heads of the second figure; the first chooses its own.")] = "2,3,4",
-    text: Annotated[str, typer.Option(help="The meaningless text that is repeated.")] = "/",
+    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
+    field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
+    limit: Annotated[int, typer.Option(help="The number of prompts.")] = 64,
+    layer: Annotated[int, typer.Option(help="The layer to draw, from 0.")] = 0,
+    heads: Annotated[
+        str, typer.Option(help="The heads of the second figure; those of the first are chosen by the data.")
+    ] = "2,3,4",
+    text: Annotated[str, typer.Option(help="The meaningless text to repeat.")] = "/",
     count: Annotated[
-        int, typer.Option(help="How many tokens of it; the nearest number that a tokenizer reaches.")
+        int, typer.Option(help="The number of inserted tokens, or the nearest that a tokenizer can make.")
     ] = 55,
     place: Annotated[
         str, typer.Option(help="before_question, start, middle (of the question), before_answer or random.")
     ] = "before_question",
-    device: Annotated[str | None, typer.Option(help='Of torch: "cpu", "cuda:1"; the first GPU, if any.')] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
+    seed: Annotated[int, typer.Option(help="The seed of all random draws.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
@@ -84,43 +89,48 @@ def figures(
     for name in models:
         model_place(name)  # a name that is nothing is refused before anything is said
     toys = all(name.startswith("toy:") for name in models)
-    takes = f"about {8 * len(models) + 5} s" if toys else "billions of parameters take tens of minutes on a CPU"
+    takes = f"about {8 * len(models) + 5} s" if toys else "large models take tens of minutes on a CPU"
     begins = f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}."
     options: dict[str, Any] = {"inserted": inserted, "dtype": dtype, "device": device, "field": field, "seed": seed}
     options |= {"command": _command(), "force": force, "begins": begins}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
-    _say(f"Open {page} in a browser; it needs no network.")
+    _say(f"Open {page} in a browser; it works offline.")
 
 
 @app.command()
 def paper(
     model: Annotated[
-        list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; again for more; all toys without.")
+        list[str],
+        typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
     ] = [],  # noqa: B006
     models: Annotated[
-        Path | None, typer.Option(help="Without --model: a folder that may hold stories260K, which is taken in too.")
+        Path | None, typer.Option(help="Without --model: a folder with stories260K, to include that model.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help='How long it may take, such as "30min", for all models.')] = None,
-    out: Annotated[Path, typer.Option(help="The folder that page, JSON and Markdown go to.")] = Path("out/paper"),
-    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub data set.')] = "word-problems",
-    field: Annotated[str, typer.Option(help="The field of a file or data set that holds the question.")] = "question",
-    limit: Annotated[int, typer.Option(help="Prompts whose attention is measured, at most.")] = 32,
-    problems: Annotated[int, typer.Option(help="Problems that are answered, at most.")] = 100,
-    samples: Annotated[int, typer.Option(help="Sampled answers to two fifths of them.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Of an answer; real models need 1,000 or more.")] = 90,
-    device: Annotated[str | None, typer.Option(help='Of torch: "cpu", "cuda:1"; the first GPU, if any.')] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Decides every random draw.")] = 0,
+    budget: Annotated[str | None, typer.Option(help='Time limit for all models, such as "30min".')] = None,
+    out: Annotated[Path, typer.Option(help="The folder for the page, JSON and Markdown.")] = Path("out/paper"),
+    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
+    field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
+    limit: Annotated[int, typer.Option(help="Largest number of prompts to measure attention on.")] = 32,
+    problems: Annotated[int, typer.Option(help="Largest number of problems to answer.")] = 100,
+    samples: Annotated[int, typer.Option(help="Sampled answers to each of two fifths of them.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")] = 90,
+    device: Annotated[
+        str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
+    seed: Annotated[int, typer.Option(help="The seed of all random draws.")] = 0,
     shard: Annotated[
-        str | None, typer.Option(help='"3/16" measures a share; then the same command without it.')
+        str | None, typer.Option(help='"3/16" measures the third of 16 parts; afterwards run without it.')
     ] = None,
     executor: Annotated[str, typer.Option(help='"local", or "ray" for a cluster.')] = "local",
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; what is there is computed again.")] = False,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
-    """Is the paper true of your model? Each claim of arXiv:2510.01032, judged by rules that are fixed beforehand."""
+    """Test each claim of arXiv:2510.01032 on your model, by rules fixed beforehand."""
     from mechattn.claims.paper import paper as judge
     from mechattn.commands.paper import models_of
 
@@ -129,24 +139,26 @@ def paper(
     options |= {"shard": shard, "executor": executor, "address": address, "workers": workers, "fresh": fresh}
     found = judge(models_of(model, models), out, budget=budget, force=force, command=_command(), **options)
     if found is None:
-        _say(f"A share is in {out}; when all are, the same command without --shard judges.")
+        _say(f"This part is in {out}. When all parts are there, run the same command without --shard.")
         return
-    _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it needs no network.")
+    _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it works offline.")
 
 
 @app.command("run")
 def run_config(
     config: Annotated[Path, typer.Argument(help="A TOML file; the README shows one.")],
     shard: Annotated[
-        str | None, typer.Option(help='"3/16" computes the third of 16 shares; see mechattn merge.')
+        str | None, typer.Option(help='"3/16" computes the third of 16 parts; see mechattn merge.')
     ] = None,
     executor: Annotated[str | None, typer.Option(help='"local", or "ray" for a cluster.')] = None,
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; without it one of this machine.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="In a cluster; one a GPU, or core, without it.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is stored, or kept in chunks.")] = False,
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
-    """Run what a config file says; write the result and, if asked, a page. Continues where it stopped."""
+    """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
     from mechattn.commands.config_file import read_sections
 
     read_sections(config)  # what is wrong in the file itself is said before torch is loaded
@@ -159,8 +171,8 @@ def run_config(
 
 @app.command()
 def merge(
-    out: Annotated[str, typer.Argument(help="Where the result of all prompts goes: a .zarr folder or a .nc file.")],
-    results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as of --shard.")],
+    out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder or a .nc file.")],
+    results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")],
 ) -> None:
     """Merge the results of shards into one."""
     from mechattn.results.shards import merge_stored
@@ -172,11 +184,15 @@ def merge(
 @app.command("evaluate")
 def evaluate_config(
     config: Annotated[Path, typer.Argument(help="A TOML file with a section [evaluation].")],
-    server: Annotated[str | None, typer.Option(help='It generates: "http://host:8000/v1".')] = None,
-    served_model: Annotated[str | None, typer.Option(help="Its name there; by default the only one.")] = None,
-    server_key: Annotated[str | None, typer.Option(help="The environment variable that holds its key.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help='Server that generates the answers: "http://host:8000/v1".')
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="Name of the model on the server; by default its only model.")
+    ] = None,
+    server_key: Annotated[str | None, typer.Option(help="Environment variable with the server's key.")] = None,
 ) -> None:
-    """Generate and grade answers under each condition; print accuracy with intervals. Continues where it stopped."""
+    """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
     from mechattn.commands.config_file import read_sections
 
     read_sections(config)
@@ -193,11 +209,11 @@ def evaluate_config(
 @app.command()
 def verify(
     model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
-    families: Annotated[bool, typer.Option(help="Instead: which analyses run on which architecture.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own.")] = "auto",
-    length: Annotated[int, typer.Option(help="Tokens of the probe; more than a window to test it.")] = 24,
+    families: Annotated[bool, typer.Option(help="List which analyses run on which architecture.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
+    length: Annotated[int, typer.Option(help="Tokens of the probe; to test a window, more than its width.")] = 24,
 ) -> None:
-    """Is the hooked model the model? Compare it with the model's own attention, and with itself."""
+    """Verify a hooked model against the model's own attention."""
     from mechattn.errors import OptionError
 
     if families == bool(model):
@@ -219,12 +235,12 @@ def verify(
 @app.command()
 def selftest(
     models: Annotated[
-        Path | None, typer.Option(help="A folder that holds stories260K and llm-viz-sort; without, they are not tried.")
+        Path | None, typer.Option(help="A folder with stories260K and llm-viz-sort; without it they are skipped.")
     ] = None,
-    stories: Annotated[str | None, typer.Option(help="Where stories260K is: a directory or a hub name.")] = None,
-    sort: Annotated[str | None, typer.Option(help="Where llm-viz-sort is.")] = None,
+    stories: Annotated[str | None, typer.Option(help="stories260K: a directory or a hub name.")] = None,
+    sort: Annotated[str | None, typer.Option(help="The directory of llm-viz-sort.")] = None,
 ) -> None:
-    """Does mechattn find what is known beforehand? Published activations, and heads that are known; about a minute."""
+    """Check mechattn against known answers: published activations and known heads; about a minute."""
     from mechattn.known_answers.selftest import selftest as all_answers
 
     made = all_answers(models, stories=stories, sort=sort)
@@ -237,7 +253,7 @@ def selftest(
 def show(
     result: Annotated[Path, typer.Argument(help="A stored result.")],
 ) -> None:
-    """Print what a stored result holds: its verdicts, its quantities, where it comes from."""
+    """Print a stored result: verdicts, quantities and provenance."""
     from mechattn.commands.report import summary
     from mechattn.results.reading import load_result
 
@@ -246,20 +262,20 @@ def show(
 
 @app.command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Stored results; several models side by side.")],
+    results: Annotated[list[Path], typer.Argument(help="Stored results; several are shown side by side.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
-    layer: Annotated[int | None, typer.Option(help="The layer that is drawn; the first that was measured.")] = None,
-    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; without, some are chosen.")] = "",
-    choose: Annotated[int, typer.Option(help="How many, on one half of the prompts, to be shown on the other.")] = 3,
+    layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
+    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
+    choose: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
-    """Write one page of stored results, with every figure that they can show; it opens offline."""
+    """Write a page of stored results with all their figures; it opens offline."""
     from mechattn.commands.report import report as write_report
 
     missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose)
     for words in missing:
         _say(f"Not shown: {words}", err=True)
-    _say(f"Open {out} in a browser; it needs no network.")
+    _say(f"Open {out} in a browser; it works offline.")
 
 
 @app.command()
@@ -304,11 +320,11 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise OptionError(f"--heads {text!r}: write the heads like 2,3,4") from None
+        raise OptionError(f"--heads {text!r}: give heads such as 2,3,4") from None
 
 
 def _say(text: str, err: bool = False) -> None:
-    """Print a text, which may hold what stands in somebody else's files: the one place where anything is printed."""
+    """Print a text safely, as it may quote other people's files; all printing goes through here."""
     typer.echo(shown(text), err=err)
 
 
@@ -319,10 +335,10 @@ def _command() -> str:
 
 
 def main() -> None:
-    """Run the command; a MechattnError is one sentence, not a traceback.
+    """Run the command; a MechattnError prints as a message, not a traceback.
 
-    Threads of torch that wait sleep, unless the environment says otherwise: by default they spin, and where another
-    program wants the same core, a toy's run takes five times as long.
+    Waiting torch threads sleep unless the environment says otherwise. By default they spin, and a toy's run takes five
+    times as long if another program needs the same core.
     """
     from mechattn.errors import Interrupted, MechattnError
 

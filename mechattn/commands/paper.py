@@ -24,10 +24,12 @@ def models_of(given: Seq[str], folder: Path | None) -> tuple[str, ...]:
     if folder is None:
         return named(list(given))
     if given:
-        raise OptionError("--models is for the default models; with --model name every one, directories too")
+        raise OptionError(
+            "--models applies only to the default models; with --model give every model, including directories"
+        )
     if not folder.is_dir():
-        raise OptionError(f"there is no folder of models at {folder}")
+        raise OptionError(f"there is no folder {folder}")
     if not (folder / STORIES).is_dir():
-        say(f"{folder} holds no {STORIES}, so the toys are judged alone")
+        say(f"{folder} has no {STORIES}, so only the toys are judged")
         return named(None)
     return (*named(None), str(folder / STORIES))

@@ -33,16 +33,16 @@ def report(
     force: bool = False,
     choose: int = 3,
 ) -> list[str]:
-    """Write one page of stored results with every figure that they can show; returns what could not be shown, and why.
+    """Write a page of stored results with all their figures; return what could not be shown and why.
 
     Args:
-        places: Where the results are.
+        places: The paths of the results.
         out: The HTML file.
-        layer: The layer of the figures that show one; the first that was measured by default.
-        heads: The heads of received attention, from 0; without them some are chosen.
-        command: What was typed.
+        layer: The layer of figures that show one layer; by default the first measured one.
+        heads: The heads of received attention, from 0; by default chosen by the data.
+        command: The command line.
         force: Replace a file that mechattn did not write.
-        choose: How many heads to choose on one half of the prompts and show on the other.
+        choose: The number of heads to choose on one half of the prompts and show on the other.
 
     Raises:
         MechattnError: A result cannot be read, the page cannot be written.
@@ -89,7 +89,7 @@ def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None,
 
 
 def summary(result: Result) -> str:
-    """A stored result in words: what it is, its verdicts, its quantities with their sizes, where it comes from."""
+    """A text summary of a stored result: verdicts, quantities with their sizes, and provenance."""
     lines = [repr(result), "", *verdicts(result), ""]
     for name, dataset in result.datasets.items():
         lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")

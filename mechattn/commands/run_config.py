@@ -1,4 +1,4 @@
-"""The commands ``mechattn run`` and ``mechattn evaluate``: what a config file says, checked before the work."""
+"""The commands ``mechattn run`` and ``mechattn evaluate``: check a config file, then run it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def run_from_config(
     fresh: bool = False,
     force: bool = False,
 ) -> list[Path | str]:
-    """Run a config file, or a share of its chunks; returns what was written.
+    """Run a config file, or one part of its chunks; return what was written.
 
     Args:
         path: The config file.
-        words: What was typed after "mechattn"; recorded, with the names of files alone unless the config says paths.
-        shard: "3/16" computes a share, for which no page is drawn.
-        executor: In place of what the config says; address and workers too.
+        words: The command-line arguments, for the record; file names only, unless the config sets ``paths``.
+        shard: "3/16" computes the third of 16 parts, without a page.
+        executor: Overrides the config's executor; ``address`` and ``workers`` likewise.
         address: Of a cluster.
         workers: In a cluster.
         fresh: Compute again what is stored or kept, as for ``run_job``.
         force: Replace a page that mechattn did not write.
 
     Raises:
-        MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
+        MechattnError: The config, the prompts, the model or the output cannot be used; raised before the run.
     """
     config = configs.read_config(path)
     command = command_of(words, config.paths) if words else ""
@@ -116,22 +116,22 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
 
 
 def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evaluation], list[Path]]:
-    """Evaluate what a config file says under [evaluation]; returns the evaluation of each model, and what was written.
+    """Run the [evaluation] section of a config file; return each model's evaluation, and what was written.
 
     Args:
         path: The config file.
-        at: ``server``, ``served_model`` and ``server_key`` in place of what the config says; None for that.
+        at: ``server``, ``served_model`` and ``server_key`` that override the config; None to keep the config's.
 
     Raises:
-        MechattnError: The config, the prompts, the model or the output cannot be used; found before the work.
+        MechattnError: The config, the prompts, the model or the output cannot be used; raised before the run.
     """
     config = configs.read_config(path)
     if config.evaluation is None:
-        raise OptionError(f'{path} has no section [evaluation]: give one with out = "answers.jsonl" at least')
+        raise OptionError(f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"')
     options = config.evaluation.model_dump() | {name: value for name, value in at.items() if value is not None}
     if options["server"] is not None and len(config.models) > 1:
         raise OptionError(
-            f"{path} names {len(config.models)} models, and one server has one of them: evaluate each apart"
+            f"{path} names {len(config.models)} models, but a server has only one model: evaluate each separately"
         )
     files = configs.file_names(config.models)
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
@@ -210,4 +210,4 @@ def check_enough(prompts: int, by_half: bool) -> None:
     needed = 2 * FEWEST if by_half else FEWEST
     if prompts < needed:
         why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
-        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are {prompts}")
+        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are only {prompts}")

@@ -1,4 +1,4 @@
-"""What is refused before the first forward pass: conditions, analyses and sequences that a model cannot take."""
+"""Checks before the first forward pass: conditions, analyses and sequences that a model cannot take."""
 
 from __future__ import annotations
 
@@ -36,26 +36,28 @@ _KINDS = (RowAnalysis, PairAnalysis, ActivationAnalysis, CaptureAnalysis, FinalA
 def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
     """The conditions by name, the baseline first."""
     if conditions is not None and not isinstance(conditions, Mapping):
-        raise OptionError('conditions has no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
+        raise OptionError('the conditions have no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
     given = dict(conditions or {})
     for name, condition in given.items():
         check_name(name)
         if isinstance(condition, type):
-            raise OptionError(f"the condition {name!r} is the class {condition.__name__}; give one of it, with ()")
+            raise OptionError(
+                f"the condition {name!r} is the class {condition.__name__}; give an instance, {condition.__name__}(…)"
+            )
         if not callable(getattr(condition, "apply", None)):
             what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
-            hint = what or "ma.MeaninglessTokens(…), say"
+            hint = what or "an instance such as ma.MeaninglessTokens(…)"
             raise OptionError(f"the condition {name!r} is of type {type(condition).__name__}; give {hint}")
         try:
             signature(condition.apply).bind("prompt", "model", "seed")
         except TypeError as error:
-            said = f"the condition {name!r}: {error}; write def apply(self, prompt, model, seed=0)"
+            said = f"the condition {name!r}: {error}; define apply(self, prompt, model, seed=0)"
             raise ConditionError(said) from None
     return {BASELINE: given.pop(BASELINE, Baseline()), **given}
 
 
 def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
-    """The analyses, one at least, each name once."""
+    """The analyses: at least one, and each name once."""
     if analyses is not None and not isinstance(analyses, (list, tuple)):
         analyses = [cast(Analysis, analyses)]  # a text or a class is refused below
     made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
@@ -68,17 +70,22 @@ def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
 
 
 def _check_analysis(given: Any) -> None:
-    """An analysis has what the protocol names, each of its kind."""
+    """Refuse an analysis that does not follow the protocol."""
     if isinstance(given, (type, str, int, float, Mapping)) or given is None:
         what = given.__name__ if isinstance(given, type) else repr(given)
-        raise OptionError(f"analyses holds {what}, which is no analysis; give ma.ReceivedAttention(), say, with ()")
+        raise OptionError(
+            f"analyses holds {what}, which is not an analysis; give an instance such as ma.ReceivedAttention()"
+        )
     name = type(given).__name__
     if lacking := [part for part in _PARTS if not hasattr(given, part)]:
         raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_PARTS)}")
     if not isinstance(given, _KINDS):
-        raise OptionError(f"the analysis {name} sees nothing: give it add(sums, rows), or one of its siblings")
+        raise OptionError(
+            f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
+            f"add_activations, add_captures, add_final"
+        )
     if not re.fullmatch(r"[A-Za-z_]\w*", str(given.name)):
-        raise OptionError(f"the analysis {name} has the name {given.name!r}: give letters, digits and _")
+        raise OptionError(f"the analysis {name} has the name {given.name!r}: use letters, digits and _")
     for quantity, about in given.quantities.items():
         if not isinstance(about, Quantity) or isinstance(about.dims, str):
             raise OptionError(
@@ -88,10 +95,10 @@ def _check_analysis(given: Any) -> None:
 
 
 def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
-    """Every hook that an analysis captures is there in every layer.
+    """Refuse an analysis that captures a hook which a layer doesn't have.
 
     Raises:
-        OptionError: One is not, with its nearest neighbour.
+        OptionError: Naming the hook and the most similar name.
     """
     known = model.hook_dict if any(isinstance(analysis, CaptureAnalysis) for analysis in analyses) else {}
     for analysis in analyses:
@@ -103,14 +110,14 @@ def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise OptionError(
                     f"{analysis.name} captures {name!r}, which layer {missing[0]} of {model.cfg.model_name} doesn't "
-                    f"have{hint}; model.hook_dict lists what there is"
+                    f"have{hint}; model.hook_dict lists all hooks"
                 )
 
 
 def check_sequences(
     prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: HookedModel
 ) -> None:
-    """Every sequence fits the model, and every analysis can measure it."""
+    """Refuse sequences that don't fit the model or that an analysis cannot measure."""
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
@@ -119,7 +126,7 @@ def check_sequences(
         if name == BASELINE and (inserted or sequence.edge_mask or sequence.interventions):
             does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
-                f'the condition "baseline" {does}; every comparison is with it, so give this another name'
+                f'the condition "baseline" {does}; the baseline is the unchanged prompt, so use another name'
             )
         if len(sequence) > limit:
             raise PromptTooLong(
@@ -127,9 +134,9 @@ def check_sequences(
                 f"{model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer tokens"
             )
         if len(sequence) < 2:
-            raise PromptError(f"{where} is a single token: no query comes after it, so nothing can be measured")
+            raise PromptError(f"{where} is a single token: no query comes after it, so attention cannot be measured")
         if not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < size:
-            raise PromptError(f"{where} holds a token id outside of the vocabulary (0 to {size - 1})")
+            raise PromptError(f"{where} contains a token id outside the vocabulary (0 to {size - 1})")
         for analysis in analyses:
             if problem := analysis.problem(sequence):
                 raise PromptError(f"{where} {problem}")
@@ -138,10 +145,10 @@ def check_sequences(
 def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: HookedModel, seed: int
 ) -> list[dict[str, Sequence]]:
-    """What each condition makes of each prompt: the same original tokens, and what it inserts.
+    """The sequence of each prompt under each condition, with unchanged original tokens.
 
     Raises:
-        ConditionError: A condition gives something else, or changes an original token.
+        ConditionError: A condition returns no Sequence, or changes an original token.
     """
     made = [{name: _applied(name, some, prompt, model, seed) for name, some in named.items()} for prompt in prompts]
     for prompt, sequences in zip(prompts, made, strict=True):
@@ -151,7 +158,7 @@ def made_sequences(
             if name != BASELINE and not original.equal(tokens):
                 raise ConditionError(
                     f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
-                    f"baseline, {len(original)} here): only what was inserted may differ, or nothing can be compared"
+                    f"baseline, {len(original)} here): a condition may only insert tokens"
                 )
     return made
 
@@ -160,26 +167,26 @@ def _applied(name: str, condition: Condition, prompt: Prompt, model: HookedModel
     made = condition.apply(prompt, model, seed)
     if not isinstance(made, Sequence):
         raise ConditionError(
-            f"the condition {name!r} gives a {type(made).__name__} for prompt {prompt.id}: apply returns a Sequence, "
-            "such as insert(tokenize(prompt, model), ids, at) makes it"
+            f"the condition {name!r} gives a {type(made).__name__} for prompt {prompt.id}: apply must return a "
+            f"Sequence, such as insert(tokenize(prompt, model), ids, at)"
         )
     return made
 
 
 def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> None:
-    """Whether this model can hide the inserted tokens, and keep the positions of the others, where asked to."""
+    """Refuse hidden tokens or kept positions in a model that supports neither."""
     hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.edge_mask})
     layers = hooks.attention_layers(model)
     if hides and len(layers) < model.cfg.n_layers:
         raise OptionError(
-            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the others would "
-            f"carry on tokens that attention cannot see: leave out {', '.join(map(repr, hides))}"
+            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the other layers "
+            f"would pass on tokens that attention cannot see: omit {', '.join(map(repr, hides))}"
         )
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
     if kept and not hooks.takes_position_ids(model):
         raise OptionError(
-            f"{model.cfg.model_name} takes no position ids (its attention counts positions itself, as ALiBi does, or "
-            f"has none), so the original tokens cannot keep theirs: leave out {', '.join(map(repr, kept))}"
+            f"{model.cfg.model_name} takes no position ids (its attention computes positions itself, like ALiBi, or "
+            f"has none), so the original tokens cannot keep theirs: omit {', '.join(map(repr, kept))}"
         )
     negative = {n: -int(s.position_ids.min()) for made in sequences for n, s in made.items() if s.keeps_positions}
     if not kept or max(negative.values()) <= 0:
@@ -197,7 +204,7 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
 
 
 def check_interventions(model: HookedModel, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
-    """Every intervention can act on this model, and on the prompts that it is for."""
+    """Refuse interventions that cannot act on this model or on their prompts."""
     found: dict[int, tuple[Any, list[tuple[str, Sequence]]]] = {}
     for prompt, made in zip(ids, sequences, strict=True):
         for sequence in made.values():
@@ -213,7 +220,7 @@ def check_interventions(model: HookedModel, ids: list[str], sequences: list[dict
 
 
 def positions_of(sequence: Sequence) -> int:
-    """How many positions a model counts in a sequence: fewer than tokens where the original ones keep theirs."""
+    """The number of positions in a sequence: fewer than its tokens if the original ones keep their positions."""
     return int(sequence.position_ids.max()) + 1
 
 
@@ -226,7 +233,7 @@ def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list
 
 
 def counted_sides(sides: Seq[str]) -> str:
-    """How many prompts have which factors, in words."""
+    """The number of prompts with each set of factors, in words."""
     counts = {side: sides.count(side) for side in sorted(set(sides), reverse=True)}
     if len(counts) == 1:
         return next(iter(counts))
@@ -234,11 +241,11 @@ def counted_sides(sides: Seq[str]) -> str:
 
 
 def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0) -> None:
-    """A prompt is read, and answered in ``new_tokens``, with the same frequencies under every condition.
+    """Refuse a prompt that is not read and answered with the same RoPE frequencies under every condition.
 
     Raises:
-        PromptTooLong: The model has no frequencies of its own for one so long (dynamic NTK).
-        PromptError: Two conditions, or an answer and its prompt, would be of two models (LongRoPE).
+        PromptTooLong: The prompt is too long for fixed frequencies (dynamic NTK).
+        PromptError: Two conditions, or an answer and its prompt, would be read with different frequencies (LongRoPE).
     """
     boundary = boundary_of(model)
     if boundary is None:
@@ -259,14 +266,14 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
     if boundary.side(counts[short]) != boundary.side(counts[long]):
         raise PromptError(
             f'{where} has {counts[short]:,} positions with the condition "{short}" and {counts[long]:,} with "{long}": '
-            f"beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so the two would be read by two "
-            "models, and their difference would not be what the tokens do. Leave the prompt out, insert fewer tokens, "
-            "or let the original ones keep their positions (.unshifted())"
+            f"beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so this would compare "
+            "two models and not the effect of the inserted tokens. Omit the prompt, insert fewer tokens, or let "
+            "the original ones keep their positions (.unshifted())"
         )
 
 
 def _room(left: int) -> str:
-    return f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Leave the prompt out"
+    return f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Omit the prompt"
 
 
 def _check_not_beyond(boundary: Boundary, counts: Mapping[str, int], new_tokens: int, where: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""From values per batch to labelled datasets: each prompt's scalars, and moments over prompts for each position."""
+"""Collects values per batch into labelled datasets: scalars per prompt, and moments over prompts per position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENTS = ("", "_variance", "_n")
 
 
 class Collector:
-    """Takes the values of one analysis, batch by batch and layer by layer, and gives its dataset at the end."""
+    """Collects the values of one analysis by batch and layer, and makes its dataset."""
 
     def __init__(
         self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
@@ -38,7 +38,7 @@ class Collector:
         self._moments: dict[tuple[str, int, int], Moments] = {}
 
     def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take the values of one batch, which is on the CPU, layer by layer."""
+        """Add the values of one batch, which is on the CPU, by layer."""
         for layer, of_layer in values.items():
             self._add_layer(layer, batch, of_layer)
 
@@ -56,7 +56,7 @@ class Collector:
         self._merge_rows()
 
     def dataset(self) -> xr.Dataset:
-        """All that was collected, with names, units and descriptions."""
+        """The collected values with names, units and descriptions."""
         import xarray as xr
 
         variables = {name: self._variable(name, array) for name, array in self._scalars.items()}
@@ -184,7 +184,7 @@ def _stacked(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
-    """Every quantity is there, none beside them, and each has the shape that its dims promise.
+    """Refuse values that lack a quantity, add one, or have another shape than their dims declare.
 
     Args:
         analysis: What was measured.
@@ -201,15 +201,15 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
             f"{analysis.name}: values() gives a {type(values).__name__}; give a dictionary with {', '.join(promised)}"
         )
     if lacking := [name for name in promised if name not in values]:
-        raise OptionError(f"{analysis.name}: values() gives no {lacking[0]!r}, which its quantities promise")
+        raise OptionError(f"{analysis.name}: values() lacks {lacking[0]!r}, which its quantities declare")
     if more := [name for name in values if name not in promised]:
         have = ", ".join(map(repr, promised))
-        raise OptionError(f"{analysis.name}: values() gives {more[0]!r}, which is none of its quantities ({have})")
+        raise OptionError(f"{analysis.name}: values() gives {more[0]!r}, which is not one of its quantities ({have})")
     sizes = _sizes(analysis, batch, heads)
     for name, quantity in promised.items():
         value = values[name]
         if not isinstance(value, Tensor):
-            raise OptionError(f"{analysis.name}: {name!r} is a {type(value).__name__}; values() gives tensors")
+            raise OptionError(f"{analysis.name}: {name!r} is a {type(value).__name__}; values() must return tensors")
         wanted = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         if value.ndim != len(wanted) or any(w not in (None, n) for w, n in zip(wanted, value.shape)):
             dims = ", ".join(_dim(dim, sizes.get(dim)) for dim in quantity.dims)

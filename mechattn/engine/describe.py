@@ -1,4 +1,4 @@
-"""What a run writes beside its numbers: the tokens that the model read, and where the numbers come from."""
+"""A run's metadata: the tokens that the model read, and the provenance of the numbers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def described(
 ) -> dict[str, Any]:
     """The model, the prompts and the options: what decides the numbers, and when and where they were computed.
 
-    Of a checkpoint's directory the name alone, as results are published; ``paths`` adds where it lies.
+    Only the name of a checkpoint's directory is recorded, since results are published; ``paths`` adds its path.
     """
     parameters = next(model.parameters())
     facts = facts_of(model) or ModelFacts()

@@ -1,4 +1,4 @@
-"""How attention reaches the analyses: in row blocks as it is computed, or as hooks show it; beside the baseline's."""
+"""Passes attention to the analyses: streamed in row blocks, from a fused kernel, or from hooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
 def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()) -> tuple[Forward, str]:
-    """The way for this model, and why; streaming is compared with the hooks once a model before it is trusted.
+    """The engine for this model, and the reason; streaming is compared with the hooks once per model before use.
 
     Args:
         model: A hooked model.
@@ -42,8 +42,8 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
         analyses: What is measured: some need hooks, some no rows.
 
     Raises:
-        OptionError: There is no such engine, or not for these analyses.
-        ModelError: "streaming" or "fused" was asked for, and it would give other numbers than the model.
+        OptionError: There is no such engine, or it cannot serve these analyses.
+        ModelError: "streaming" or "fused" was requested, but would give other numbers than the model.
     """
     analyses = list(analyses)
     if engine not in get_args(Engine):
@@ -57,7 +57,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
                 f"an analysis captures {silent!r}, which doesn't fire while attention is streamed; choose "
                 'engine="hooks" or "auto"'
             )
-        return forward_through_hooks, f"not streamed: {silent} fires with the hooks alone"
+        return forward_through_hooks, f"not streamed: {silent} fires only with hooks"
     check = _streams(model)
     if check.outcome != "passed":
         if engine != "auto":
@@ -77,8 +77,8 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analys
     rows = [a.name for a in analyses if isinstance(a, (RowAnalysis, PairAnalysis)) and not isinstance(a, WholeAnalysis)]
     if engine == "fused" and rows:
         raise OptionError(
-            f'{", ".join(rows)} cannot be had from a fused kernel, which shows no rows; choose engine="streaming" or '
-            '"auto", or measure what needs no rows in a run of its own'
+            f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
+            f"or measure analyses without rows in a separate run"
         )
     on_gpu = next(model.parameters()).device.type == "cuda"
     whole = any(isinstance(analysis, WholeAnalysis) for analysis in analyses) and not rows
@@ -194,7 +194,7 @@ def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: i
     """
     if attention is None:
         raise ModelError(
-            f"layer {number} shows no hook_v by head, so outputs with and without tokens can't be compared"
+            f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens cannot be compared"
         )
     v = attention.v
     index = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])

@@ -1,4 +1,4 @@
-"""One forward pass of a batch: every block of rows is reduced as it comes, every layer when its last block has come."""
+"""One forward pass of a batch, in which analyses reduce each block of rows as it arrives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def measure_batch(
     prompt_ids: Seq[str] = (),
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> list[LayerValues]:
-    """Run the model on a batch; the values of each analysis in each layer, on the CPU.
+    """Run the model on a batch and return the values of each analysis in each layer, on the CPU.
 
     The pass ends as soon as the last value has come: for attention alone in the attention of the last layer.
 
@@ -217,7 +217,7 @@ class _Sums:
                 if layer not in self.values[number]:
                     missing = self.open[number, layer][1] if (number, layer) in self.open else self.parts[number]
                     raise ModelError(
-                        f"layer {layer} has run, and not all that {analysis.name} looks at has come "
+                        f"layer {layer} has run, but {analysis.name} has not received everything it needs "
                         f"({', '.join(sorted(missing))}), so there is nothing to report"
                     )
         _refuse_nan(self.one, self.finite)  # the one place of a batch where a GPU is waited for
@@ -331,7 +331,7 @@ class _Mlps:
         shape = (*self.one.placed.tokens.shape, pre.shape[-1])
         if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
             raise ModelError(
-                f"the MLP of layer {layer} doesn't see every token, so its activations mean something else"
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
         passed = Activations(
             layer,

@@ -1,4 +1,4 @@
-"""The null of every quantity: the same analysis, on the attention of a head that is blind to content."""
+"""The null of every quantity: the same analysis of a content-blind head."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class _Pass:
     def _no_null(self, why: object) -> ModelError:
         reason = (str(why).splitlines() or [type(why).__name__])[0]
         return ModelError(
-            f"{self.analysis.name} cannot be measured on the rows of a blind head, from which the null of its "
-            f"quantities is made ({reason}). Where a quantity needs more than rows of attention, say so: "
+            f"{self.analysis.name} cannot be measured on the rows of a content-blind head, which give the null of its "
+            f"quantities ({reason}). If a quantity needs more than rows of attention, declare it: "
             'Quantity(…, no_null="it depends on the values")'
         )
 

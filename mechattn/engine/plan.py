@@ -1,4 +1,4 @@
-"""The batch plan: which prompts go through the model together, a pure function of lengths and a memory budget."""
+"""The batch plan: which prompts share a batch, as a pure function of lengths and a memory budget."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def memory_bytes(memory: str) -> int:
     """The number of bytes of a budget such as "2GiB".
 
     Raises:
-        OptionError: It isn't written like that.
+        OptionError: The budget has another form.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
     if not match or not float(match[1]):
-        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
+        raise OptionError(f'memory={memory!r}: give a size such as "2GiB" or "500MiB"')
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -1,4 +1,4 @@
-"""The same run on the same architecture with random weights, several times: a null of the model."""
+"""Repeats a run with random weights of the same architecture, as a null for the model."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def run_random(
     seed: int = 0,
     **options: Any,
 ) -> list[Result]:
-    """What ``run`` gives on several draws of random weights, for ``result.compare(…, random=…)``.
+    """Repeat ``run`` on several models with random weights, for ``result.compare(…, random=…)``.
 
-    One model is drawn at a time, beside the one given; each costs what the run costs.
+    One random model is held at a time, in addition to the given one; each run costs as much as the original run.
 
     Args:
-        model: What ``run`` takes; its weights are read for "shuffled", its configuration and tokenizer for both.
-        prompts: As in the run that is compared.
-        conditions: As there.
-        analyses: As there.
-        draws: How many random models, 3 at least. With 3 draws of 4 layers × 8 heads a head is one of 97.
+        model: As for ``run``; "shuffled" uses its weights, and both kinds use its configuration and tokenizer.
+        prompts: As in the original run.
+        conditions: As in the original run.
+        analyses: As in the original run.
+        draws: The number of random models, at least 3. With 3 draws of 4 layers × 8 heads, a head is one of 97.
         kind: "initialised" or "shuffled"; see ``random_weights``.
-        seed: As in the run that is compared, which it draws the conditions with; draw i has the weights of seed + i.
-        **options: What ``run`` takes besides, such as ``layers``.
+        seed: As in the original run, for the conditions' draws; draw i has the weights of seed + i.
+        **options: Other options of ``run``, such as ``layers``.
 
     Raises:
-        OptionError: Fewer than 3 draws, or no such kind.
-        MechattnError: The model cannot be drawn anew, or what ``run`` raises.
+        OptionError: There are fewer than 3 draws, or there is no such kind.
+        MechattnError: The model's weights cannot be redrawn, or ``run`` raises an error.
 
     Source:
         arXiv:2512.18792.
     """
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < FEWEST_DRAWS:
         raise OptionError(
-            f"draws={draws!r}: give a whole number of random models, {FEWEST_DRAWS} at least, as their spread is what "
-            "heads are compared with"
+            f"draws={draws!r}: give a whole number of random models, at least {FEWEST_DRAWS}; heads are compared with "
+            f"their spread"
         )
     check_draw(kind, seed)
     model = as_hooked(model)

@@ -1,4 +1,4 @@
-"""What interventions apply is recorded first: an affine map, the mean output of heads, keys and values."""
+"""Records what interventions apply: affine maps, mean head outputs, keys and values."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def record_affine(
     layers: Iterable[int] | int = 0,
     seed: int = 0,
 ) -> AffineAttention:
-    """λ and Σσ that a condition's inserted tokens make of each original token's attention, to be applied without them.
+    """Record λ and Σσ of a condition for each original token, to apply them without inserting tokens.
 
-    Keeps ``original tokens × d_model`` numbers a prompt and layer. For layer 0 the result is exact with
-    ``condition.unshifted()``; elsewhere what is missing is what ``AffineShift`` calls re-routing and new values.
+    Keeps ``original tokens × d_model`` numbers per prompt and layer. For layer 0 the result is exact with
+    ``condition.unshifted()``; elsewhere it lacks the re-routing and new values that ``AffineShift`` reports.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
-        prompts: As for ``run``; the intervention acts on these alone.
-        condition: What inserts tokens.
-        layers: In which layers, from 0.
-        seed: Of the condition's draws: that of the run.
+        prompts: As for ``run``; the intervention acts only on these.
+        condition: The condition that inserts tokens.
+        layers: The layers, from 0.
+        seed: The seed of the condition's draws: that of the run.
 
     Raises:
         OptionError: The condition inserts nothing, or a layer is out of range.
-        ModelError: The model gates or norms what attention mixes before it is z.
+        ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(as_hooked(model))
     _check_values(model)
@@ -75,7 +75,7 @@ def record_affine(
     for prompt, made in zip(prompts, sequences, strict=True):
         check_sequences(prompt, made, named, [_AffineParts()], model)
         if not made["with tokens"].inserted.any():
-            raise OptionError(f"{condition} inserts nothing into prompt {prompt.id}, so there is nothing to record")
+            raise OptionError(f"{condition} inserts nothing into prompt {prompt.id}, so nothing can be recorded")
     check_variants(model, sequences)
     check_interventions(model, [prompt.id for prompt in prompts], sequences)
     recorded: dict[str, dict[int, Affine]] = {}
@@ -139,21 +139,21 @@ def record_keys_values(
     layers: Iterable[int] | int | None = None,
     seed: int = 0,
 ) -> KeysValues:
-    """Keys and values of one segment's tokens under a condition, for :class:`Transplant`.
+    """Record keys and values of one segment's tokens under a condition, for :class:`Transplant`.
 
-    Keeps ``2 × tokens × kv_heads × d_head`` numbers a prompt and layer, in the model's precision.
+    Keeps ``2 × tokens × kv_heads × d_head`` numbers per prompt and layer, in the model's precision.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompts: As for ``run``.
-        condition: What inserts tokens.
-        segment: Whose keys and values.
-        layers: Which layers, from 0; all that attend by default.
-        seed: Of the condition's draws: that of the run.
+        condition: The condition that inserts tokens.
+        segment: The segment whose keys and values are recorded.
+        layers: The layers, from 0; all with attention by default.
+        seed: The seed of the condition's draws: that of the run.
 
     Raises:
         OptionError: A prompt has no such token under the condition, or a layer is out of range.
-        ModelError: The model shows no keys and values before RoPE (latent attention).
+        ModelError: The model has no keys and values before RoPE (latent attention).
     """
     if segment not in SEGMENTS:
         raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
@@ -173,7 +173,9 @@ def record_keys_values(
     for prompt, made in zip(prompts, sequences, strict=True):
         check_sequences(prompt, made, named, [analysis], model)
         if not made["recorded"].of_segment(segment).any():
-            raise OptionError(f"prompt {prompt.id} has no {segment} token under {condition}: nothing to record")
+            raise OptionError(
+                f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be recorded"
+            )
     check_variants(model, sequences)
     check_interventions(model, [prompt.id for prompt in prompts], sequences)
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
@@ -214,12 +216,12 @@ class _KeysValues:
 def head_means(
     model: Any, prompts: Prompt | str | Tensor | Seq[Prompt | str], *, layers: Iterable[int] | int | None = None
 ) -> HeadMeans:
-    """Each head's output before W_O, its mean over all tokens of some prompts: what mean ablation puts in its place.
+    """Record each head's mean output (before W_O) over all tokens of some prompts, for mean ablation.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
-        prompts: As for ``run``; others than those that are measured.
-        layers: Which layers, from 0; all by default.
+        prompts: As for ``run``; use other prompts than the measured ones.
+        layers: The layers, from 0; all by default.
     """
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)

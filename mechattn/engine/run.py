@@ -1,4 +1,4 @@
-"""A run: what is asked for, checked once and calibrated once; then the model runs, batch by batch."""
+"""Runs a model on prompts under conditions: checks and calibrates once, then measures batch by batch."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ def run(
     places: Seq[int] | None = None,
     paths: bool = False,
 ) -> Result:
-    """Measure attention on every prompt under every condition, the baseline always among them.
+    """Measure attention on every prompt under every condition and the baseline.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` takes.
-        prompts: What ``load_prompts`` gives, a text, a list of texts, or token ids [batch pos].
-        conditions: Names and conditions; "baseline" is added.
-        analyses: What to measure; received attention by default. All share one forward pass.
-        layers: Layers to look at, from 0; all that have attention by default.
-        seed: Decides every random draw, together with the prompt's id.
-        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" each prompt's own too.
-        memory: The budget for one layer of one batch; the batches follow from it and the lengths.
+        model: A hooked model, or anything that ``load_model`` accepts.
+        prompts: Prompts from ``load_prompts``, a text, a list of texts, or token ids [batch pos].
+        conditions: Conditions by name; "baseline" is added.
+        analyses: The analyses; received attention by default. All share one forward pass.
+        layers: The layers to measure, from 0; all with attention by default.
+        seed: The seed of all random draws, used together with the prompt's id.
+        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" also keeps each
+            prompt's values.
+        memory: The memory budget for one layer of one batch; it and the lengths determine the batches.
         engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "fused" takes
             sums over queries from two calls of a fused kernel, for analyses that need no rows; "hooks" reduces each
-            layer's pattern as TransformerLens shows it; "auto" streams where that gives the model's
-            own numbers.
-        progress: Show a bar when the run takes longer than two seconds.
-        places: Where these prompts are a part of a larger set: the index of each in that set, by which results of its
-            parts are put in order when they are merged.
-        paths: Say in the provenance where a checkpoint's directory lies, and not its name alone.
+            layer's pattern from TransformerLens's hooks; "auto" streams if that gives the model's own numbers.
+        progress: Show a progress bar if the run takes longer than two seconds.
+        places: If these prompts are part of a larger set: the index of each in that set, used to order results when
+            parts are merged.
+        paths: Record the full path of a checkpoint's directory in the provenance, not only its name.
 
     Returns:
-        A result with one dataset an analysis, and "sequences": the tokens that the model read.
+        A result with one dataset per analysis, and "sequences", the tokens that the model read.
 
     Raises:
-        MechattnError: Something given cannot be used; found before the first forward pass, but for a model whose
-            attention turns out to be none (NaN, a wrong mask), which is found at the first batch that shows it.
+        MechattnError: An argument cannot be used. Raised before the first forward pass, except for invalid attention
+            (NaN, a wrong mask), which is found at the first batch with it.
     """
     plan = make_plan(
         model,
@@ -114,7 +114,7 @@ Sequences = list[dict[str, Sequence]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of a model: the arguments of ``run``, checked as far as they can be without a prompt."""
+    """The arguments of ``run``, checked as far as possible without prompts."""
 
     model: HookedModel
     conditions: Mapping[str, Condition]
@@ -127,7 +127,7 @@ class Plan:
     paths: bool = False
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
-        """Every prompt under every condition, checked.
+        """The sequence of every prompt under every condition, checked.
 
         Raises:
             MechattnError: A prompt, a condition or an intervention cannot be used with this model.
@@ -160,7 +160,7 @@ _ENGINES: Mapping[Forward, str] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A plan whose analyses are calibrated, and how attention reaches them: it measures any prompts."""
+    """A plan with calibrated analyses and a chosen engine, which can measure any prompts."""
 
     plan: Plan
     forward: Forward
@@ -249,8 +249,8 @@ def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tupl
             torch.cuda.empty_cache()
         if len(some) == 1:
             raise ModelError(
-                f"the memory does not hold a batch of prompt number {some[0]} alone with all its conditions "
-                f"({reason}); give fewer conditions at a time, a shorter prompt, or a machine with more memory"
+                f"a batch of prompt number {some[0]} alone with all its conditions does not fit in memory ({reason}); "
+                f"use fewer conditions per run, a shorter prompt, or a machine with more memory"
             )
         too_large.append(len(some))
         waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
@@ -281,5 +281,7 @@ def _checked_places(places: Seq[int] | None, prompts: int) -> Seq[int]:
     if places is None:
         return range(prompts)
     if len(places) != prompts or list(places) != sorted({int(place) for place in places}) or min(places) < 0:
-        raise OptionError(f"places: give each of the {prompts} prompts its index in the whole set, in rising order")
+        raise OptionError(
+            f"places: give the index of each of the {prompts} prompts in the whole set, in increasing order"
+        )
     return places

@@ -1,4 +1,4 @@
-"""Attention statistics of queries and keys from anywhere: no model, no prompts, and no [query, key] matrix."""
+"""Attention statistics from queries and keys alone: no model, no prompts, and no [query, key] matrix in memory."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def measure(
     segments: Mapping[str, Bool[Tensor, "batch pos"]] | None = None,
     statistics: Seq[Statistic] = ("received", "entropy"),
 ) -> dict[str, Tensor]:
-    """What causal attention does, from its queries and keys as they enter the softmax: after RoPE and any norm.
+    """Compute statistics of causal attention from queries and keys as they enter the softmax (after RoPE and norms).
 
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, in blocks of query rows, in float32 at least;
-    the code that ``run`` streams with.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, in blocks of query rows, in float32 at least,
+    with the streaming code of ``run``.
 
     Args:
         q: Queries.
         k: Keys; head h reads key-value head ``h // (head / kv_head)``.
-        v: Values, which "output" alone needs.
+        v: Values, needed only for "output".
         scale: The factor of the scores; ``1 / √d_head`` by default.
-        window: How many keys a query sees, its own included; all by default.
+        window: The number of keys that a query sees, including its own; all by default.
         softcap: The bound of soft-capped scores.
         alibi: The slope of each head.
         sinks: The score of each head's learned sink.
-        lengths: How many positions of each sequence are no padding, which stands on the right; all by default.
+        lengths: The number of positions of each sequence without the padding on its right; all by default.
         counted: The queries that count in "received"; all by default.
-        segments: Names and keys, for "mass".
-        statistics: What is measured:
+        segments: For "mass": the keys of each segment, by name.
+        statistics: The statistics to compute:
 
             - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k.
             - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in their order.
@@ -67,7 +67,7 @@ def measure(
         no counted query sees. The same of uniform attention, the null, is ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
-        OptionError: A shape, a statistic or an option that cannot be.
+        OptionError: A shape, a statistic or an option is not allowed.
     """
     real = _real(q, _checked_lengths(q, lengths))
     _check_shapes(q, k, v, {"alibi": alibi, "sinks": sinks}, {"counted": counted, **(segments or {})})
@@ -179,8 +179,8 @@ def _check_shapes(
             raise OptionError(f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]")
     if k.shape[0] != batch or k.shape[2:] != (length, width) or not k.shape[1] or heads % k.shape[1]:
         raise OptionError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with as many "
-            "positions, and a number of heads of k that divides that of q"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "
+            f"numbers of positions, and a number of heads of k that divides that of q"
         )
     if v is not None and v.shape[:3] != k.shape[:3]:
         raise OptionError(f"v is {tuple(v.shape)} and k {tuple(k.shape)}; only the last axis may differ")
@@ -196,13 +196,13 @@ def _check_options(
     v: Tensor | None, segments: Mapping[str, Tensor] | None, window: Any, softcap: Any, statistics: Any
 ) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise OptionError(f"window={window!r}: give a number of keys, 1 at least, or None for all")
+        raise OptionError(f"window={window!r}: give a number of keys, at least 1, or None for all")
     if softcap is not None and not softcap > 0:
-        raise OptionError(f"softcap={softcap!r}: give a bound above 0, or None for none")
+        raise OptionError(f"softcap={softcap!r}: give a bound above 0, or None")
     known = get_args(Statistic)
     if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
         raise OptionError(f"statistics={statistics!r}: give a list of {', '.join(map(repr, known))}")
     if "mass" in statistics and not segments:
-        raise OptionError('"mass" needs segments={name: which keys belong to it, torch.bool [batch, pos]}')
+        raise OptionError('"mass" needs segments={name: mask of its keys, torch.bool [batch, pos]}')
     if "output" in statistics and v is None:
         raise OptionError('"output" needs the values v')

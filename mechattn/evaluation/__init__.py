@@ -1,1 +1,1 @@
-"""Answers under conditions: generated, read, compared."""
+"""Generates, grades and compares answers under conditions."""

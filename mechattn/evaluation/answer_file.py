@@ -1,4 +1,4 @@
-"""The file that answers go to as they come: of one run, written by one process at a time, and gone on with."""
+"""The file of one run's answers, written as they are generated, which a later call can resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at anoth
 
 @dataclass(frozen=True)
 class Kept:
-    """The answers that there are, by prompt, condition and sample; in a file too, if there is one.
+    """The answers so far, by prompt, condition and sample; also kept in a file if one is given.
 
     Args:
         answers: By prompt, condition and sample.
@@ -44,7 +44,7 @@ class Kept:
         """Keep some more.
 
         Raises:
-            OutputError: There is no room; those before are kept.
+            OutputError: The disk is full; earlier answers are kept.
         """
         self.answers.update({(a.prompt, a.condition, a.sample): a for a in fresh})
         if self.path is None:
@@ -54,18 +54,18 @@ class Kept:
                 lines.write(as_lines(asdict(a) for a in fresh))
         except OSError as error:
             raise OutputError(
-                f"answers could not be added to {self.path}: {error.strerror or error}. Those before are kept; make "
-                "room, and call evaluate with the same arguments again"
+                f"answers could not be added to {self.path}: {error.strerror or error}. Earlier answers are kept; "
+                f"free some space, and call evaluate again with the same arguments"
             ) from error
 
 
 @contextmanager
 def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
-    """What a file holds of a run already, for this process alone; nothing without a file.
+    """The answers of a run already in its file, locked for this process; nothing without a file.
 
     Raises:
-        OutputError: Another process is adding answers to it, or it is no evaluation.
-        OptionError: It is of another run.
+        OutputError: Another process is writing to the file, or it is not an evaluation.
+        OptionError: The file belongs to another run.
     """
     if path is None:
         yield Kept({}, None, dict(about))
@@ -80,7 +80,8 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         held.acquire()
     except Timeout:
         raise OutputError(
-            f"another process is adding answers to {path}: it holds {lock}. Wait for it, or give this run another file"
+            f"another process is adding answers to {path}(it holds {lock}); wait for it, or use another file for this "
+            f"run"
         ) from None
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
@@ -93,10 +94,10 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
-    """Read what ``Evaluation.save``, or ``evaluate(out=…)``, has written.
+    """Load an evaluation written by ``Evaluation.save`` or ``evaluate(out=…)``.
 
     Raises:
-        OutputError: The file is no evaluation.
+        OutputError: The file is not an evaluation.
     """
     about, found = _read(Path(path))
     return Evaluation(tuple(found.values()), about)
@@ -121,7 +122,7 @@ def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
     for name, value in about.items():
         if name not in _MAY_DIFFER and as_now.get(name) != json.loads(json.dumps(value)):
             raise OptionError(
-                f"{path} holds answers of another run ({name} differs); choose another file, or move it away"
+                f"{path} holds answers of another run ({name} differs); choose another file, or move this one"
             )
     Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
     return Kept(found, path, before)
@@ -133,8 +134,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
-        reason = "its first line says not where it comes from" if isinstance(error, KeyError) else error
-        raise OutputError(f"{path} is no evaluation: {reason}; give another name, or move it away") from None
+        reason = "its first line has no provenance" if isinstance(error, KeyError) else error
+        raise OutputError(f"{path} is not an evaluation: {reason}; give another name, or move the file") from None
     found: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
@@ -143,6 +144,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
                 break
-            raise OutputError(f"line {number} of {path} is no answer: {error}") from None
+            raise OutputError(f"line {number} of {path} is not an answer: {error}") from None
         found[made.prompt, made.condition, made.sample] = made
     return about, found

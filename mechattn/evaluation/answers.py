@@ -1,4 +1,4 @@
-"""Reading the final answer out of what a model wrote, and comparing it with the reference."""
+"""Extracts the final answer from a model's text and compares it with the reference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FRACTION = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-+−]?\d+)\s*\}\s*\{
 
 @dataclass(frozen=True)
 class Grade:
-    """What an answer says, and whether it is right.
+    """The final answer of a text, and whether it is right.
 
     Args:
-        answer: The final answer as it was read; None if there is none to read.
-        right: Whether it equals the reference; an answer that cannot be read is not right.
+        answer: The final answer; None if none was found.
+        right: Whether it equals the reference; False if no answer was found.
     """
 
     answer: str | None
@@ -42,23 +42,23 @@ def grader_for(solution: str) -> Literal["number", "math"]:
 
 
 def grade(text: str, solution: str, grader: Grader = "auto") -> Grade:
-    """Compare the final answer of a text with a reference.
+    """Grade the final answer of a text against a reference.
 
     - "number": the first number after the last mark ("Answer:", "####", "\\boxed{…}"), exactly: "1,000" is 1000,
-      "\\frac{1}{2}" and "1/2" are 0.5, "$" and units don't matter. Without a mark nothing is read.
+      "\\frac{1}{2}" and "1/2" are 0.5, "$" and units don't matter. Without a mark no answer is read.
     - "math": the package math-verify, which compares expressions.
     - "auto": "number" if the reference is one.
 
     Args:
-        text: What the model wrote.
+        text: The model's text.
         solution: The reference: the answer, or a worked solution that ends with it.
-        grader: How.
+        grader: The grader.
     """
     if (grader_for(solution) if grader == "auto" else grader) == "math":
         return _grade_math(text, solution)
     expected, got = final_number(solution, marked=False), final_number(text)
     if expected is None:
-        raise OptionError(f'the reference {solution!r} ends in no number; use grader="math"')
+        raise OptionError(f'the reference {solution!r} does not end in a number; use grader="math"')
     return Grade(None if got is None else str(got), got == expected)
 
 
@@ -109,7 +109,7 @@ def _math_verify() -> tuple:
         from math_verify import parse, verify
     except ImportError:
         raise OptionError(
-            "these references are no plain numbers, and comparing expressions needs math-verify: "
+            "these references are not plain numbers, and comparing expressions needs math-verify: "
             'pip install "mechattn[math]"'
         ) from None
     return parse, verify

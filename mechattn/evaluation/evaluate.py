@@ -1,4 +1,4 @@
-"""Does it change the answers? Every condition on every problem, stored as it goes, so that a run can be continued."""
+"""Generates and grades answers under every condition; an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -57,37 +57,38 @@ def evaluate(
     server_timeout: float = 600.0,
     verify_server: bool = True,
 ) -> Evaluation:
-    """Generate and grade answers to every problem under every condition, the baseline always among them.
+    """Generate and grade answers to every problem under every condition and the baseline.
 
-    The model without hooks generates, with a cache; interventions are attached to it. Greedy answers depend on batches
-    by rounding alone, and so do sampled ones, whose draws are keyed by seed, prompt, sample and position.
+    The model without hooks generates, with a key-value cache and with the interventions attached. Batches affect
+    answers only through rounding; the draws of sampled answers are keyed by seed, prompt, sample and position.
 
-    With ``server`` another machine generates, which is compared with the model first. Conditions insert tokens as here;
-    what acts inside of the model is refused. A sampled answer has a seed of its own there.
+    With ``server`` another machine generates, after a comparison with the model. Conditions may insert tokens;
+    interventions inside the model are refused. Each sampled answer has its own seed there.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` takes. With a server the name or the directory is enough
-            (its tokenizer alone is loaded), or a tokenizer; a model that is loaded is what the server is compared with.
-        prompts: Prompts with a ``solution``, as ``load_prompts`` gives them.
-        conditions: Names and conditions, such as for ``run``.
-        new_tokens: The limit of an answer; those that reach it are counted.
-        samples: Answers to each question.
-        temperature: 0 takes the likeliest token; 0 by default for one sample, 1 for several.
-        grader: "number", "math" (math-verify), or "auto": whichever the references need.
-        batch: Sequences at a time; of a server requests at a time.
-        seed: Decides every draw.
-        out: A .jsonl file that each answer is added to as it comes. If it holds answers of the same run already, these
-            are taken: a run that was killed goes on.
+        model: A hooked model, or anything that ``load_model`` takes. With a server, a name or directory (only its
+            tokenizer is loaded) or a tokenizer is enough; a loaded model is compared with the server.
+        prompts: Prompts with a ``solution``, as from ``load_prompts``.
+        conditions: Conditions by name, as for ``run``.
+        new_tokens: The longest answer, in tokens; answers that reach it are counted as unfinished.
+        samples: The number of answers to each question.
+        temperature: The sampling temperature; 0 takes the likeliest token. By default 0 for one sample and 1 for
+            several.
+        grader: "number", "math" (math-verify), or "auto" to choose by the references.
+        batch: The number of sequences (or requests to a server) at a time.
+        seed: The seed of all draws.
+        out: A .jsonl file to which each answer is added. If it already holds answers of the same run, the run resumes
+            where it stopped.
         progress: Show a bar when it takes longer than two seconds.
-        server: The address of a server with an endpoint for completions, such as "http://host:8000/v1".
+        server: The address of a server with a completions endpoint, such as "http://host:8000/v1".
         served_model: The name of the model there; by default the only one that it lists.
-        server_key: The name of the environment variable that holds the key which the server asks for.
-        server_timeout: Seconds that one answer of the server may take before it is asked for again.
-        verify_server: Refuse a server whose answers are not the model's; with False the figures are kept, no more.
+        server_key: The name of the environment variable with the server's key.
+        server_timeout: Seconds that an answer from the server may take before it is requested again.
+        verify_server: Refuse a server whose answers are not the model's; with False the figures are only recorded.
 
     Raises:
-        MechattnError: Something given cannot be used; found before the first token is generated.
-        ServerError: The server cannot be reached or used, is not the model, or fails; what it has answered is kept.
+        MechattnError: An argument cannot be used; raised before the first token is generated.
+        ServerError: The server cannot be reached or used, is not the model, or fails; its earlier answers are kept.
     """
     at = server_given(server, served_model, server_key, server_timeout, verify_server)
     reader: Any = load_model(as_hooked(model)) if at is None else unloaded(model)
@@ -173,10 +174,10 @@ def _temperature(temperature: float | None, samples: int) -> float:
     if temperature is None:
         return 0.0 if samples == 1 else 1.0
     if not 0 <= temperature < float("inf"):
-        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above")
+        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0")
     if temperature == 0 and samples > 1:
         raise OptionError(
-            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature"
+            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
         )
     return float(temperature)
 
@@ -184,7 +185,7 @@ def _temperature(temperature: float | None, samples: int) -> float:
 def _check_numbers(new_tokens: int, samples: int, batch: int) -> None:
     for name, value in (("new_tokens", new_tokens), ("samples", samples), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
@@ -197,11 +198,12 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
             )
         if prompt.answer:
             raise PromptError(
-                f"prompt {prompt.id} holds an answer already, which the model would read: with_answer=False"
+                f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
+                f"with_answer=False"
             )
         kind = grader_for(prompt.solution)
         if grader == "number" and kind == "math":
-            raise PromptError(f'the solution of prompt {prompt.id} ends in no number; use grader="math"')
+            raise PromptError(f'the solution of prompt {prompt.id} does not end in a number; use grader="math"')
         if kind == "math":
             check_grader("math")
 
@@ -213,7 +215,9 @@ def _checked_sides(
     for made in sequences:
         first = made[BASELINE]
         if first.inserted.any() or first.edge_mask or first.interventions:
-            raise OptionError('the condition "baseline" changes the prompt; every comparison is with it')
+            raise OptionError(
+                'the condition "baseline" changes the prompt, but comparisons need it unchanged; use another name'
+            )
     if isinstance(model, UnloadedModel):
         check_servable(sequences)
     hooked = model.loaded if isinstance(model, UnloadedModel) else model

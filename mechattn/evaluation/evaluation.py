@@ -1,4 +1,4 @@
-"""Answers and what they say: accuracy with intervals, paired comparisons, pass@k, diversity, mediation."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, diversity, mediation."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradedAnswer:
-    """One answer.
+    """A generated and graded answer.
 
     Args:
         prompt: The prompt's id.
         condition: The condition.
-        sample: Which of several answers to the same question.
-        text: What the model wrote.
+        sample: The index of the answer among several to the same question.
+        text: The generated text.
         tokens: Its token ids.
-        answer: The final answer as it was read; None if there was none to read.
+        answer: The final answer; None if none was found.
         solution: The reference.
-        right: Whether they are equal.
-        finished: Whether the model ended by itself, before the limit.
+        right: Whether the final answer equals the reference.
+        finished: Whether the model ended the answer before the limit.
         logprob: Mean log-probability of its tokens, in nats, at temperature 1.
     """
 
@@ -57,7 +57,7 @@ class GradedAnswer:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """All answers of a run, and where they come from."""
+    """All answers of a run, with their provenance."""
 
     answers: tuple[GradedAnswer, ...]
     provenance: Mapping[str, Any]
@@ -69,14 +69,14 @@ class Evaluation:
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions, the baseline first: in the order of the run, also where a file has the answers in another."""
+        """The conditions in the order of the run, the baseline first."""
         found = dict.fromkeys(a.condition for a in self.answers)
         known = [name for name in self.provenance.get("conditions", ()) if name in found]
         return list(dict.fromkeys([*known, *found]))
 
     @property
     def samples(self) -> int:
-        """Answers to each question."""
+        """The number of answers to each question."""
         return max(a.sample for a in self.answers) + 1
 
     def right(self, condition: str) -> np.ndarray:
@@ -91,11 +91,11 @@ class Evaluation:
         return self._each(condition, lambda answer: answer.right).astype(bool)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Accuracy of each condition with Wilson's interval (of several samples: a t interval over problems).
+        """Accuracy of each condition with Wilson's interval, or with a t interval over problems for several samples.
 
         Where prompts share groups (``Prompt.group``; more than one in twenty or so), it is the mean over groups of each
-        group's accuracy, with a t interval over groups; ``unit="prompt"`` takes each problem for itself.
-        ``table.attrs["unit"]`` says what n is.
+        group's accuracy, with a t interval over groups; ``unit="prompt"`` uses single problems. ``table.attrs["unit"]``
+        names the unit of n.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).
@@ -135,25 +135,26 @@ class Evaluation:
     def compare(
         self, condition: str, to: str = BASELINE, *, other: Evaluation | None = None, unit: Unit = "auto"
     ) -> dict[str, float]:
-        """Accuracy of a condition less that of another, on the same problems.
+        """Compare the accuracy of two conditions on the same problems, as a difference.
 
-        One answer a problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
-        Several: each problem's share of right answers, with a t interval and a sign-flip test over problems. Of groups
-        of prompts: the same of the groups' means, as McNemar's test takes problems for independent; n counts groups,
-        and the ends are NaN where all groups differ alike, which a t interval would take for certainty.
+        With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
+        With several: each problem's share of right answers, with a t interval and a sign-flip test over problems. With
+        groups of prompts: the same for the groups' means, since McNemar's test assumes independent problems. Then n
+        counts groups, and the interval is NaN if all groups have the same difference, as a t interval would have zero
+        width.
 
         Args:
             condition: A condition.
-            to: What it is compared with.
+            to: The condition to compare with.
             other: The evaluation that holds ``to``; this one by default.
-            unit: "auto" takes groups of prompts as the units where they have them; "prompt" each problem for itself.
+            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single problems.
 
         Raises:
             OptionError: There is no such condition, the problems differ, or there are too few groups of them.
         """
         other = other or self
         if self._problems() != other._problems():
-            raise OptionError("the two evaluations are of different problems, and a comparison is problem by problem")
+            raise OptionError("the two evaluations have different problems, but a comparison is by problem")
         first, second = self.right(condition), other.right(to)
         place = {prompt: i for i, prompt in enumerate(other._problems())}
         second = second[[place[prompt] for prompt in self._problems()]]  # a file may hold them in another order
@@ -176,20 +177,21 @@ class Evaluation:
         }
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
-        """The condition with most right answers on one half of the problems, compared with the baseline on the rest.
+        """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
 
-        The accuracy of the best of many, on the problems that it was chosen on, is too high even where nothing has any
-        effect. Which half a problem is in depends on the ids of all problems, and not on the order of the answers; a
-        group of prompts is in one half as a whole.
+        On the problems used for selection, the accuracy of the best of many conditions is too high even if none has an
+        effect. The split depends on the ids of all problems, not on the order of the answers, and never divides a group
+        of prompts.
 
         Args:
-            conditions: Among which; all but the baseline by default.
+            conditions: The candidates; all but the baseline by default.
 
         Returns:
-            What :meth:`compare` gives on the other half, with "condition" and "chosen_on", its accuracy where chosen.
+            The result of :meth:`compare` on the other half, with "condition" and "chosen_on", its accuracy on the first
+            half.
 
         Raises:
-            OptionError: Fewer than two problems, or no condition beside the baseline.
+            OptionError: There are fewer than two problems, or no condition other than the baseline.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
         groups = self.provenance.get("groups", {})
@@ -199,7 +201,7 @@ class Evaluation:
         )
         units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
         if not names or units.n < 2:
-            raise OptionError("choose among one condition beside the baseline at least, on two problems at least")
+            raise OptionError("best needs at least one condition other than the baseline, and at least two problems")
         half, other = (self._of([problems[i] for i in some]) for some in units.halves())
         chosen = max(sorted(names), key=lambda name: half.right(name).mean())
         return {
@@ -211,7 +213,7 @@ class Evaluation:
         }
 
     def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The chance that one of k answers is right, for each condition and k, with a t interval over problems.
+        """The probability that one of k answers is right, by condition and k, with a t interval over problems.
 
         ``unit`` as for :meth:`accuracy`.
 
@@ -221,10 +223,10 @@ class Evaluation:
         return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit)
 
     def best_of(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The chance that the likeliest of k answers is right, for each condition and k, with a t interval.
+        """The probability that the likeliest of k answers is right, by condition and k, with a t interval.
 
-        Likeliest: the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs no reference;
-        ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
+        The likeliest answer has the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs
+        no reference; ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
 
         Raises:
             OptionError: k is larger than the number of samples, or the answers hold no log-probabilities.
@@ -234,21 +236,22 @@ class Evaluation:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
                 raise OptionError(
-                    "some answers hold no log-probabilities: of an older version, or of a server that tells none"
+                    "some answers have no log-probabilities: they come from an older version, or from a server that "
+                    "reports none"
                 )
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)
 
     def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Distinct n-grams over all n-grams of the answers to one question, with a t interval over questions.
+        """The share of distinct n-grams among all n-grams of a question's answers, with a t interval over questions.
 
         ``unit`` as for :meth:`accuracy`.
         """
         import pandas as pd
 
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError(f"n={n!r}: give the length of the n-grams, 1 at least")
+            raise OptionError(f"n={n!r}: give the length of the n-grams, at least 1")
         rows = []
         for name in self.conditions:
             by_prompt: dict[str, list[tuple[int, ...]]] = {}
@@ -267,8 +270,8 @@ class Evaluation:
         missing = sum(key not in found for row in wanted for key in row)
         if missing:
             raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as of a run that was killed: call evaluate with the "
-                "same arguments and out=… again, and it goes on"
+                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call evaluate again "
+                f"with the same arguments and out=… to resume it"
             )
         return np.array([[found[key] for key in row] for row in wanted], dtype=float)
 
@@ -296,18 +299,18 @@ class Evaluation:
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> pd.DataFrame:
-        """The share of a condition's change in accuracy that other conditions make without it.
+        """The share of a condition's change in accuracy that other conditions produce without it.
 
         ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
-        bootstrap intervals over problems. Shares need not add up to 1. They are NaN where the t interval of the total
-        change holds 0: nothing can be divided by what may be nothing.
+        bootstrap intervals over problems. Shares need not add up to 1. They are NaN if the t interval of the total
+        change contains 0, since the ratio is then undefined.
 
         Args:
             total: The condition whose change is explained, such as "slash".
-            through: For each path a condition that takes it alone, such as {"scale": "scale alone"}.
-            resamples: Bootstrap samples.
-            seed: Of the bootstrap.
-            level: Of the intervals.
+            through: For each path, a condition that uses only this path, such as {"scale": "scale alone"}.
+            resamples: The number of bootstrap samples.
+            seed: The seed of the bootstrap.
+            level: The level of the intervals.
             unit: As for :meth:`compare`.
         """
         from mechattn.evaluation.mediation import mediation
@@ -317,15 +320,15 @@ class Evaluation:
     def follows(
         self, condition: str, donors: Mapping[str, str], without: str, *, level: float = 0.95, unit: Unit = "auto"
     ) -> dict[str, Any]:
-        """Under a transplant, the share of problems that get their donor's answer in place of their own.
+        """The share of problems that, under a transplant, get their donor's answer in place of their own.
 
-        Problems whose own answer and donor's answer are the same, or cannot be read, are left out (``alike``).
+        Problems whose own and donor's answers are equal or unreadable are left out (``alike``).
 
         Args:
             condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
-            donors: Whose keys and values each problem got: ``KeysValues.donors``.
-            without: The same condition without it: where both answers are read.
-            level: Of the interval.
+            donors: The donor of each problem's keys and values: ``KeysValues.donors``.
+            without: The same condition without the transplant, which gives both reference answers.
+            level: The level of the interval.
             unit: As for :meth:`accuracy`.
 
         Returns:
@@ -333,39 +336,39 @@ class Evaluation:
             "by_chance", how often the answer is that of a prompt that had no part in it; "n"; "alike".
 
         Raises:
-            OptionError: There is no such condition, several answers a problem, or donors that were not answered.
+            OptionError: There is no such condition, there are several answers per problem, or a donor was not answered.
         """
         from mechattn.evaluation.following import follows
 
         return follows(self, condition, donors, without, level, unit)
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
-        """The prompts with the answers that were generated, in the segment "answer": to be analysed in one pass.
+        """The prompts with their generated answers in the segment "answer", for analysis in one pass.
 
-        Every condition of that run then reads the same answer, so that what differs is attention and not the text.
+        Every condition of such a run reads the same answer, so differences are in attention and not in the text.
         """
         texts = {a.prompt: a.text for a in self.answers if a.condition == condition and a.sample == sample}
         missing = [p.id for p in prompts if not texts.get(p.id, "").strip()]
         if missing:
-            raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; leave it out")
+            raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
         return [replace(p, answer=texts[p.id]) for p in prompts]
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row an answer."""
+        """Return a table with one row per answer."""
         import pandas as pd
 
         return pd.DataFrame([asdict(a) for a in self.answers])
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON object a line, provenance first, then the answers: the whole file or nothing.
+        """Save as JSON lines, provenance first, then the answers; the file is written completely or not at all.
 
         Raises:
-            OutputError: Nothing can be written there, or the file that is there is no evaluation.
+            OutputError: The path cannot be written to, or an existing file is not an evaluation.
         """
         path = Path(path)
         check_writable(path)
         if not replaceable(path):
-            raise OutputError(f"{path} exists and is no evaluation; give another name, or move it away")
+            raise OutputError(f"{path} exists and is not an evaluation; give another name, or move the file")
         text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
 

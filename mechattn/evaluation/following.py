@@ -1,4 +1,4 @@
-"""Whose answer is it after a transplant: that of the prompt itself, or that of the one whose keys and values it got?"""
+"""Whether answers after a transplant are the prompt's own or its donor's."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def follows(
 ) -> dict[str, Any]:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
     if evaluation.samples > 1:
-        raise OptionError(f"{evaluation.samples} answers a problem: whose an answer is, is told of one (samples=1)")
+        raise OptionError(f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)")
     own, made = (_answers(evaluation, name) for name in (without, condition))
     strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
     if strangers:
         raise OptionError(
-            f"the donor of prompt {strangers[0]} is not among the problems that were answered; give "
+            f"the donor of prompt {strangers[0]} is not among the answered problems; give "
             "KeysValues.from_other_prompts().donors of the same prompts"
         )
     apart = [p for p in own if None not in (own[p], own[donors.get(p, p)]) and own[p] != own[donors.get(p, p)]]
     if not apart:
         raise OptionError(
-            f"under {without!r} no prompt's answer differs from its donor's, so nothing can be told apart"
+            f"under {without!r} no prompt's answer differs from its donor's, so they cannot be distinguished"
         )
     units = units_of(evaluation._of(apart), unit)
     followed = np.array([made[p] == own[donors[p]] for p in apart], float)

@@ -1,4 +1,4 @@
-"""Answers, token by token with a cache, on the model without hooks that shares the parameters."""
+"""Generates answers with a key-value cache, on the model without hooks that shares the parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mechattn.prompts.sequences import PADDING, Sequence
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted.
+    """A requested answer.
 
     Args:
         prompt: The prompt's id.
-        sequence: What the model reads.
-        sample: Which of several answers.
+        sequence: The sequence that the model reads.
+        sample: The index of the answer among several.
     """
 
     prompt: str
@@ -39,11 +39,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote.
+    """A generated answer.
+
 
     Args:
-        tokens: Without the end token.
-        finished: Whether it ended by itself, before the limit.
+        tokens: The generated tokens without the end token.
+        finished: Whether the model ended it before the limit.
         logprob: Mean log-probability of its tokens, the end token among them, at temperature 1; in nats.
     """
 
@@ -56,7 +57,7 @@ def native_of(model: HookedModel) -> Any:
     """The model without hooks.
 
     Raises:
-        ModelError: There is none, or one that keeps no keys and values.
+        ModelError: There is none, or it has no key-value cache.
     """
     facts = facts_of(model)
     if facts is None or facts.native is None:
@@ -64,8 +65,8 @@ def native_of(model: HookedModel) -> Any:
         raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but keeps what it has read in "
-            "another way, as Mamba and RWKV do, so each token would be read without the ones before it"
+            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has another cache, "
+            "like Mamba and RWKV, so each token would be read without the earlier ones"
         )
     return facts.native
 
@@ -231,7 +232,7 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
     if sequence.edge_mask is None:
         return
     if sequence.edge_mask.layers is not None:
-        raise OptionError(f"{name!r} cuts edges in some layers only, which works in run, and not in evaluate")
+        raise OptionError(f"{name!r} cuts edges in some layers only, which works in run but not in evaluate")
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")
     if not PARTICULARS.get(kind, Particulars()).masks_edges:
@@ -240,4 +241,7 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
         why = "has layers with windows, whose cache is cut short"
     else:
         return
-    raise OptionError(f"{name!r} cuts edges, and a {kind} model {why}: it takes no mask of edges here. Leave it out")
+    raise OptionError(
+        f"{name!r} cuts edges, and a {kind} model {why}: generation with cut edges is not supported "
+        f"here. Omit the condition"
+    )

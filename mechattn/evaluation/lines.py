@@ -1,4 +1,4 @@
-"""How an evaluation is kept: one JSON object a line, the first of which says where the answers come from."""
+"""The file format of an evaluation: JSON lines, the first with the provenance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a condition's change in accuracy other conditions make, each of which takes one of its paths."""
+"""Mediation: the share of a condition's change in accuracy that single paths produce."""
 
 from __future__ import annotations
 

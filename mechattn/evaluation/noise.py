@@ -1,4 +1,4 @@
-"""How much the baseline differs from itself: the same answers in batches of another size, and in another dtype."""
+"""The noise of the baseline: how answers change with batch size and dtype."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ def baseline_noise(
     other_dtype: str | None = None,
     **options: Any,
 ) -> pd.DataFrame:
-    """Answer the same problems three times, and compare the second and the third with the first.
+    """Measure how much baseline answers change with the batch size and with the dtype.
 
-    Rounding differs with the size of the batch and with the dtype, and an answer turns on it now and then. An effect
-    that is no larger than this is none.
+    The same problems are answered three times; the second and third runs are compared with the first. Rounding depends
+    on batch size and dtype, and occasionally changes an answer. An effect no larger than this noise is not evidence of
+    anything.
 
     Args:
-        model: As for ``evaluate``. For the other dtype a copy of its parameters is held for a while.
+        model: As for ``evaluate``. For the other dtype a copy of its parameters is held temporarily.
         prompts: Prompts with a ``solution``.
-        batch: Sequences at a time, the first time.
-        other_batch: Sequences at a time, the second time.
-        other_dtype: Of the third time; by default bfloat16, and float32 for a model in less.
-        options: Of ``evaluate``, such as ``new_tokens``.
+        batch: The batch size of the first run.
+        other_batch: The batch size of the second run.
+        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of lower precision.
+        options: Options of ``evaluate``, such as ``new_tokens``.
 
     Returns:
-        A row for each repetition: accuracy, difference with Newcombe's interval, mid-p McNemar, and ``texts``, the
-        share of answers whose text is another.
+        One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar, and ``texts``, the share
+        of answers with a different text.
 
     Raises:
-        OptionError: The second time would be the first again.
+        OptionError: A repetition has the same batch size or dtype as the first run.
     """
     import pandas as pd
 
     if taken := sorted({"out", "conditions", "server"} & set(options)):
-        raise OptionError(f"{taken[0]}=… has no place here: the baseline alone is answered, here, anew each time")
+        raise OptionError(f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition")
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
     if batch == other_batch or dtype == other_dtype:
         same = f"batch={batch}" if batch == other_batch else f"dtype {dtype}"
-        raise OptionError(f"{same} both times shows no noise; choose another")
+        raise OptionError(f"{same} in both runs shows no noise; choose another value")
     known = getattr(torch, other_dtype, None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")

@@ -1,4 +1,4 @@
-"""Does attention, or accuracy, rise or fall with how much is inserted, or with where?"""
+"""Tests whether attention or accuracy rises or falls with the amount or place of inserted tokens."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ def trend(
     resamples: int = 9999,
     seed: int = 0,
 ) -> Trend:
-    """Whether a quantity, or accuracy, rises or falls over conditions in their order, such as a sweep of counts.
+    """Test whether a quantity, or accuracy, rises or falls over ordered conditions, such as a sweep of counts.
 
-    Page's test over prompts, two-sided, by permutations of each prompt's values, beside the mean of Spearman's ρ within
-    prompts. Of a result it tests each prompt's mean over heads of the change from the baseline *less that of the null*:
-    more inserted tokens mean less attention for each by definition, whatever a head does. Of an evaluation it tests
-    each problem's share of right answers, the baseline as a dose of its own if it is named.
+    Page's test over prompts, two-sided, by permutations of each prompt's values, with the mean of Spearman's ρ within
+    prompts. For a result it tests each prompt's mean over heads of the change from the baseline *minus that of the
+    null*, because more inserted tokens mean less attention to each by definition. For an evaluation it tests each
+    problem's share of right answers; the baseline is a dose of its own if named.
 
     Args:
         measured: A result, or an evaluation.
-        conditions: Three at least, in the order of their dose; ``list(ma.sweep(…))`` gives the names of a sweep.
-        quantity: Of a result: what ``compare`` takes.
-        segment: Of a result: the segment that it is about.
-        layer: Of a result: one layer; all by default.
-        unit: "auto" takes groups of prompts as the units where they have them.
-        resamples: Permutations.
-        seed: Of the permutations.
+        conditions: At least three, in the order of their dose; ``list(ma.sweep(…))`` gives the names of a sweep.
+        quantity: For a result: the quantity, as for ``compare``.
+        segment: For a result: the segment.
+        layer: For a result: one layer; all by default.
+        unit: "auto" uses groups of prompts as units if there are any.
+        resamples: The number of permutations.
+        seed: The seed of the permutations.
 
     Raises:
-        OptionError: Fewer than three conditions, one that is not there, or what ``compare`` refuses.
+        OptionError: There are fewer than three conditions, one does not exist, or ``compare`` refuses the options.
     """
     if not isinstance(measured, (Result, Evaluation)):
-        raise OptionError(f"measured is of type {type(measured).__name__}: give what ma.run or ma.evaluate gives")
+        raise OptionError(f"measured is of type {type(measured).__name__}: give a result of ma.run or ma.evaluate")
     names = [conditions] if isinstance(conditions, str) else list(conditions)
     if len(set(names)) < 3 or len(set(names)) != len(names):
-        raise OptionError(f"conditions={names}: give three names at least, each once, in the order of their dose")
+        raise OptionError(f"conditions={names}: give at least three names, each once, in the order of their dose")
     if unknown := [name for name in names if name not in measured.conditions]:
         there = ", ".join(map(repr, measured.conditions))
-        raise OptionError(f"there is no condition {unknown[0]!r}; there are {there}")
+        raise OptionError(f"there is no condition {unknown[0]!r}; the conditions are {there}")
     if isinstance(measured, Evaluation):
         units = units_of(measured, unit)
         return trend_of(np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed)

@@ -1,4 +1,4 @@
-"""The units of replication of an evaluation: its problems, or the groups that they are of."""
+"""The units of replication of an evaluation: its problems, or their groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEGLIGIBLE = 1.1  # of a variance: 1.05 of an interval's width
 
 
 def units_of(evaluation: Evaluation, unit: Unit) -> Units:
-    """The problems, or the groups that they are of, in the order of ``Evaluation.right``.
+    """The problems, or their groups, in the order of ``Evaluation.right``.
 
     Where so few share a group that it could widen an interval by 5 % at most, they stay problems: the score interval
     and McNemar's test are worth more for shares near 0 and 1 than a t interval is.

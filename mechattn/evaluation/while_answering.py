@@ -1,4 +1,4 @@
-"""Where a model looks while it writes its own answers, right ones against wrong ones."""
+"""A model's attention while it writes its own answers, for right and wrong answers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class WhileAnswering:
     """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows it.
 
     Args:
-        flow: By condition, mean over an answer's tokens of their attention to each segment [prompt layer head segment],
-            NaN for answers without a token.
-        uniform: The same of uniform attention.
+        flow: By condition, the mean attention of an answer's tokens to each segment [prompt layer head segment]; NaN
+            for empty answers.
+        uniform: The same for uniform attention.
         right: By condition, whether each answer is right [prompt].
-        tokens: By condition, how long each answer is [prompt].
+        tokens: By condition, the length of each answer in tokens [prompt].
         layers: The layers.
         about: The model.
     """
@@ -55,15 +55,15 @@ class WhileAnswering:
         return list(self.flow)
 
     def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """One row a condition: attention of right and of wrong answers to a segment, mean over heads and layers.
+        """One row per condition: attention of right and wrong answers to a segment, mean over heads and layers.
 
-        ``right``, ``wrong`` with t intervals over answers, and the same of uniform attention; then of pairs of a right
-        and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2 tokens at most,
-        each answer once): ``difference``, right less wrong, its ``null`` and ``beyond``, the one less the other, with
-        a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs.
+        ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention. The rest is over
+        pairs of a right and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2
+        tokens at most, each answer once): ``difference`` (right minus wrong), its ``null``, and ``beyond`` (difference
+        minus null) with a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs.
 
         Args:
-            to: The segment that is looked at.
+            to: The segment of the keys.
             level: Of the intervals.
 
         Raises:
@@ -91,22 +91,24 @@ class WhileAnswering:
         return pd.DataFrame(rows)
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """One row a head: right less wrong, over pairs of answers of about the same length, ``q`` over all heads.
+        """One row per head: right minus wrong over pairs of answers of similar length, with ``q`` over all heads.
 
         Raises:
-            OptionError: No such condition or segment, or too few pairs.
+            OptionError: There is no such condition or segment, or there are too few pairs.
         """
         import pandas as pd
 
         if condition not in self.conditions:
-            raise OptionError(f"there is no condition {condition!r}; there are {', '.join(map(repr, self.conditions))}")
+            raise OptionError(
+                f"there is no condition {condition!r}; the conditions are {', '.join(map(repr, self.conditions))}"
+            )
         flow, null = (self._to(part[condition], to) for part in (self.flow, self.uniform))
         heads = flow.shape[2]
         found = self._matched(condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level)
         if found["pairs"][0] < FEWEST:
             raise OptionError(
                 f"{found['pairs'][0]} pairs of a right and a wrong answer of about the same length under "
-                f"{condition!r}: {FEWEST} at least are needed; evaluate more problems"
+                f"{condition!r}: at least {FEWEST} are needed; evaluate more problems"
             )
         places = {"layer": np.repeat(self.layers, heads), "head": np.tile(np.arange(heads), len(self.layers))}
         return pd.DataFrame({**places, **found}).sort_values("q", kind="stable", ignore_index=True)
@@ -163,24 +165,23 @@ def while_answering(
     seed: int = 0,
     progress: bool = True,
 ) -> WhileAnswering:
-    """What a model attends to while it writes its own answers, under each condition of an evaluation.
+    """Measure a model's attention while it writes its own answers, under each condition of an evaluation.
 
-    Each answer is read again behind its prompt under the condition that it was written under, in one pass
-    (``evaluation.answered``); the queries are the answer's tokens. Whether an answer is right and how long it is go
-    together, and attention to the question falls with length by definition: so answers are compared in pairs of about
-    the same length, beside the null.
+    Each answer is read again after its prompt, under its own condition, in one pass (``evaluation.answered``); the
+    queries are the answer's tokens. Correctness is related to length, and attention to the question falls with length
+    by definition. Answers are therefore compared in pairs of about the same length, together with the null.
 
     Args:
         model: The model that wrote the answers.
-        evaluation: Its answers; of several to a problem the first.
-        prompts: The problems that were evaluated.
-        conditions: Those of the evaluation, by the same names.
-        layers: Which layers, from 0; all by default.
-        seed: Of the conditions' draws: that of the evaluation.
+        evaluation: Its answers; the first of several to a problem.
+        prompts: The evaluated problems.
+        conditions: The conditions of the evaluation, by the same names.
+        layers: The layers, from 0; all by default.
+        seed: The seed of the conditions' draws: that of the evaluation.
         progress: Show a progress bar.
 
     Raises:
-        OptionError: A condition was not evaluated, or prompts were not.
+        OptionError: A condition or a prompt was not evaluated.
     """
     model = load_model(as_hooked(model))
     named = with_baseline(conditions)
@@ -216,7 +217,7 @@ def _measured(
     tokens = np.array([len(answers[p.id].tokens) for p in prompts])
     written = [p for p in prompts if answers[p.id].text.strip()]
     if not written:
-        raise OptionError(f"no answer under {name!r} holds any text, so there is nothing to read again")
+        raise OptionError(f"no answer under {name!r} has any text, so there is nothing to measure")
     named = {} if name == "baseline" else {name: condition}
     result = run(
         model, evaluation.answered(written, name), named, SegmentFlow(), layers=layers, seed=seed, progress=progress

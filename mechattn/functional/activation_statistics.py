@@ -1,4 +1,4 @@
-"""How activations after the nonlinearity of an MLP are spread: token by token, over the channels."""
+"""Statistics of MLP activations over the channels of each token."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def near_zero_share(x: Float[Tensor, "*token channel"], threshold: float) -> Flo
 def saturated_share(
     x: Float[Tensor, "*token channel"], pre: Float[Tensor, "*token channel"], threshold: float, minimum: float
 ) -> Float[Tensor, "*token"]:
-    """The share of channels with ``|x| ≤ threshold`` whose argument lies left of the nonlinearity's minimum.
+    """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's minimum.
 
-    SiLU and GELU are near zero at two places: about ``pre = 0``, and far below, where a channel is switched off. The
-    two populations lie on different sides of the minimum.
+    SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched off. These two
+    populations lie on different sides of the minimum.
 
     Args:
         x: After the nonlinearity.
         pre: Before it.
-        threshold: Of near-zero.
-        minimum: Where the nonlinearity is smallest, see :func:`minimum_of`.
+        threshold: The near-zero threshold.
+        minimum: The input at the nonlinearity's minimum; see :func:`minimum_of`.
     """
     return ((x.abs() <= threshold) & (pre < minimum)).float().mean(-1)
 
 
 def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
-    """The largest argument in [−20, 0] at which a nonlinearity is smallest: −1.28 for SiLU, −0.75 for GELU, 0 for ReLU.
+    """The largest input in [−20, 0] at a nonlinearity's minimum: −1.28 for SiLU, −0.75 for GELU, 0 for ReLU.
 
-    Further left than −15 for one that only rises: then nothing is saturated.
+    Below −15 for a monotonic nonlinearity, for which nothing counts as saturated.
     """
     grid = torch.linspace(-20, 0, 200_001, dtype=torch.float64)
     values = nonlinearity(grid)
@@ -52,7 +52,7 @@ def l2_norm(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
 
 
 def gini(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
-    """The Gini coefficient of ``|x|``: 0 where all channels are equally active, ``1 − 1/n`` where one alone is.
+    """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only one is.
 
     ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are 0.
     """
@@ -74,5 +74,5 @@ def kurtosis(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
 
 
 def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> Int[Tensor, " bin"]:
-    """How many entries lie below the first edge, in ``[edge, next edge)`` each, and at or above the last one."""
+    """Counts of entries below the first edge, in each ``[edge, next edge)``, and at or above the last edge."""
     return torch.bincount(torch.bucketize(x.flatten(), edges, right=True), minlength=len(edges) + 1)

@@ -1,4 +1,4 @@
-"""The affine reading of inserted tokens: attention outputs are scaled, shifted, and changed in two further ways."""
+"""The affine decomposition of attention outputs under inserted tokens: scale, shift and two further terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mechattn.functional.rows import mix
 
 @dataclass(frozen=True)
 class Split:
-    """What became of each head's output [batch head query d_head] when tokens were inserted; exact in every layer.
+    """The exact decomposition of each head's output [batch head query d_head] under inserted tokens.
 
     ``output = scale · before + shift + rerouting + new_values``
 
@@ -35,7 +35,7 @@ class Split:
 
     @property
     def dilution(self) -> Float[Tensor, "batch head query d_head"]:
-        """``(λ − 1) · before``: the part of the change that less attention to everything makes."""
+        """``(λ − 1) · before``: the part of the change due to dilution."""
         return (self.scale - 1).unsqueeze(-1) * self.before
 
     @property
@@ -53,16 +53,16 @@ def split(
     baseline: Float[Tensor, "batch head query original"],
     v_baseline: Float[Tensor, "batch kv_head original d_head"],
 ) -> Split:
-    """The four parts of each query's output, from the same query with and without inserted tokens.
+    """Split each query's output into four parts, from the same query with and without inserted tokens.
 
     Args:
         pattern: A', with inserted tokens.
-        v: Values with them.
-        inserted: Which keys they are.
-        aligned: A' over the original keys alone, in their order.
+        v: Values with inserted tokens.
+        inserted: Which keys are inserted.
+        aligned: A' restricted to the original keys, in their order.
         v_aligned: Values of the original keys, with inserted tokens.
-        baseline: A, without them.
-        v_baseline: Values without them.
+        baseline: A, without inserted tokens.
+        v_baseline: Values without inserted tokens.
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
@@ -82,7 +82,7 @@ def total_variation(
     baseline: Float[Tensor, "batch head query original"],
     scale: Float[Tensor, "batch head query"],
 ) -> Float[Tensor, "batch head query"]:
-    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 where attention among them is only diluted."""
+    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only diluted."""
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 
 
@@ -100,7 +100,7 @@ def question_ratio(
 
 
 def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:
-    """Squared singular values, largest first, of the matrix whose Gram matrix this is."""
+    """Squared singular values of a matrix from its Gram matrix, largest first."""
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 

@@ -1,4 +1,4 @@
-"""How attention is spread over the keys, query by query; for a block of rows as well as for a whole pattern."""
+"""Per-query statistics of how attention spreads over keys, for a block of rows or a whole pattern."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def top_two(
 ) -> tuple[Float[Tensor, "*batch query"], Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
-    ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, and means nothing. The pattern is changed
-    for a moment and put back: two passes of a maximum cost half of a sort.
+    ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless. The pattern is
+    modified temporarily and restored, as two maxima cost half as much as a sort.
     """
     first, at = _largest(pattern)
     where = at.unsqueeze(-1)
@@ -88,10 +88,10 @@ def looking_back(
 
 
 def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
-    """The size of the smallest set of keys that holds a share of what a query gives to keys.
+    """The size of the smallest set of keys that holds a share of a query's attention to keys.
 
     ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
-    Where the share is met to 1e-6, it is met. Sorts every row, which costs ten times its softmax.
+    The share counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
     """
     ordered = pattern.sort(-1, descending=True).values
     enough = share * ordered.sum(-1, keepdim=True) - 1e-6

@@ -1,4 +1,4 @@
-"""Causal attention, and what each key receives, from two calls of a fused kernel: no [query, key] matrix, no rows."""
+"""Causal attention and its column sums from two calls of a fused kernel, without a [query, key] matrix."""
 
 from __future__ import annotations
 

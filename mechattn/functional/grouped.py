@@ -1,4 +1,4 @@
-"""Grouped heads: several query heads that read one key-value head."""
+"""Grouped-query attention: several query heads per key-value head."""
 
 from __future__ import annotations
 

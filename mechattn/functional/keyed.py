@@ -1,4 +1,4 @@
-"""Random numbers by key: what a token draws depends neither on its batch, nor on the order, nor on the device."""
+"""Keyed random numbers: a token's draws do not depend on batch, order or device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mechattn.functional.rows import EdgeMask
 def visible_keys(
     queries: Int[Tensor, " query"], keys: int, window: int | None = None, include_self: bool = True
 ) -> Bool[Tensor, "query key"]:
-    """Which keys each query may look at: the keys not after it and, in a windowed layer, the last ``window`` of these.
+    """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these.
 
     Args:
         queries: Positions of the queries.
@@ -69,7 +69,7 @@ def _sums_for_keys(
 def visible_counts(
     marked: Bool[Tensor, "batch pos"], window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch query"]:
-    """How many marked keys lie within the view of each query, its own position included."""
+    """The number of marked keys that each query sees, including its own position."""
     seen = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
         seen[:, window:] -= seen[:, :-window].clone()
@@ -85,11 +85,11 @@ def seeing_queries(
     include_self: bool = False,
     edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
-    """How many counted queries can see each key: the denominator of :func:`received_attention`.
+    """The number of counted queries that can see each key: the denominator of :func:`received_attention`.
 
     Args:
         counted: Which queries count.
-        window: How many keys a query sees.
+        window: The number of keys that a query sees.
         include_self: Whether a query's own key counts.
         edge_mask: Edges that are cut.
     """
@@ -104,7 +104,8 @@ def received_attention(
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
     Args:
-        sums: What :func:`column_sums` (less :func:`self_sums`) gave over all query rows.
+        sums: The result of :func:`column_sums` (minus :func:`self_attention` if self-attention doesn't count) over all
+            query rows.
         queries: How many counted queries can see each key.
 
     Returns:

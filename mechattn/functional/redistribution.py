@@ -1,4 +1,4 @@
-"""Activation redistribution (ARM, arXiv:2510.01032): near-zero activations move away from zero, their sign kept."""
+"""Activation redistribution (ARM, arXiv:2510.01032): moves near-zero activations away from zero."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def redistribute(
     scope: Scope = "token",
     strength: float = 1.0,
 ) -> Float[Tensor, "*token channel"]:
-    """``x + strength · (arm(x) − x)``; with ``strength=0`` it is x itself.
+    """Apply ARM to activations: ``x + strength · (arm(x) − x)``; ``strength=0`` returns x.
 
     With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)`` smallest ``|x|`` are
-    moved: ties go by index, 0 stays where it is. The bound above 0 is the ``p1``-th percentile of x, 0 at least; below
-    it is ``min(x)``, 0 at most; an entry whose bound is 0 stays.
+    moved, with ties by index; 0 is not moved. The bound of positive entries is the ``p1``-th percentile of x, at least
+    0; that of negative entries is ``min(x)``, at most 0. An entry whose bound is 0 is not moved.
 
     - "paper": p is clipped to [0.02, 0.25], and ``uniform · bound`` is added.
     - "released_llama" (the published code, its file for Llama): p is clipped to [0.2, 0.25], and the entry becomes
@@ -50,10 +50,10 @@ def redistribute(
         uniform: Random numbers in [0, 1), see :func:`mechattn.functional.keyed.keyed_uniform`.
         c: The factor of the threshold; for "gemma" the share itself.
         p1: A percentile, 0 to 100.
-        form: Which of the published forms.
-        scope: What statistics and selection go over: the channels of each token, or (as published) the whole tensor,
-            where the result depends on batch and padding.
-        strength: How much of the change is made.
+        form: The published form.
+        scope: Whether statistics and selection are over the channels of each token, or (as published) over the whole
+            tensor, so that the result depends on batch and padding.
+        strength: The fraction of the change to apply.
 
     Raises:
         OptionError: There is no such form.

@@ -1,4 +1,4 @@
-"""Attention to earlier places of the same token, and to what stood after them: duplicate tokens and induction."""
+"""Attention to earlier occurrences of the same token (duplicates) and to the tokens after them (induction)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def repeated_mass(
     first_query: int = 0,
     first_key: int = 0,
 ) -> Float[Tensor, "batch head query"]:
-    """What each query gives to the places ``after`` tokens behind the earlier places of its own token.
+    """Each query's attention to positions ``after`` tokens behind earlier occurrences of its own token.
 
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
     ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
@@ -28,7 +28,7 @@ def repeated_mass(
         first_key: The position of the first key.
 
     Source:
-        "Duplicate token" and "induction" of TransformerLens's head detector, which counts a query's own place too.
+        "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own position.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
@@ -55,7 +55,7 @@ def looked_up_mass(
 
 
 def has_repeat(tokens: Int[Tensor, "batch pos"], after: int = 0) -> Bool[Tensor, "batch pos"]:
-    """Which queries have an earlier place p of their own token with ``p + after < q``."""
+    """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
     places = torch.arange(tokens.shape[-1], device=tokens.device)
     ordered, order = tokens.sort(dim=-1, stable=True)
     is_new = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1)

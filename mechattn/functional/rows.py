@@ -1,4 +1,4 @@
-"""Causal attention in blocks of query rows: the output, and each block of probabilities for whoever asked."""
+"""Causal attention in blocks of query rows: the output, with a callback for each block of probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention scores as a sum of parts: position (ALiBi), what a key says to every query (bias), content."""
+"""Attention scores as a sum of position (ALiBi), bias (shared by all queries) and content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def score_parts(
 ) -> tuple[
     Float[Tensor, "batch head query key"], Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]
 ]:
-    """Content, bias and what depends on the query alone; they add up to ``scale · q · k``.
+    """Content, bias, and the rest that depends only on the query; they add up to ``scale · q · k``.
 
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the scale. The rest drops
     out of the softmax. The split is that of raw weights: folding a LayerNorm changes it.
@@ -63,7 +63,7 @@ def score_parts(
 def centred(
     part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """A part less its mean over the keys that the query sees: what is left is what the softmax can tell apart."""
+    """A part minus its mean over the keys that the query sees, which the softmax ignores."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
     mean = (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
     return part - mean

@@ -1,4 +1,4 @@
-"""Attention sinks: keys that most queries look at, what they give, and the activations that make them."""
+"""Attention sinks: their column sums, their contributions, and massive activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attention is spread: over distances, and over keys that are almost as good as the best."""
+"""Attention by distance, and the number of keys with almost as much attention as the strongest."""
 
 from __future__ import annotations
 

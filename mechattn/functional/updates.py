@@ -1,4 +1,4 @@
-"""What a head, or a block, adds to the residual stream: how large it is beside it, and in which direction."""
+"""Magnitude and orientation of updates of the residual stream."""
 
 from __future__ import annotations
 

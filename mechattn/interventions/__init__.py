@@ -1,1 +1,1 @@
-"""What is done to a model while it runs: each file an intervention."""
+"""Interventions on a model while it runs, one per file."""

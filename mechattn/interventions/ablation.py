@@ -1,4 +1,4 @@
-"""Heads whose output is taken away: replaced by zero, or by its mean."""
+"""Ablation of heads: their output is replaced by zero or by a mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
 
 @dataclass(frozen=True)
 class HeadMeans:
-    """Each head's output before W_O, its mean over the tokens of some prompts; see :func:`mechattn.head_means`."""
+    """Each head's mean output before W_O over the tokens of some prompts; see :func:`mechattn.head_means`."""
 
     __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}  # a config can name HeadAblation, without means
 
@@ -31,11 +31,11 @@ class HeadMeans:
 
 @dataclass(frozen=True)
 class HeadAblation:
-    """The output of some heads, before W_O, becomes 0, or its mean over other prompts, at every token.
+    """Replace the output of some heads (before W_O) by 0, or by its mean over other prompts, at every token.
 
     Args:
         heads: (layer, head) pairs, from 0.
-        means: What takes its place; zero by default, which is further from what the model ever saw.
+        means: Means that replace the output; 0 by default, which is further from the model's usual activations.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -46,11 +46,11 @@ class HeadAblation:
             numbers = pair if isinstance(pair, (tuple, list)) else ()
             if len(numbers) != 2 or not all(type(n) is int for n in numbers):
                 raise OptionError(
-                    f"heads={self.heads!r}: give (layer, head) pairs in a tuple, such as HeadAblation(((1, 4),))"
+                    f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as HeadAblation(((1, 4),))"
                 )
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Every layer and head is there, and has a mean if means are given."""
+        """Refuse a layer or head that doesn't exist, or that has no mean if means are given."""
         if not self.heads:
             raise OptionError("heads=() ablates nothing; give (layer, head) pairs")
         check_layers(model, [layer for layer, _ in self.heads])
@@ -60,7 +60,7 @@ class HeadAblation:
                     f"head {head} is out of range: {model.cfg.model_name} has heads 0 to {model.cfg.n_heads - 1}"
                 )
             if self.means is not None and layer not in self.means.by_layer:
-                raise OptionError(f"the means are of layers {sorted(self.means.by_layer)}, and not of layer {layer}")
+                raise OptionError(f"the means cover layers {sorted(self.means.by_layer)}, not layer {layer}")
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Replace the output of these heads."""

@@ -1,4 +1,4 @@
-"""The affine map that inserted tokens make of attention's output, applied without inserting them."""
+"""The affine map by which inserted tokens change attention's output, applied without inserting them."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class AffineAttention:
-    """``z → λ · z + Σσ`` for each original token and head, before W_O: what insertion does, without insertion.
+    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O): the effect of insertion, without it.
 
-    Measured values come from :func:`mechattn.record_affine`; chosen ones are given here. Recorded with ``.unshifted()``
-    tokens they give layer 0's output of the original tokens exactly; otherwise re-routing is missing, and in later
-    layers changed values too (``AffineShift`` reports both).
+    Measured values come from :func:`mechattn.record_affine`; you can also choose your own. Values recorded with
+    ``.unshifted()`` tokens reproduce layer 0's output at the original tokens exactly. Otherwise re-routing is missing,
+    and in later layers also changed values (``AffineShift`` reports both).
 
     Args:
-        scale: A chosen λ for all tokens, one number or one a head.
+        scale: A chosen λ for all tokens: one number, or one per head.
         shift: A chosen Σσ for all tokens [head d_head]; none by default.
-        layers: Where, from 0.
-        parts: "scale" or "shift" alone, or "both".
-        recorded: Measured values, by prompt and layer, in place of chosen ones.
-        source: In words, where these come from.
+        layers: The layers, from 0.
+        parts: Which part to apply: "scale", "shift" or "both".
+        recorded: Measured values by prompt and layer, in place of chosen ones.
+        source: Where the values come from, in words.
     """
 
     scale: float | Float[Tensor, " head"] = 1.0
@@ -61,7 +61,7 @@ class AffineAttention:
             raise OptionError(f"parts={self.parts!r}: choose one of {', '.join(map(repr, get_args(Parts)))}")
 
     def only(self, parts: Parts) -> AffineAttention:
-        """The scale alone, or the shift alone."""
+        """Return the intervention with only the scale, or only the shift."""
         return replace(self, parts=parts)
 
     @property
@@ -70,7 +70,7 @@ class AffineAttention:
         return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """The layers are there, and the prompts are those that were recorded."""
+        """Refuse layers that don't exist and prompts that were not recorded."""
         check_layers(model, self.which)
         heads = heads_of(model)
         if self.recorded is None:
@@ -85,7 +85,7 @@ class AffineAttention:
         if missing or not prompts:
             what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
             raise OptionError(
-                f"{what}: an AffineAttention of record_affine acts on the prompts that it was recorded on"
+                f"{what}: an AffineAttention from record_affine acts only on the prompts that it was recorded on"
             )
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
@@ -107,7 +107,7 @@ class AffineAttention:
     def _applied(
         self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Int[Tensor, " pos"]
     ) -> Float[Tensor, "pos head d_head"]:
-        """The output of one sequence; tokens that were not recorded, such as generated ones, stay as they are."""
+        """The output of one sequence; tokens that were not recorded, such as generated ones, do not change."""
         there = positions >= 0
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.recorded is None:
@@ -118,7 +118,8 @@ class AffineAttention:
             length = found.scale.shape[1]
             if bool((positions == 0).any()) and int(there.sum()) != length:
                 raise OptionError(
-                    f"prompt {prompt!r} has {int(there.sum())} tokens, and {length} when it was recorded: another one"
+                    f"prompt {prompt!r} has {int(there.sum())} tokens here but had {length} when recorded, so it is "
+                    f"another prompt"
                 )
             there &= positions < length
             at = positions.clamp(0, length - 1)

@@ -1,4 +1,4 @@
-"""ARM: near-zero activations after the nonlinearity of early MLPs are moved away from zero (arXiv:2510.01032)."""
+"""ARM: moves near-zero activations of early MLPs away from zero (arXiv:2510.01032)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ _ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
 class ARM:
     """``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see ``functional.arm.redistribute``.
 
-    A token's random numbers depend on the seed, its prompt's id, its original position, the layer and the channel, and
-    with ``scope="token"`` on nothing else: a run gives the same numbers whatever the batches are. That the share of
-    near-zero activations falls is so by construction, and no evidence of anything; see ``control``. In a mixture of
-    experts the channels are those of the token's experts, activations times the router's weights
-    (:mod:`mechattn.model.experts`).
+    With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its original position, the
+    layer and the channel, so a run gives the same numbers with any batching. The share of near-zero activations falls
+    by construction, which is no evidence of an effect; see ``control``. In a mixture of experts the channels are those
+    of the token's experts, activations times the router's weights (:mod:`mechattn.model.experts`).
 
     Args:
-        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share that is moved. The released code has
-            0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. In the other
-            forms it has no effect while the share of near-zeros is outside of the clip.
-        p1: The percentile that bounds positive entries, 0 or above 1: 99.5, 95, 90 and 85 there.
-        layers: One layer or several, from 0; the first in the paper.
-        form: "paper"; or as the code was released for a family: "released_llama", "released_qwen2", "gemma".
-        scope: "token": statistics and selection over each token's channels; "tensor": over all that runs together,
-            padding included, as published.
-        strength: How much of the change is made; with 0 nothing is touched.
-        control: In place of the change one that is as large in each token: "random_direction", "random_channels" or
-            "shuffled_signs".
-        seed: Of the random numbers.
+        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to move. The released
+            code has 0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. In
+            the other forms it has no effect while the share of near-zeros is clipped.
+        p1: The percentile that bounds positive entries, 0 or above 1; 99.5, 95, 90 and 85 for these models.
+        layers: One or several layers, from 0; the paper uses the first.
+        form: "paper", or the released code for a family: "released_llama", "released_qwen2", "gemma".
+        scope: "token" computes statistics and selection over each token's channels; "tensor" over the whole batch,
+            including padding, as published.
+        strength: The fraction of the change to apply; 0 changes nothing.
+        control: A control in place of the change, of the same size at each token: "random_direction", "random_channels"
+            or "shuffled_signs".
+        seed: The seed of the random numbers.
     """
 
     c: float = 0.13
@@ -70,9 +69,9 @@ class ARM:
         if 0 < self.p1 <= 1:
             raise OptionError(f"p1={self.p1!r}: give a percentile such as {100 * self.p1:g}, not a fraction")
         if not _is_number(self.strength):
-            raise OptionError(f"strength={self.strength!r}: give a number, 1 for all of the change")
+            raise OptionError(f"strength={self.strength!r}: give a number; 1 applies the whole change")
         if not self.which or not all(isinstance(n, int) and n >= 0 for n in self.which):
-            raise OptionError(f"layers={self.layers!r}: give a layer, from 0, or several")
+            raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
     @property
     def which(self) -> tuple[int, ...]:
@@ -80,7 +79,7 @@ class ARM:
         return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Every layer has an MLP whose nonlinearity is known."""
+        """Refuse a layer without an MLP of a known nonlinearity."""
         for layer in self.which:
             plain_nonlinearity(model, layer)
 

@@ -1,4 +1,4 @@
-"""What an intervention is: it acts on some rows of a batch while a model runs."""
+"""The interface of an intervention, which acts on some rows of a batch while a model runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Target:
         rows: The rows of the batch.
         prompts: The id of each row's prompt.
         positions: The index of each token in the baseline sequence; −1 and less for inserted tokens and padding.
-        segments: The index of each token's segment in ``SEGMENTS``, −1 and less for padding and for what is generated;
-            None where segments are not known.
+        segments: The index of each token's segment in ``SEGMENTS``; −1 and less for padding and generated tokens; None
+            if segments are unknown.
     """
 
     rows: Int[Tensor, " row"]
@@ -36,7 +36,7 @@ class Target:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A short hash of some tensors, for the words that an intervention is recorded by."""
+    """A short hash of some tensors, for the recorded description of an intervention."""
     made = hashlib.sha256()
     for tensor in tensors:
         made.update(repr(tuple(tensor.shape)).encode() + tensor.detach().cpu().double().numpy().tobytes())
@@ -45,37 +45,37 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 @runtime_checkable
 class Intervention(Protocol):
-    """Acts on a model for the length of a ``with``, and leaves it as it was."""
+    """Acts on a model inside a ``with`` block, and then restores it."""
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse a model, or prompts, that it cannot act on; asked before the first forward pass."""
+        """Refuse a model, or prompts, that it cannot act on; called before the first forward pass."""
         ...
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
-        """Act on the tokens that ``target()`` names at each forward pass."""
+        """Act on the tokens that ``target()`` returns at each forward pass."""
         ...
 
 
 @runtime_checkable
 class ChecksSequences(Protocol):
-    """An intervention that cannot act on every sequence."""
+    """An intervention that may refuse a sequence."""
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
-        """Refuse a sequence that it cannot act on; asked before the first forward pass."""
+        """Refuse a sequence that it cannot act on; called before the first forward pass."""
         ...
 
 
 @contextmanager
 def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> Iterator[None]:
-    """Act on all that a model reads in a ``with``, also while it generates with a cache.
+    """Apply an intervention to everything a model reads inside a ``with`` block, including cached generation.
 
     Args:
-        intervention: What acts.
+        intervention: The intervention.
         model: A hooked model or a model of transformers.
         prompts: The id of the prompt in each row of the batch, on which random draws depend; one for all by default.
 
     Raises:
-        ModelError: The model is one that it cannot act on.
+        ModelError: The intervention cannot act on this model.
     """
     intervention.check(model, tuple(prompts))
     positions: list[Tensor] = []
@@ -90,7 +90,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         now = positions[0]
         if prompts and len(prompts) != len(now):
             raise OptionError(
-                f"{len(prompts)} prompts are named, and the model reads {len(now)} rows: name one for each"
+                f"{len(prompts)} prompt ids were given, but the model reads {len(now)} rows: give one for each row"
             )
         return Target(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
 

@@ -1,4 +1,4 @@
-"""Edges of attention that are cut: some tokens don't see others, in some layers."""
+"""Attention knockout: some tokens cannot see others, in some layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 @dataclass(frozen=True)
 class Knockout:
-    """Queries of some segments don't see the keys of others; attention goes to what is left (arXiv:2304.14767).
+    """Hide the keys of some segments from the queries of others; the softmax is over the rest (arXiv:2304.14767).
 
-    A token always sees itself. ``Knockout(keys="inserted")`` is what ``.masked()`` does.
+    A token always sees itself. ``Knockout(keys="inserted")`` equals ``.masked()``.
 
     Args:
-        queries: The segment, or segments, that are made blind; all but the inserted tokens by default.
-        keys: The segment, or segments, that they don't see.
-        layers: In which layers, from 0; in all by default.
+        queries: The segment or segments of the affected queries; all but the inserted tokens by default.
+        keys: The segment or segments to hide.
+        layers: The layers, from 0; all by default.
     """
 
     queries: str | tuple[str, ...] = _ORIGINAL
@@ -42,13 +42,15 @@ class Knockout:
                 raise OptionError(f"{name}={getattr(self, name)!r}: choose among {', '.join(map(repr, SEGMENTS))}")
 
     def marked(self, sequence: Sequence) -> Sequence:
-        """The sequence with these edges cut.
+        """Return the sequence with these edges cut.
 
         Raises:
-            OptionError: Other edges of it are cut already, or it has none of these.
+            OptionError: The sequence already has cut edges, or it has none of these edges.
         """
         if sequence.edge_mask is not None:
-            raise OptionError("edges of this sequence are cut already (masked, or another Knockout): give one Knockout")
+            raise OptionError(
+                "this sequence already has cut edges (masked, or another Knockout): use a single Knockout"
+            )
 
         def members(segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
             return torch.stack([sequence.of_segment(name) for name in _several(segments)]).any(0)

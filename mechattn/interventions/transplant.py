@@ -1,4 +1,4 @@
-"""Keys and values of some tokens taken from another run: does the answer follow them?"""
+"""Transplant: gives some tokens the keys and values of another run, to test whether the answer follows them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mechattn.prompts.sequences import Sequence as Tokens
 
 @dataclass(frozen=True, eq=False)
 class KeysValues:
-    """Keys and values of one segment's tokens in a run; see :func:`mechattn.record_keys_values`.
+    """Recorded keys and values of one segment's tokens; see :func:`mechattn.record_keys_values`.
 
     Args:
-        of: By prompt, layer and "k" or "v": of all heads in a row, before RoPE and norms [pos width].
-        segment: Whose.
-        source: In words, where they come from.
-        donors: For each prompt the one whose keys and values it gets; its own by default.
+        of: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms [pos width].
+        segment: The recorded segment.
+        source: Where they come from, in words.
+        donors: For each prompt, the prompt whose keys and values it gets; itself by default.
     """
 
     of: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
@@ -37,24 +37,24 @@ class KeysValues:
     donors: Mapping[str, str] = field(default_factory=dict)
 
     def from_other_prompts(self, seed: int = 0) -> KeysValues:
-        """The same, where each prompt gets those of another one, drawn at random; no two get the same.
+        """Return a version that gives each prompt the keys and values of another, drawn at random without repeats.
 
         Raises:
-            OptionError: There is one prompt only.
+            OptionError: Only one prompt was recorded.
         """
         if len(self.of) < 2:
-            raise OptionError("one prompt was recorded, so there is no other one to take keys and values from")
+            raise OptionError("only one prompt was recorded, so there is no other prompt to take keys and values from")
         order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
         donors = dict(zip(order, [*order[1:], order[0]], strict=True))  # a ring: nobody gets his own
         return replace(self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})")
 
     def donor(self, prompt: str) -> str:
-        """Whose keys and values this prompt gets."""
+        """The prompt whose keys and values this prompt gets."""
         return self.donors.get(prompt, prompt)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that were recorded."""
+        """The recorded layers."""
         return tuple(next(iter(self.of.values())))
 
     def __repr__(self) -> str:
@@ -64,17 +64,17 @@ class KeysValues:
 
 @dataclass(frozen=True, eq=False)
 class Transplant:
-    """Keys and values at a segment's tokens become those of another run: ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``.
+    """Replace keys and values at a segment's tokens by those of another run: ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``.
 
-    Later tokens read what the other run wrote there; what these tokens themselves read and predict stays theirs. Keys
-    are exchanged before RoPE, so they stand at the places of the tokens that they are put in. If the answer follows,
-    it was carried by these tokens (as in "Reading Between the Dots", ICML workshop 2026).
+    Later tokens then read the other run's keys and values there; what these tokens themselves read and predict does not
+    change. Keys are exchanged before RoPE, so they get the receiving tokens' positions. If the answer follows, these
+    tokens carried it (as in "Reading Between the Dots", ICML workshop 2026).
 
     Args:
-        segment: Which tokens; "inserted" for filler.
-        from_: What :func:`mechattn.record_keys_values` gave: of the same prompts under another filler of as many
-            tokens, or, with ``.from_other_prompts()``, of another prompt under the same filler.
-        layers: In which layers, from 0; in all that were recorded by default.
+        segment: The segment to replace; "inserted" for filler.
+        from_: The result of :func:`mechattn.record_keys_values`: for the same prompts under another filler of equal
+            length, or, with ``.from_other_prompts()``, for another prompt under the same filler.
+        layers: The layers, from 0; all recorded ones by default.
     """
 
     segment: str = "inserted"
@@ -86,18 +86,18 @@ class Transplant:
             raise OptionError(f"segment={self.segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
         if not isinstance(self.from_, KeysValues):
             raise OptionError(
-                f"from_={self.from_!r}: give what ma.record_keys_values(model, prompts, condition) returns, or that "
-                "with .from_other_prompts()"
+                f"from_={self.from_!r}: give the result of ma.record_keys_values(model, prompts, condition), "
+                f"optionally with .from_other_prompts()"
             )
         if self.from_.segment != self.segment:
-            raise OptionError(f"from_ was recorded at {self.from_.segment!r} tokens, and not at {self.segment!r}")
+            raise OptionError(f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}")
         missing = [layer for layer in self.which if layer not in self.from_.layers]
         if missing or not self.which:
-            raise OptionError(f"layers={self.layers!r}: the layers that were recorded are {list(self.from_.layers)}")
+            raise OptionError(f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}")
 
     @property
     def recorded(self) -> KeysValues:
-        """What is put in."""
+        """The recorded keys and values."""
         assert self.from_ is not None  # or __post_init__ had refused it
         return self.from_
 
@@ -109,27 +109,27 @@ class Transplant:
         return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """The layers are there, and the prompts, with their donors, were recorded."""
+        """Refuse layers that don't exist, and prompts or donors that were not recorded."""
         check_layers(model, self.which)
         attending = attention_layers(model) if hasattr(model, "hook_dict") else []
         if attending and len(attending) < model.cfg.n_layers:
             raise OptionError(
-                f"{model.cfg.model_name} has attention in {len(attending)} of {model.cfg.n_layers} layers; the others "
-                "carry on what these tokens hold, whatever their keys and values are"
+                f"{model.cfg.model_name} has attention in {len(attending)} of {model.cfg.n_layers} layers; the other "
+                f"layers pass on these tokens' content whatever their keys and values are"
             )
         missing = [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of]
         if missing or not prompts:
             what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
-            raise OptionError(f"{what}: a Transplant acts on the prompts of its record_keys_values")
+            raise OptionError(f"{what}: a Transplant acts only on the prompts that record_keys_values recorded")
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
-        """As many tokens are exchanged as were recorded."""
+        """Refuse a sequence whose segment has another length than the recorded one."""
         there = int(sequence.of_segment(self.segment).sum())
         if (recorded := self._length(prompt)) != there:
             whose = self.recorded.donor(prompt)
             raise OptionError(
-                f"prompt {prompt} has {there} {self.segment} tokens, and {recorded} were recorded of prompt {whose}: "
-                "they have to be as many"
+                f"prompt {prompt} has {there} {self.segment} tokens, but {recorded} were recorded for prompt {whose}: "
+                f"the numbers must be equal"
             )
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ class Transplant:
             def put(part: Part, shown: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos width"]:
                 now = target()
                 if now.segments is None:
-                    raise OptionError("a Transplant acts in run and evaluate, which know the segment of each token")
+                    raise OptionError("a Transplant needs the segment of each token: use it in run or evaluate")
                 there = (now.segments == SEGMENTS.index(self.segment)).to(shown.device)
                 if not there.any():  # while an answer is generated
                     return shown

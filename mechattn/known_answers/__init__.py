@@ -1,1 +1,1 @@
-"""Known answers: models whose heads, patterns or texts are known beforehand, and what the library finds in them."""
+"""Known answers: tests of the library on models whose heads, patterns or texts are known beforehand."""

@@ -1,4 +1,4 @@
-"""One known answer, and the table of all."""
+"""A known answer, and the table of all known answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _COLUMNS = ("model", "what is known", "found", "outcome", "from")
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """Something that is known of a model beforehand, and what was found.
+    """A known answer for a model, and what was found.
 
     Args:
         model: The model.
-        known: What is known, with the tolerance.
-        found: What was found; the reason where it was not tried.
+        known: The known answer, with the tolerance.
+        found: What was found, or why it was not tried.
         outcome: "passed", "failed" or "not tried".
-        source: Who published it, or why it must hold.
+        source: The publication, or the reason that it must hold.
     """
 
     model: str
@@ -32,29 +32,29 @@ class KnownAnswer:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As a row of the table."""
+        """The row of the table."""
         return (self.model, self.known, self.found, self.outcome, self.source)
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """All known answers.
+    """The known answers of ``ma.selftest``; prints as a table.
 
     Args:
-        answers: One a row.
+        answers: The known answers, one per row.
     """
 
     answers: tuple[KnownAnswer, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed, and something was tried; what was not tried counts for nothing."""
+        """Whether nothing failed and at least one answer was tried."""
         outcomes = {answer.outcome for answer in self.answers}
         return "failed" not in outcomes and "passed" in outcomes
 
     @property
     def summary(self) -> str:
-        """How many passed, failed, and were not tried."""
+        """The numbers of answers that passed, failed, and were not tried."""
         counts = Counter(answer.outcome for answer in self.answers)
         return ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "not tried"))
 

@@ -1,4 +1,4 @@
-"""A GPT-2 whose weights are written by hand, so that what each head attends to is known."""
+"""A GPT-2 with handwritten weights, whose heads have known attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that are known: written by hand, or learned here by models that can learn nothing else."""
+"""Known heads: handwritten ones, and induction heads of models trained here to copy."""
 
 from __future__ import annotations
 

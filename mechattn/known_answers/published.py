@@ -1,4 +1,4 @@
-"""Models that others have trained, and what they have published of them; found by name, or not tried."""
+"""Models trained by others, with published outputs; skipped if not found."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _array(stored: dict[str, Any]) -> np.ndarray:
 def _lacking(place: str | None) -> str | None:
     """Why a model cannot be tried; None where it can."""
     if place is None:
-        return "give --models, the folder that it lies in"
+        return "give its folder with --models"
     if (os.sep in place or place.startswith(".")) and not os.path.isdir(place):
         return f"there is no folder {place}"
     return None

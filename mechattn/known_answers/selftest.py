@@ -1,4 +1,4 @@
-"""All known answers, one after the other."""
+"""Runs all tests against known answers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def selftest(
     sort: str | None = None,
     say: Callable[[KnownAnswer], None] | None = None,
 ) -> SelfTest:
-    """Does this library find what is known beforehand? About a minute.
+    """Test this library against known answers; takes about a minute.
 
     Args:
-        models: A folder that holds "stories260K" and "llm-viz-sort", checkpoints that others have trained. What is not
-            there is not tried, and the table says so.
-        stories: Where stories260K is instead: a checkpoint directory or a hub name.
-        sort: Where llm-viz-sort is.
-        say: Is told each answer as it is found.
+        models: A folder with "stories260K" and "llm-viz-sort", checkpoints trained by others. Missing models are
+            reported as not tried.
+        stories: The checkpoint directory or hub name of stories260K, in place of the folder.
+        sort: The directory of llm-viz-sort, in place of the folder.
+        say: A function called with each answer as it is found.
 
     Raises:
-        ModelError: ``models`` is no folder.
+        ModelError: ``models`` is not a folder.
     """
     if models is not None and not Path(models).is_dir():
         raise ModelError(f"there is no folder of models at {models}; it should hold {STORIES} and {SORT}")

@@ -1,4 +1,4 @@
-"""What the known heads read: a token that stands nowhere else, then a span of different tokens, again and again."""
+"""The input of the known heads: a unique token, then a repeated span of different tokens."""
 
 from __future__ import annotations
 

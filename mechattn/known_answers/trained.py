@@ -1,4 +1,4 @@
-"""Two layers of attention alone, trained here to copy: what should come out is an induction head in the second."""
+"""A two-layer attention-only model trained here to copy, which must form an induction head in layer 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to each architecture, and a tiny model of each with random weights, to try what works on it.
+"""The particulars of each architecture, and a tiny model of each with random weights for tests of what works on it.
 
 What no entry says is read from the common fields of a configuration and from TransformerLens's names. The tiny models
 are of the real configuration classes of transformers; their numbers mean nothing.
@@ -189,7 +189,7 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
     import transformers
 
     if family not in FAMILIES:
-        raise ModelError(f"there is no family {family!r}; there are {', '.join(FAMILIES)}")
+        raise ModelError(f"there is no family {family!r}; the families are {', '.join(FAMILIES)}")
     name, usual = FAMILIES[family]
     if not hasattr(transformers, name):
         raise ModelError(f"transformers {transformers.__version__} has no {name}")

@@ -1,4 +1,4 @@
-"""Setting an attribute of a module for the length of a ``with``."""
+"""Sets an attribute of a module inside a ``with`` block."""
 
 from __future__ import annotations
 

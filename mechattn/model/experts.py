@@ -1,4 +1,4 @@
-"""A mixture of experts: which activations a token has in it, and what they make of its output.
+"""Mixtures of experts: a token's activations in the layer, and their contributions to its output.
 
 Each expert is a gated MLP, and what it gives is multiplied with the weight w that the router gives it for this token:
 ``Σ w · down(act(gate) · up)``. So the activations of a token are ``w · act(gate)`` of its experts, one after the other
@@ -169,7 +169,7 @@ def _known(whole: Any, experts: Any, layer: int) -> Mixture:
     if not (three and formed and acts and alike) or other:
         raise ModelError(
             f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that mechattn does not know, "
-            "so its activations cannot be looked at"
+            f"so its activations cannot be measured"
         )
     return Mixture(whole, experts, shared, gate)
 

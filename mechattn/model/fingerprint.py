@@ -1,4 +1,4 @@
-"""Which weights these are: the revision that was loaded, and a hash of the parameters, or of the files they are in."""
+"""Identifies weights: the loaded revision, and a hash of the parameters or of their files."""
 
 from __future__ import annotations
 

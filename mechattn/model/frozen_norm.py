@@ -1,4 +1,4 @@
-"""A norm whose scale is held at each token's own value: what is left is linear, so parts of what it is given add up."""
+"""A norm with its scale held fixed at each token, which makes it linear, so that contributions add up."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
         called(x).norm()
     ):
         raise ModelError(
-            f"{model.cfg.model_name}: {name} is no norm of the form γ · x / σ, so what a part of its input adds to its "
-            "output is not defined"
+            f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
+            f"its input is undefined"
         )
     return made
 

@@ -1,4 +1,4 @@
-"""Heads as bridges show them, told apart: z, values and W_O by head, also where a bridge splits them another way."""
+"""Splits z, values and W_O by head, whatever layout a bridge uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mechattn needs of a hooked model: the part that ``TransformerBridge`` and ``HookedTransformer`` share."""
+"""The interface of a hooked model that ``TransformerBridge`` and ``HookedTransformer`` share."""
 
 from __future__ import annotations
 

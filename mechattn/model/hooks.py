@@ -1,4 +1,4 @@
-"""What is asked of a hooked model: hook names, sizes, windows, and a forward pass that hands over patterns."""
+"""Hook names, sizes and windows of a hooked model, and a forward pass that passes on its patterns."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
     if not have:
         raise ModelError(
             f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern TransformerLens fires), "
-            "so there is nothing to analyse; choose a model with attention layers"
+            "so there is no attention to analyse; choose a model with attention layers"
         )
     if layers is None:
         return have
     chosen = list(layers) if isinstance(layers, Iterable) else [layers]
     if any(isinstance(layer, bool) or not isinstance(layer, Integral) for layer in chosen):
-        raise OptionError(f"layers={layers!r}: give whole numbers, or leave it out for all layers")
+        raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
     for layer in chosen:
         if layer not in have:
             raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has {_ranges(have)}")
     if not chosen:
-        raise OptionError("layers=[] chooses nothing; leave it out for all layers")
+        raise OptionError("layers=[] selects no layers; omit it for all layers")
     return sorted({int(layer) for layer in chosen})
 
 
@@ -85,7 +85,7 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
         return None
     if kinds[layer] in ("sliding_attention", "local") and window:
         return int(window)
-    raise ModelError(f"layer {layer} has {kinds[layer]!r}, and which keys its queries see is not known to mechattn")
+    raise ModelError(f"layer {layer} has {kinds[layer]!r}, and mechattn does not know which keys its queries see")
 
 
 def check_pattern(
@@ -119,7 +119,7 @@ def check_pattern(
     stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
     if edge_mask is not None and float((pattern.amax(1) * _unseen(edge_mask)).max()) > 1e-6:
         raise ModelError(
-            f"layer {layer}: a query sees a masked token, so what hides it in hook_attn_scores has no effect here; "
+            f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no effect here; "
             'use engine="streaming" if the model can be streamed'
         )
     if stray.max() > 1e-6:

@@ -1,4 +1,4 @@
-"""A tokenizer for models that have none: tokens are a, b, … z, aa, ab …"""
+"""A tokenizer for models without one: its tokens are a, b, … z, aa, ab …"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only place where a model is made: from a name, a directory, a model of transformers or a hooked model."""
+"""Loads and verifies models: from a name, a directory, a transformers model or a hooked model."""
 
 from __future__ import annotations
 
@@ -46,36 +46,37 @@ def load_model(
     pickled_weights: bool = False,
     **options: Any,
 ) -> Any:
-    """Load a model as a hooked transformer with the raw weights, verified against its own attention.
+    """Load a hooked model with raw weights, and verify it against the model's own attention.
 
-    No weight is folded or centred: biases, residual norms and head updates are those of the model itself. Whether a
-    BOS token stands first is what the tokenizer does (``cfg.default_prepend_bos``), not TransformerLens' default True.
+    No weights are folded or centred, so biases, residual norms and head updates are those of the model itself. A BOS
+    token is prepended if the tokenizer does so (``cfg.default_prepend_bos``), unlike TransformerLens's default of True.
 
     Args:
-        model: "toy:llama"; a checkpoint directory; a hub name; a model object of transformers (changed in place); or
-            a ``TransformerBridge`` or ``HookedTransformer``, which is verified, mended in place where it is a Falcon
-            with ALiBi, and returned.
-        tokenizer: A tokenizer object of transformers, taken as it is, in place of the model's own. A checkpoint
-            directory without one gives a model without one: its prompts are token ids.
-        dtype: The type of the weights; "auto" takes the checkpoint's (float32 for the toys).
-        device: Where the model goes; by default where TransformerLens puts it.
-        verify: Compare the hooked model with the model itself (``verify_model``) and refuse it where they differ. A
-            model that was verified already is verified again when another model was made since: booting one can
-            change classes that both use. With False it stays unverified, and its results say so.
-        pickled_weights: Load a checkpoint that has no safetensors too. A pickle can run code: only from who you trust.
-        **options: What ``TransformerBridge.boot_transformers`` takes besides, such as ``n_ctx``, ``revision`` or
-            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` names one device: models that
-            are spread over several are refused, as nothing here was tried on one.
+        model: "toy:llama"; a checkpoint directory; a hub name; a transformers model (changed in place); or a
+            ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
+            ALiBi, and returned.
+        tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint directory without a
+            tokenizer gives a model without one, whose prompts must be token ids.
+        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys).
+        device: The device; by default TransformerLens's choice.
+        verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if they differ. An
+            already verified model is verified again if another model has been made since, because booting one can
+            change shared classes. With False the model stays unverified, and its results record this.
+        pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use this only for sources
+            that you trust.
+        **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``, ``revision`` or
+            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` must name one device: models
+            spread over several are refused because they are untested.
 
     Returns:
-        A ``TransformerBridge`` in compatibility mode, or the hooked model that was given.
+        A ``TransformerBridge`` in compatibility mode, or the given hooked model.
 
     Raises:
-        ModelError: There is no such model, it cannot be hooked, or what is hooked is not the model.
+        ModelError: There is no such model, it cannot be hooked, or the hooked model differs from the model itself.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or options:
-            raise OptionError("a hooked model is taken as it is; pass tokenizer, dtype and device where it is made")
+            raise OptionError("a hooked model is used unchanged; set tokenizer, dtype and device where it is made")
         return _verified(model, _known_or_met(model), verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
@@ -90,7 +91,7 @@ def load_model(
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
-            f"{model!r:.60} is no model: give a name, a directory, a model of transformers or a hooked model"
+            f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a hooked model"
         )
     return _verified(made, _known_or_met(made), verify)
 
@@ -106,11 +107,11 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         kind, number = torch.device(device).type, torch.device(device).index or 0
     except (RuntimeError, TypeError):
-        raise OptionError(f'device={device!r} is no device of torch: give "cpu", "cuda", "cuda:1" or "mps"') from None
+        raise OptionError(f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"') from None
     there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind)
     if kind == "meta" or (there is not None and number >= there):
         found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
-        raise OptionError(f"device={str(device)!r} is not on this machine; of {kind} there is {found}")
+        raise OptionError(f"device={str(device)!r} is not on this machine ({kind} devices here: {found})")
 
 
 def _check_one_device(device_map: Any, n_devices: Any) -> None:
@@ -120,8 +121,8 @@ def _check_one_device(device_map: Any, n_devices: Any) -> None:
     if several or (n_devices or 1) > 1 or (by_itself and torch.cuda.device_count() > 1):
         given = f"n_devices={n_devices}" if (n_devices or 1) > 1 else f"device_map={device_map!r}"
         raise OptionError(
-            f"{given} would spread the model over several devices, which mechattn does not do yet: give one, such as "
-            'device="cuda:0", and dtype=torch.bfloat16 where it does not fit'
+            f"{given} would spread the model over several devices, which mechattn does not support: give one, such as "
+            'device="cuda:0", with dtype=torch.bfloat16 if memory is short'
         )
 
 
@@ -131,16 +132,16 @@ def as_hooked(model: Any) -> Any:
 
 
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
-    """Compare a hooked model with the model itself: a table of checks, each with both figures and its tolerance.
+    """Verify a hooked model against the model itself: a table of checks, with both figures and the tolerance.
 
     Args:
-        model: What ``load_model`` takes.
-        native: The model of transformers that a ``HookedTransformer`` was made from, to compare its logits with.
-        length: Tokens of the probe; more where that goes beyond a window of at most 128. Loading uses 8.
+        model: Anything that ``load_model`` accepts.
+        native: The transformers model that a ``HookedTransformer`` was made from, for comparing logits.
+        length: The number of tokens in the probe; more if needed to exceed a window of at most 128. Loading uses 8.
         **options: Passed to ``load_model``.
 
     Returns:
-        The report; ``report.passed`` says whether results of this model are verified, ``print(report)`` shows it all.
+        The report: ``report.passed`` is True if results of this model are verified; ``print(report)`` shows all checks.
 
     Raises:
         ModelError: There is no such model, or it cannot be hooked.
@@ -206,8 +207,8 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
         raise
     except Exception as error:
         raise ModelError(
-            f"{model.cfg.model_name} cannot be used as a hooked model: TransformerLens makes one, and a pass of a few "
-            f"tokens through it raises {_reason(error)}. {ANOTHER_VERSION.capitalize()}"
+            f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few tokens raises "
+            f"{_reason(error)}. {ANOTHER_VERSION.capitalize()}"
         ) from error
 
 
@@ -228,12 +229,12 @@ def model_place(name: str) -> str:
     """Where a model of this name lies: the folder of a toy, a directory, or a hub name, which is not looked up yet.
 
     Raises:
-        ModelError: There is no such toy, or the directory is no checkpoint.
+        ModelError: There is no such toy, or the directory is not a checkpoint.
     """
     place = str(toy_folder(name)) if name.startswith(PREFIX) else name
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():
         raise ModelError(
-            f"the directory {place} holds no config.json, so it is no checkpoint; save_pretrained writes one"
+            f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
         )
     return place
 
@@ -249,7 +250,7 @@ def tokenizer_named(name: str) -> Any:
     with as_trusted(trust_remote_code=None, pickled_weights=False):
         made = _tokenizer_of(model_place(name), {"trust_remote_code": False})
     if made is None:
-        raise ModelError(f"{name} holds no tokenizer; save_pretrained of one writes it there")
+        raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
     return made
 
 
@@ -264,7 +265,7 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
     except Exception as error:
         refuse_own_code(error, place)
         raise ModelError(
-            f"{place} holds no tokenizer that loads ({_reason(error)}); pass one: load_model(…, tokenizer=…)"
+            f"{place} has no tokenizer that can be loaded ({_reason(error)}); pass one to load_model(…, tokenizer=…)"
         ) from error
 
 
@@ -299,7 +300,7 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
             raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
         raise ModelError(
             f"there is no model {name!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
-            f"here, and the hub did not give it ({_reason(error)})"
+            f"here, and loading it from the hub failed ({_reason(error)})"
         ) from error
     _check_sizes(config, name)
     return config
@@ -312,20 +313,22 @@ def _check_sizes(config: Any, name: str) -> None:
         size = getattr(text, part, None)
         if isinstance(size, int) and not 1 <= size <= most:
             raise ModelError(
-                f"the config of {name} says {part} = {size:.3g}; a model has 1 to {most:,}: is it damaged?"
+                f"the config of {name} has {part} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
             )
 
 
 def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
     if not hasattr(hf_model, "config"):
-        raise ModelError(f"a {type(hf_model).__name__} is no model of transformers: it has no config")
+        raise ModelError(f"a {type(hf_model).__name__} is not a transformers model: it has no config")
     if tokenizer is None:
-        raise ModelError("a model object comes without a tokenizer; pass one: load_model(model, tokenizer=…)")
+        raise ModelError("a model object has no tokenizer; pass one to load_model(model, tokenizer=…)")
     hf_model.config.architectures = [type(hf_model).__name__]
     name = getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
     if placed and (dtype != "auto" or device is not None):
-        raise OptionError("a quantised or dispatched model keeps its dtype and devices; choose them where it is made")
+        raise OptionError(
+            "the dtype and devices of a quantised or dispatched model cannot be changed; set them where it is made"
+        )
     if not placed:
         hf_model = hf_model.to(device=device, dtype=None if dtype == "auto" else dtype)
     kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}

@@ -1,4 +1,4 @@
-"""Norms into which nobody looks: a bridge computes each a second time, for two hooks."""
+"""Avoids a bridge's second computation of norms whose inner hooks are unused."""
 
 from __future__ import annotations
 

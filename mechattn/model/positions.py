@@ -1,4 +1,4 @@
-"""What position ids do to a model: whether ids before 0 mean something, and frequencies that depend on the batch."""
+"""Position ids: whether a model accepts negative ones, and RoPE frequencies that depend on the batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Boundary:
     def __str__(self) -> str:
         if self.kind == "longrope":
             return f"short factors up to {self.at:,} positions, long ones beyond (LongRoPE)"
-        return f"dynamic NTK beyond {self.at:,} positions, which nothing is measured with"
+        return f"dynamic NTK beyond {self.at:,} positions, which is not measured"
 
 
 def boundary_of(model: Any) -> Boundary | None:
@@ -55,7 +55,7 @@ def boundary_of(model: Any) -> Boundary | None:
         several = ", ".join(f"{each.at:,}" for each in sorted(found, key=lambda each: each.at))
         raise ModelError(
             f"the layers of a {type(model).__name__} change their frequencies at different lengths ({several}), so "
-            "that mechattn cannot keep its prompts apart"
+            f"mechattn cannot separate its prompts by length"
         )
     return next(iter(found), None)
 

@@ -1,4 +1,4 @@
-"""A model's architecture with weights drawn anew: what it does without what training has put into it."""
+"""Redraws a model's weights at random: the architecture without its training."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Kind = Literal["initialised", "shuffled"]
 
 
 def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
-    """The same architecture and tokenizer with weights drawn anew, loaded and verified as any model.
+    """Return a model of the same architecture and tokenizer with random weights, loaded and verified like any other.
 
-    The model that is given stays as it is, so for a moment there are two of them, and two while both are kept.
+    The given model is not changed, so two models are in memory at the same time.
 
     Args:
-        model: What ``load_model`` takes.
-        kind: "initialised": the architecture's own initialisation, as training began, or would begin; "shuffled": the
-            entries of each parameter permuted, so that every matrix keeps the distribution of its numbers.
-        seed: Of the draw.
+        model: Anything that ``load_model`` accepts.
+        kind: "initialised": the architecture's own initialisation, as at the start of training; "shuffled": the entries
+            of each parameter are permuted, so every matrix keeps the distribution of its numbers.
+        seed: The seed of the draw.
         **options: Passed to ``load_model``.
 
     Returns:
-        A ``TransformerBridge``; its name says that its weights are random, and results say so in their provenance.
+        A ``TransformerBridge``; its name and the provenance of its results state that the weights are random.
 
     Raises:
-        OptionError: There is no such kind, or the seed is no whole number.
-        ModelError: The model cannot be made anew: it is quantised, or there is no model of transformers behind it.
+        OptionError: There is no such kind, or the seed is not a whole number.
+        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers model behind it.
 
     Source:
         Random networks as the null of interpretability: arXiv:2512.18792.
@@ -41,8 +41,8 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
     facts = facts_of(hooked) or ModelFacts()
     if facts.native is None:
         raise ModelError(
-            f"the weights of {hooked.cfg.model_name} cannot be drawn anew: {facts.why_not_native}. Give an "
-            "unquantised model by its name, its directory, or as a model of transformers"
+            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}. Give an unquantised "
+            f"model by its name, its directory, or as a transformers model"
         )
     made = _drawn(facts.native, kind, seed)
     drawn = load_model(made, tokenizer=hooked.tokenizer)

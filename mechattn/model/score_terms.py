@@ -1,4 +1,4 @@
-"""How a model computes its attention scores, where they are a sum of parts that can be told apart."""
+"""The terms of a model's attention scores, if the scores are a sum of separable parts."""
 
 from __future__ import annotations
 
@@ -124,25 +124,25 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     """How each layer computes its scores, tried on a few tokens against the model's own pattern.
 
     Raises:
-        ModelError: The scores are no such sum: rotary positions, soft caps, norms of queries and keys, other biases.
+        ModelError: The scores are not such a sum: rotary positions, soft caps, norms of queries and keys, other biases.
     """
     name = str(model.cfg.model_name)
     if str(getattr(model.cfg, "positional_embedding_type", "")) == "rotary":
         raise ModelError(
-            f"{name} turns queries and keys with the position (RoPE), so its scores are no sum of position, bias and "
-            "content; ScoreDecomposition is defined for ALiBi (Falcon-RW, BLOOM, MPT) and for models whose scores hold "
-            "no position (GPT-2, OPT, GPT-Neo)"
+            f"{name} rotates queries and keys by position (RoPE), so its scores are not a sum of position, bias and "
+            f"content; ScoreDecomposition is defined for ALiBi (Falcon-RW, BLOOM, MPT) and for models without "
+            f"position terms in their scores (GPT-2, OPT, GPT-Neo)"
         )
     if clip := next((limit for layer in layers if (limit := clip_of(model, layer)) is not None), None):
         raise ModelError(
-            f"{name} clips queries and keys at ±{clip:g} after they are projected, so its scores are no sum of parts"
+            f"{name} clips queries and keys at ±{clip:g} after projection, so its scores are not a sum of parts"
         )
     made = {layer: _scores(model, layer) for layer in layers}
     for layer, (error, scores) in _tried(model, made).items():
         if error > (1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2):
             raise ModelError(
                 f"{name}, layer {layer}: softmax of scale · q·k{'' if scores.slopes is None else ' + ALiBi'} is not "
-                f"the pattern (largest difference {error:.2g}), so the parts of its scores are not known"
+                f"the pattern (largest difference {error:.2g}), so the parts of its scores are unknown"
             )
     return made
 
@@ -163,7 +163,7 @@ def _tried(model: HookedModel, made: dict[int, Scores]) -> dict[int, tuple[float
     tokens = torch.arange(5, 21, device=next(model.parameters()).device)[None]
     names = [f"blocks.{layer}.{hook}" for layer in made for hook in (Q, K)] + [pattern_hook(layer) for layer in made]
     if lacking := [name for name in names if name not in model.hook_dict]:
-        raise ModelError(f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be taken apart")
+        raise ModelError(f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be decomposed")
     with torch.no_grad():
         keep = [(name, lambda value, hook, name=name: seen.update({name: value.detach()})) for name in names]
         model.run_with_hooks(tokens, fwd_hooks=keep, return_type=None)

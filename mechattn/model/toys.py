@@ -1,4 +1,4 @@
-"""The trained models that come with the package; they are toys, and every caption says so."""
+"""The trained toy models that come with the package."""
 
 from __future__ import annotations
 

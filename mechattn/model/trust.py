@@ -1,4 +1,4 @@
-"""What a checkpoint may not do while it is loaded, unless the user says so: run code of its own, be read as a pickle.
+"""Keeps a checkpoint from running its own code or being read as a pickle, unless the user allows it.
 
 No option says so to all that takes part. TransformerLens hands none about pickles on, and for some architectures it
 imports the checkpoint's code whatever ``trust_remote_code`` says; transformers asks on standard input where it is left
@@ -40,7 +40,7 @@ def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str 
             raise
         raise ModelError(
             f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
-            "save_pretrained, or say pickled_weights=True if you trust it"
+            f"save_pretrained, or give pickled_weights=True if you trust it"
         ) from error
     finally:
         _forbidden.reset(before)
@@ -59,8 +59,8 @@ def refuse_own_code(error: Exception, name: str) -> None:
     """
     if "custom code" in str(error):
         raise ModelError(
-            f"{name} has code of its own, which is run only if you say so: load_model(…, trust_remote_code=True), if "
-            "you trust it"
+            f"{name} has its own code, which is run only with load_model(…, trust_remote_code=True); use this if you "
+            f"trust it"
         ) from error
 
 
@@ -97,7 +97,7 @@ def _without_code(given: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(given)
     def run(*arguments: Any, **options: Any) -> Any:
         if "code" in (_forbidden.get() or ()):
-            raise ModelError("the checkpoint has code of its own, which is run with trust_remote_code=True alone")
+            raise ModelError("the checkpoint has its own code, which is run only with trust_remote_code=True")
         return given(*arguments, **options)
 
     return run

@@ -1,4 +1,4 @@
-"""How the residual stream after the last layer becomes logits: final norm, W_U, a factor, a cap."""
+"""The path from the residual stream after the last layer to the logits: final norm, W_U, a factor, a cap."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def unembedding(model: HookedModel) -> Unembedding:
     """
     norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
     if norm is None or w_u is None:
-        raise ModelError(f"{model.cfg.model_name} has no ln_final or no W_U, so what reaches its logits is not known")
+        raise ModelError(
+            f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
+        )
     found = frozen_norm(model, norm, "its final norm")
     factor = particulars_of(model).logit_factor
     w_u = w_u.detach()
@@ -88,7 +90,7 @@ def check_direct(model: HookedModel, reads: Unembedding) -> None:
     """
     name, facts = str(model.cfg.model_name), facts_of(model)
     if facts is not None and facts.report is not None and "residual" in facts.report.limited:
-        raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates don't reach its logits as they are")
+        raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates do not reach its logits unchanged")
     seen: dict[str, Tensor] = {}
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]
@@ -102,6 +104,6 @@ def check_direct(model: HookedModel, reads: Unembedding) -> None:
     rounding = 0.02 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.15
     if not float(off.norm()) <= rounding * float((expected - expected.mean(0)).norm()):
         raise ModelError(
-            f"the logits of {name} are not W_U · norm(residual stream), nor that times a factor or under a cap which "
-            "its configuration names, so what a head adds to them is not known"
+            f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap from its "
+            f"configuration, so a head's contribution to them is unknown"
         )

@@ -1,4 +1,4 @@
-"""A model whose weights are not here: its tokenizer, how much it reads at once, and which tokens end an answer."""
+"""A model without its weights: its tokenizer, context length, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def unloaded(model: Any) -> UnloadedModel:
         return _of_tokenizer(model, str(name), _NO_LIMIT, None)
     hooked = load_model(as_hooked(model))
     if getattr(hooked, "tokenizer", None) is None:
-        raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one: load_model(model, tokenizer=…)")
+        raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
     return UnloadedModel(hooked.tokenizer, hooked.cfg, end_tokens(settings, hooked.tokenizer), hooked)
 

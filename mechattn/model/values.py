@@ -1,4 +1,4 @@
-"""What a model does to values between their hook and the mix, and to the mix before W_O: clips, norms."""
+"""Clips and norms of values after their hook, and of mixed values before W_O."""
 
 from __future__ import annotations
 

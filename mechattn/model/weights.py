@@ -1,4 +1,4 @@
-"""The weights that analyses read: W_O, and the biases of the scores."""
+"""The weights that analyses use: W_O, and the biases of queries and keys."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     """
     facts = facts_of(model)
     if facts is not None and facts.report is not None and "heads" in facts.report.limited:
-        raise ModelError(
-            f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no updates of their own"
-        )
+        raise ModelError(f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no separate updates")
     if norm := norm_before_output(model, layer):
         raise ModelError(
-            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so that what one "
-            "adds depends on all others: heads have no updates of their own"
+            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
+            f"update depends on all others: heads have no separate updates"
         )
     try:
         w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not say what its output weights are
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} shows no W_O by head ({error})") from None
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
-            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} isn't [head, d_head, d_model], so heads "
-            "have no updates of their own"
+            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
+            f"have no separate updates"
         )
     scaled = float(
         getattr(config_of(model), "residual_multiplier", None) or 1.0

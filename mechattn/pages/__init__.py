@@ -1,1 +1,1 @@
-"""Pages: one HTML file of results, and one prompt at a glance."""
+"""HTML pages of results, and views of one prompt."""

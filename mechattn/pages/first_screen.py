@@ -1,4 +1,4 @@
-"""The first screen of a page: how the question's attention changed beside uniform attention, drawn and said."""
+"""The first screen of a page: the change of the question's attention and of uniform attention."""
 
 from __future__ import annotations
 
@@ -178,9 +178,9 @@ def _beside(found: Seq[Verdict]) -> str:
     less, more = ("lose less", "lose more") if falls else ("gain more", "gain less")
     if len(found) == 1:
         verb, _, rest = (less if above else more).partition(" ")
-        return f"it {verb}s {rest}" if above or below else "the two can't be told apart"
+        return f"it {verb}s {rest}" if above or below else "the two cannot be distinguished"
     apart = len(found) - above - below
-    sides = ((above, less), (below, more), (apart, "can't be told apart from it"))
+    sides = ((above, less), (below, more), (apart, "cannot be distinguished from it"))
     for count, words in sides:
         if count == len(found):
             return f"all {count} models {words}"
@@ -191,4 +191,4 @@ def _beside(found: Seq[Verdict]) -> str:
 def _verb(count: int, words: str) -> str:
     """ "lose less" of several, "loses less" of one."""
     verb, _, rest = words.partition(" ")
-    return words if count != 1 or verb == "can't" else f"{verb}s {rest}"
+    return words if count != 1 or verb == "cannot" else f"{verb}s {rest}"

@@ -1,4 +1,4 @@
-"""What the room of a head shows: received attention by position, the first prompt's text, patterns of a few prompts."""
+"""The data of a head's detail view: received attention by position, the first prompt's text, and some patterns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     """
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
-        return {"missing": "The run has not measured received attention by position (ma.ReceivedAttention())."}
+        return {"missing": "The run did not measure received attention by position (ma.ReceivedAttention())."}
     dims = ("condition", "layer", "head")
     prompts = dataset.sizes["prompt"]
     made = _means(dataset, "received_by_origin", (*dims, "original_key"), prompts)
@@ -126,7 +126,7 @@ def head_texts(result: Result) -> dict[str, Any]:
 def head_patterns(result: Result) -> dict[str, Any]:
     """Attention maps of the first prompts, lower triangles [layer, head, query · key]; or why there are none."""
     if "attention_map" not in result.datasets:
-        return {"missing": "No attention pattern is held: run with ma.AttentionMap() on a few short prompts."}
+        return {"missing": "There are no attention patterns: run with ma.AttentionMap() on a few short prompts."}
     maps = result["attention_map"].attention
     shown: list[dict[str, Any]] = []
     left = PATTERNS

@@ -1,4 +1,4 @@
-"""What the map of heads shows: each quantity that has one number a head, in each condition and as its change."""
+"""The data of the map of heads: each quantity with one number per head, by condition and as a change."""
 
 from __future__ import annotations
 

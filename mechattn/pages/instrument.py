@@ -1,4 +1,4 @@
-"""Everything that the map of heads and the rooms behind it show, as JSON with packed arrays."""
+"""All data of the map of heads and its detail views, as JSON with packed arrays."""
 
 from __future__ import annotations
 

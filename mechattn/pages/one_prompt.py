@@ -1,4 +1,4 @@
-"""Look at the attention of one prompt: run and draw in one call."""
+"""Runs one prompt and draws its attention, in one call."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def pattern(
     max_tokens: int = 256,
     seed: int = 0,
 ) -> View:
-    """The attention map of one prompt as an offline circuitsvis view.
+    """Show the attention map of one prompt as an offline circuitsvis view.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompt: A prompt or a text.
         layer: The layer, from 0.
         heads: The heads, from 0; all by default.
-        condition: What is done to the prompt first; nothing by default.
-        max_tokens: Longer prompts are refused.
-        seed: For conditions that draw at random.
+        condition: The condition to apply to the prompt; the baseline by default.
+        max_tokens: The largest number of tokens; longer prompts are refused.
+        seed: The seed of conditions that draw at random.
 
     Raises:
         MechattnError: The prompt is too long, or a layer or head is out of range.
@@ -62,16 +62,16 @@ def pattern_difference(
     max_tokens: int = 256,
     seed: int = 0,
 ) -> View:
-    """How a condition changes the attention among the original tokens of one prompt; orange is more, blue is less.
+    """Show how a condition changes attention between one prompt's original tokens; orange is more, blue is less.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompt: A prompt or a text.
         layer: The layer, from 0.
         heads: The heads, from 0; all with None.
-        condition: What is done to the prompt.
-        max_tokens: Longer prompts are refused.
-        seed: For conditions that draw at random.
+        condition: The condition to compare with the baseline.
+        max_tokens: The largest number of tokens; longer prompts are refused.
+        seed: The seed of conditions that draw at random.
 
     Raises:
         MechattnError: The prompt is too long, or a layer or head is out of range.
@@ -109,29 +109,29 @@ def explore(
     max_tokens: int = 256,
     seed: int = 0,
 ) -> View:
-    """The attention of one prompt, to be gone through by layer, head and rank of the target; offline.
+    """Explore the attention of one prompt by layer, head and rank of the target, offline.
 
-    The map with the strongest targets marked and, where the scores of the model can be taken apart (ALiBi, or no
-    position in the scores), how much of them is content, bias and ALiBi. See ``render.attention_explorer``.
+    Shows the attention map with the strongest targets marked. If the model's scores can be decomposed (ALiBi, or no
+    position in the scores), it also shows their content, bias and ALiBi parts. See ``render.attention_explorer``.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompt: A prompt or a text.
-        layers: The layers, from 0; all by default, and 64 heads in all at most.
+        layers: The layers, from 0; all by default. At most 64 heads in total.
         heads: The heads of each layer, from 0; all by default.
-        condition: What is done to the prompt first; nothing by default.
-        max_tokens: Longer prompts are refused.
-        seed: For conditions that draw at random.
+        condition: The condition to apply to the prompt; the baseline by default.
+        max_tokens: The largest number of tokens; longer prompts are refused.
+        seed: The seed of conditions that draw at random.
 
     Raises:
-        MechattnError: The prompt is too long, a layer or head is out of range, or there are too many.
+        MechattnError: The prompt is too long, a layer or head is out of range, or there are too many heads.
     """
     model = as_hooked(model)
     chosen = chosen_layers(model, layers)
     if isinstance(heads, str) or not all(
         isinstance(h, int) for h in ([] if heads is None or isinstance(heads, int) else heads)
     ):
-        raise OptionError(f"heads={heads!r}: give numbers, or leave it out for all heads")
+        raise OptionError(f"heads={heads!r}: give numbers, or omit it for all heads")
     heads = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
     check_heads(heads, model.cfg.n_heads)
     check_count(len(chosen), len(heads))

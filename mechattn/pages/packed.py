@@ -1,4 +1,4 @@
-"""Arrays inside a page: little-endian numbers as base64 with their shapes; a page holds every number once."""
+"""Packs arrays into a page as base64 little-endian numbers with their shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One self-contained page from results: the answer first, every head one click away, then figures and provenance."""
+"""Writes a self-contained page of results: the main change, a map of all heads, figures and provenance."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def page(
     *,
     choose: int = 3,
 ) -> Path:
-    """Write a page that opens offline: how attention changed, every head one click away, figures, provenance.
+    """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 
     Args:
         result: A result with received attention.
         path: The HTML file.
-        layer: The layer that is shown first, from 0; others are a click away.
-        heads: The heads of its figure, from 0, the first of which is shown first; without them some are chosen.
+        layer: The layer shown first, from 0.
+        heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
         force: Replace a file that mechattn did not write.
-        choose: How many to choose by the largest change on one half of the prompts, shown on the other, where the run
-            has kept ``positions="prompts"``; else the first so many.
+        choose: The number of heads to choose by the largest change on one half of the prompts and show on the other.
+            Without ``positions="prompts"`` in the run, the first heads are shown.
 
     Raises:
-        MechattnError: The figures cannot be drawn, or the file cannot be written, or is somebody's own.
+        MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
     """
     check_page_place(path, force)
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
@@ -63,11 +63,11 @@ def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> 
 
 
 def browse(result: Result, maps: Result | None = None) -> View:
-    """The same as a view: it shows itself in a notebook, where every head is one click away.
+    """Show the map of all heads as a view in a notebook.
 
     Args:
         result: A result.
-        maps: A result with attention maps of a few prompts, if it isn't the same.
+        maps: A result with attention maps of a few prompts; ``result`` itself by default.
     """
     parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), [result], [], maps=[maps])
     body = _environment().get_template("main.html.j2").render(parts)
@@ -89,7 +89,7 @@ def write_page(
     start: Seq[tuple[int, int] | None] = (),
     lead: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write one HTML file that makes no request to anywhere; its content policy forbids any.
+    """Write one HTML file that makes no network requests; its content security policy forbids them.
 
     Args:
         path: The HTML file.

@@ -1,4 +1,4 @@
-"""The scripts of a page: its own ES modules as one script, and the libraries that it unpacks where they are needed."""
+"""The scripts of a page: its ES modules joined into one, and compressed libraries unpacked when needed."""
 
 from __future__ import annotations
 

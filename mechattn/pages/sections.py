@@ -1,4 +1,4 @@
-"""The sections of a page: one prompt, figures that say what they show, views; each with how it was made."""
+"""The sections of a page: one prompt, figures with captions, and views, each with its provenance."""
 
 from __future__ import annotations
 
@@ -106,20 +106,21 @@ def _received_note(result: Result, alone: bool) -> str:
     )
     self_too = " (its own position counts)" if options["include_self"] else ""
     lines = (
-        "Blue: the prompts as they are; dotted: what uniform attention would give."
+        "Blue: the unchanged prompts; dotted: uniform attention."
         if alone
-        else "Blue: the prompt as it is; orange: with the inserted tokens. Top row: the original tokens, aligned; "
+        else "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original tokens, aligned; "
         "bottom row: the whole sequence with the inserted span shaded."
     )
     beside = (
-        "A key's value falls with its position by definition, as fewer tokens come after it: compare with the uniform "
+        "A key's value falls with its position by definition, as fewer tokens come after it; compare with the uniform "
         "null."
         if alone
-        else "Some drop is there by definition, as attention is positive and sums to 1: compare with the uniform null."
+        else "Part of the fall is there by definition, as attention is positive and sums to 1; compare with the "
+        "uniform null."
     )
     return (
         f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
-        "are pointwise 95 % intervals over prompts, not simultaneous ones; keys that too few prompts have are hidden. "
+        f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
         f"{beside}"
     )
 

@@ -1,4 +1,4 @@
-"""What stands at the top of a page: verdicts in words or as a table, and one line of provenance."""
+"""The top of a page: verdicts in words or as a table, and a line of provenance."""
 
 from __future__ import annotations
 

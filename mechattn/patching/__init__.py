@@ -1,1 +1,1 @@
-"""Activations of one run put into another run of the same prompt, tokens aligned by their origin."""
+"""Activation patching between two runs of the same prompt, with tokens aligned by their origin."""

@@ -1,4 +1,4 @@
-"""What is refused before the first forward pass of patching."""
+"""Checks of patching's input before the first forward pass."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HeadPart = Literal["z", "value", "pattern"]
 
 
 def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None = None) -> list[Where]:
-    """The heads that are named, each once; all of them by default, of ``count`` a layer where they are not all.
+    """The named heads, each once; by default all heads, ``count`` per layer if given.
 
     Raises:
-        OptionError: One doesn't exist.
+        OptionError: A head doesn't exist.
     """
     layers, count = attention_layers(model), count or int(model.cfg.n_heads)
     if heads is None:
@@ -44,25 +44,25 @@ def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None
 
 
 def check_part(model: HookedModel, part: str, attributed: bool) -> None:
-    """Refuse a part that doesn't exist, that is not attributed, or that the model's hooks only show.
+    """Refuse a part that doesn't exist, cannot be attributed, or cannot be changed through the model's hooks.
 
     Raises:
-        OptionError: There is no such part, or heads have to be named.
-        ModelError: A pattern that is changed has no effect.
+        OptionError: There is no such part, or it needs named heads.
+        ModelError: Changing the pattern has no effect in this model.
     """
     if part not in get_args(HeadPart):
         raise OptionError(f"part={part!r}: choose one of {', '.join(map(repr, get_args(HeadPart)))}")
     if part != "z" and attributed:
-        raise OptionError(f"part={part!r} is patched, not attributed: name heads, such as heads=[(1, 4)]")
+        raise OptionError(f"part={part!r} can be patched but not attributed: name heads, such as heads=[(1, 4)]")
     if part == "pattern" and not _patterns_act(model):
         raise ModelError(
-            f"the attention of {model.cfg.model_name} is computed where hooks only watch, so a pattern that is changed "
+            f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
             'has no effect; patch "z" or "value"'
         )
 
 
 def _patterns_act(model: HookedModel) -> bool:
-    """Whether a pattern that is changed in its hook changes what the head gives, tried on a few tokens."""
+    """Whether changing the pattern at its hook changes the head's output, tried on a few tokens."""
     tokens = torch.arange(3, 9, device=next(model.parameters()).device)[None]
     layer = attention_layers(model)[0]
     seen: list[Tensor] = []
@@ -83,36 +83,36 @@ def _patterns_act(model: HookedModel) -> bool:
 
 
 def check_options(model: HookedModel, attributed: bool, direction: str, check: Any, rows: Any) -> None:
-    """Refuse options that cannot be, and gradients of quantised weights."""
+    """Refuse options that are not allowed, and gradients of quantised weights."""
     if direction not in get_args(Direction):
         raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
     for name, value, least in (("check", check, 0), ("rows", rows, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name}={value!r}: give a whole number, {least} at least")
+            raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
     if attributed and getattr(original_of(model), "is_quantized", False):
         raise ModelError(
-            f"the weights of {model.cfg.model_name} are quantised, and no gradient goes through them: name heads, "
-            "which are patched without one"
+            f"the weights of {model.cfg.model_name} are quantised and have no gradients: name heads, which are "
+            f"patched without gradients"
         )
 
 
 def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:
-    """Refuse prompts without an answer, conditions that do more than insert, and what does not fit the model."""
+    """Refuse prompts without an answer, conditions that do more than insert, and sequences too long for the model."""
     if len(prompts) < 2:
-        raise OptionError("one prompt: give two at least, as another prompt's output is the control of each")
+        raise OptionError("one prompt: give at least two, as the control uses another prompt's output")
     for prompt, made in zip(prompts, sequences, strict=True):
         changed = made["condition"]
         if not changed.inserted.any():
             raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer that the model reads: '
-                "load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer for the model to read: '
+                "use load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
             )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(
-                "the condition hides tokens or acts inside the model; patching compares two runs that differ in their "
-                "tokens alone"
+                "the condition hides tokens or acts inside the model; patching compares two runs that differ only in "
+                "their tokens"
             )
         if len(changed) > int(model.cfg.n_ctx):
             raise PromptTooLong(
@@ -134,17 +134,17 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
 
 
 def check_metric(made: Any, rows: int, gradients: bool) -> None:
-    """Refuse what a metric of one's own gives, where it is not a number a row, or has no gradient and needs one."""
+    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient that is needed."""
     if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
         shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise OptionError(
-            f"the metric gives {shape} for {rows} rows; give one number a row: a function of logits [row answer "
+            f"the metric gives {shape} for {rows} rows; give one number per row: a function of logits [row answer "
             "d_vocab] and answer [answer] that returns a tensor [row]"
         )
     if not bool(made.isfinite().all()):
-        raise OptionError("the metric gives NaN or infinity, so no effect can be told")
+        raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
     if gradients and not made.requires_grad:
         raise OptionError(
-            "the metric has no gradient by the logits (an argmax, say, has none), so heads can't be attributed: name "
-            "heads, which are patched without one"
+            "the metric has no gradient with respect to the logits (like an argmax), so heads cannot be attributed: "
+            "name heads, which are patched without gradients"
         )

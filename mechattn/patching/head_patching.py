@@ -1,4 +1,4 @@
-"""Which heads and layers carry the effect of a condition: what they give in one run, put into the other."""
+"""Activation patching: which heads and layers carry the effect of a condition."""
 
 from __future__ import annotations
 
@@ -57,40 +57,40 @@ def patch_heads(
     seed: int = 0,
     progress: bool = True,
 ) -> HeadPatching:
-    """What the answer gains when one head's output comes from the prompt's other run, head by head.
+    """Patch or attribute heads: how the answer changes when one head's output comes from the prompt's other run.
 
-    In "denoising" the model reads each prompt under the condition, and the output z of a head at every original token
-    (before W_O) is that of the same token in the baseline's run, aligned by origin as the two differ in length; in
-    "noising" the baseline is read with the condition's z. ``effect = metric(patched) − metric(unpatched)``; the whole
-    effect is ``metric(the other run) − metric(unpatched)``. Named heads are patched exactly, one pass a head. All heads
-    at once are attributed: ``Σ ∂metric/∂z · (z_other − z)``, first order, two forward passes and one backward a prompt,
-    and compared with patching on a sample.
+    In "denoising" the model reads each prompt under the condition, and a head's output z (before W_O) at every original
+    token is replaced by that of the same token in the baseline run. Tokens are aligned by origin because the runs
+    differ in length. In "noising" the baseline is read with the condition's z. ``effect = metric(patched) −
+    metric(unpatched)``; the whole effect is ``metric(the other run) − metric(unpatched)``. Named heads are patched
+    exactly, with one forward pass per head. Without ``heads``, all heads are attributed to first order, ``Σ ∂metric/∂z
+    · (z_other − z)``, with two forward passes and one backward pass per prompt, and compared with patching on a sample.
 
-    Two controls stand beside each head: the z of another prompt's run, and a step of equal norm in a random direction.
+    Each head has two controls: the z of another prompt's run, and a step of equal norm in a random direction.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` takes.
+        model: A hooked model, or anything that ``load_model`` accepts.
         prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
-        condition: What is compared with the baseline.
-        heads: (layer, head) pairs, from 0, patched exactly; all heads by default, attributed.
-        part: What of a head is patched: "z", its output; "value", what its keys give, before norms (of the heads that
-            have values of their own); "pattern", where it looks, among the original tokens alone. Only z is attributed.
-        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits;
-            "kl" from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that gives
-            a number a row [row].
-        direction: Which run is patched.
-        check: Heads on which attribution is compared with patching, half of them the largest; 0 for none.
-        rows: Patched copies of a prompt in one batch.
-        seed: Of random directions, of the condition's draws and of the heads that are checked.
-        progress: Show a bar when it takes longer than two seconds.
+        condition: The condition to compare with the baseline.
+        heads: (layer, head) pairs, from 0, to patch exactly; by default all heads are attributed.
+        part: The part of a head to patch: "z", its output; "value", its values before norms (for heads with values of
+            their own); "pattern", its attention among the original tokens. Only z can be attributed.
+        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits; "kl"
+            from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that returns
+            one number per row [row].
+        direction: "denoising" or "noising", which decides the run to patch.
+        check: The number of heads on which attribution is compared with patching, half of them the largest; 0 for none.
+        rows: The number of patched copies of a prompt in one batch.
+        seed: The seed of random directions, of the condition's draws and of the choice of heads to check.
+        progress: Show a progress bar if it takes longer than two seconds.
 
     Raises:
         MechattnError: A prompt has no answer, a head doesn't exist, a condition hides tokens or acts inside the model,
-            or gradients are asked of quantised weights; found before the first forward pass.
+            or gradients are needed for quantised weights; raised before the first forward pass.
 
     Source:
-        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. z comes after the softmax, so that none
-        has to be computed again.
+        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
+        softmax has to be recomputed.
     """
     model = load_model(as_hooked(model))
     check_part(model, part, heads is None)
@@ -117,21 +117,21 @@ def patch_together(
     seed: int = 0,
     progress: bool = True,
 ) -> SetPatching:
-    """What the answer gains when several heads' outputs come from the prompt's other run, all at the same time.
+    """Patch a set of heads together: how the answer changes when all their outputs come from the prompt's other run.
 
-    As :func:`patch_heads`, with the heads patched as one set: heads that make up for each other, or that write a sum in
-    which each alone is wrong, have no share of their own but one together.
+    As :func:`patch_heads`, with the heads patched as one set. Heads that compensate for each other, or that are only
+    right as a sum, may have no effect alone but one together.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompts: Prompts with an answer that the model reads.
-        condition: What is compared with the baseline.
+        condition: The condition to compare with the baseline.
         heads: (layer, head) pairs, from 0.
         part: As for ``patch_heads``.
         metric: As for ``patch_heads``.
         direction: Which run is patched.
-        seed: Of random directions, and of the condition's draws.
-        progress: Show a bar when it takes longer than two seconds.
+        seed: The seed of random directions and of the condition's draws.
+        progress: Show a progress bar if it takes longer than two seconds.
 
     Raises:
         MechattnError: As for ``patch_heads``.
@@ -161,22 +161,22 @@ def patch_residual(
     seed: int = 0,
     progress: bool = True,
 ) -> LayerPatching:
-    """What the answer gains when the residual stream after a layer comes from the prompt's other run, layer by layer.
+    """Patch the residual stream by layer: how the answer changes when it comes from the prompt's other run.
 
-    As :func:`patch_heads`, with the whole stream at every original token, patched exactly. After the last layer that is
-    all that the logits are read from, so its effect is the whole one; before, later layers still read the inserted
-    tokens of the run that is patched.
+    As :func:`patch_heads`, with the whole residual stream at every original token, patched exactly. The logits depend
+    only on the stream after the last layer, so its effect is the whole effect. After an earlier layer, later layers
+    still read the inserted tokens of the patched run.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
         prompts: Prompts with an answer that the model reads.
-        condition: What is compared with the baseline.
+        condition: The condition to compare with the baseline.
         layers: Layers, from 0; all by default.
         metric: As for ``patch_heads``.
         direction: Which run is patched.
-        rows: Patched copies of a prompt in one batch.
-        seed: Of random directions, and of the condition's draws.
-        progress: Show a bar when it takes longer than two seconds.
+        rows: The number of patched copies of a prompt in one batch.
+        seed: The seed of random directions and of the condition's draws.
+        progress: Show a progress bar if it takes longer than two seconds.
 
     Raises:
         MechattnError: As for ``patch_heads``; or a layer doesn't exist.
@@ -192,7 +192,7 @@ def patch_residual(
 def _patched(
     one: _Prompt, prompts: Any, condition: Condition, metric: Metric, direction: Direction, progress: bool
 ) -> tuple[list[tuple[Sequence, Sequence]], xr.Dataset, Units, dict[str, Any]]:
-    """Both sequences of each prompt, what was found, the units of replication, and what it is of."""
+    """Both sequences of each prompt, the effects, the units of replication, and a description."""
     prompts = as_prompts(prompts)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, one.model, one.seed)
     check_sequences(one.model, prompts, sequences)
@@ -208,7 +208,7 @@ def _patched(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What is asked of each prompt."""
+    """The measurements to make on each prompt."""
 
     model: HookedModel
     measured: Measured
@@ -227,7 +227,7 @@ class _Prompt:
         return read(self.model, sequence, self.layers, self.part)
 
     def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run) -> dict[str, np.ndarray]:
-        """The effect of each head, of its controls, and of everything."""
+        """The effect of each head and its controls, and the whole effect."""
         by_z: dict[int, Z] = {}
         denoising = bool(receiver.inserted.any())
         if self.attributed:
@@ -253,7 +253,7 @@ class _Prompt:
         return made | {"whole": np.array(after - before)}
 
     def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[Where]) -> np.ndarray:
-        """The effect of some heads, patched."""
+        """The effect of some heads, patched exactly."""
         run, source = self.read(receiver), self.read(donor)
         base = source if receiver.inserted.any() else run
         put = {where: _aligned(run, source, where, self.part) for where in sample}
@@ -290,7 +290,7 @@ class _Prompt:
 def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
     """A head's output in another run at the receiver's original tokens; where that has fewer, the receiver's own.
 
-    Of a pattern, rows of the receiver's length: what the other run's tokens give each other, and nothing to others.
+    For a pattern, rows of the receiver's length: the other run's attention among these tokens, and 0 elsewhere.
     """
     layer, head = where
     own = run.z[layer][run.places.to(run.z[layer].device), head].clone()
@@ -305,7 +305,7 @@ def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Ten
 
 
 def _shuffled(run: Run, pattern: Float[Tensor, "original key"], draw: Float[Tensor, "original key"]) -> Tensor:
-    """Each row of a pattern with its probabilities dealt out anew among the keys that its token sees."""
+    """A pattern with each row's probabilities permuted among the keys that its token sees."""
     seen = torch.arange(pattern.shape[-1], device=pattern.device) <= run.places.to(pattern.device)[:, None]
     order = draw.masked_fill(~seen, 2.0).argsort(-1)
     return pattern.gather(-1, order).masked_fill(~seen, 0.0)
@@ -321,7 +321,7 @@ def _attributed(run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z]) -> np
 
 
 def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequence, Sequence]:
-    """The run that is patched, and the one that it is patched from."""
+    """The run to patch, and the run that it is patched from."""
     changed, baseline = made["condition"], made[BASELINE]
     return (changed, baseline) if direction == "denoising" else (baseline, changed)
 
@@ -349,7 +349,7 @@ def _about(
 
 
 def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[Prompt], chosen: Seq[Where]) -> xr.Dataset:
-    """By layer and head; NaN for heads that nobody asked for."""
+    """By layer and head; NaN for heads that were not requested."""
     import xarray as xr
 
     layers, heads = (sorted({pair[i] for pair in chosen}) for i in (0, 1))
@@ -365,7 +365,7 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[Prompt], chosen:
 
 
 def _sample(made: HeadPatching, check: int, seed: int) -> list[Where]:
-    """Heads on which attribution is checked: those that are largest, and as many drawn at random."""
+    """The heads on which attribution is checked: the largest, and as many drawn at random."""
     mean = abs(made.effects.effect.mean("prompt"))
     every = [(int(layer), int(head)) for layer in mean.layer for head in mean["head"]]
     order = np.argsort(-mean.values.ravel(), kind="stable")

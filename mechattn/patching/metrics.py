@@ -1,4 +1,4 @@
-"""What a run says of the reference answer, read from its logits while it is fed that answer (teacher forcing)."""
+"""Metrics of the reference answer, from the logits of a run that reads it (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ WORDS: Mapping[str, str] = {
 
 
 def answer_logprob(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
-    """``Σ_t log p(answer_t | all before)``."""
+    """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     taken = answer.expand(len(logits), -1)[..., None]
     return logits.log_softmax(-1).gather(-1, taken)[..., 0].sum(-1)
 
 
 def answer_margin(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
-    """``mean_t (logit[answer_t] − max over all other tokens)``: above 0 where greedy decoding would give the answer."""
+    """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in logits.
+
+    Above 0 where greedy decoding would give the answer.
+    """
     taken = answer.expand(len(logits), -1)[..., None]
     others = logits.scatter(-1, taken, -torch.inf).amax(-1)
     return (logits.gather(-1, taken)[..., 0] - others).mean(-1)
 
 
 def divergence(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
-    """``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``."""
+    """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``, in nats."""
     expected = baseline.log_softmax(-1)
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
 
@@ -47,7 +50,7 @@ _NAMED: Mapping[str, Measured] = {"logprob": answer_logprob, "margin": answer_ma
 
 
 def metric_of(metric: Metric) -> tuple[Measured, str]:
-    """The function of a metric, and its words.
+    """The function of a metric, and its description.
 
     Raises:
         OptionError: There is no such metric.

@@ -1,4 +1,4 @@
-"""A prompt's two runs, one with and one without inserted tokens, and what one run's heads do in the other."""
+"""A prompt's two runs, with and without inserted tokens, and patching from one to the other."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Where = tuple[int, int]  # layer, head
 
 @dataclass(frozen=True)
 class Run:
-    """One reading of a sequence that ends in the reference answer.
+    """One run of a sequence that ends in the reference answer.
 
     Args:
-        sequence: What is read.
-        z: Each head's output before W_O, by layer; or another part, in its place.
-        logits: Before each token of the answer.
+        sequence: The sequence.
+        z: Each head's output before W_O, by layer; or another part in its place.
+        logits: Logits before each token of the answer.
     """
 
     sequence: Sequence
@@ -49,13 +49,13 @@ class Run:
 
     @property
     def places(self) -> Int[Tensor, " original"]:
-        """Where each original token stands, in their order in the baseline."""
+        """The position of each original token, in the order of the baseline."""
         return (~self.sequence.inserted).nonzero()[:, 0]
 
 
 @contextmanager
 def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Call a function with a part of each layer [batch pos head d_head] as it passes; what it returns goes on."""
+    """Replace a part of each layer [batch pos head d_head] by a function of it during forward passes."""
     if part == "z":
         with changing_z(model, layers):
             yield
@@ -97,7 +97,7 @@ def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, st
 
 
 def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = "z") -> Run:
-    """Read a sequence as it is."""
+    """Run a sequence without patching."""
     seen: dict[int, Z] = {}
 
     def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
@@ -112,7 +112,7 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = 
 def logits_of(
     model: HookedModel, sequence: Sequence, rows: int, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits before each token of the answer, of so many copies of a sequence in one batch."""
+    """Logits before each token of the answer, for several copies of a sequence in one batch."""
     device = next(model.parameters()).device
     tokens = sequence.tokens.to(device).expand(rows, -1)
     options: dict[str, Any] = dict(keeping_nothing(model))
@@ -128,13 +128,13 @@ def logits_of(
 def patched_logits(
     model: HookedModel, receiver: Run, put: Seq[Mapping[Where, Z]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of the receiver with some heads' outputs exchanged in each row: row i has the i-th of ``put``.
+    """Logits of the receiver with some heads' outputs replaced in each row; row i uses ``put[i]``.
 
     Args:
         model: A hooked model.
-        receiver: The run that is changed.
-        put: For each row, by (layer, head), what its output is at the receiver's original tokens [original d_head].
-        part: Of what.
+        receiver: The run to patch.
+        put: For each row, by (layer, head), the output at the receiver's original tokens [original d_head].
+        part: The part of the head.
     """
     places = receiver.places
     of_layer: dict[int, list[tuple[int, int, Tensor]]] = {}
@@ -155,15 +155,15 @@ def patched_logits(
 def read_with_gradients(
     model: HookedModel, sequence: Sequence, layers: Seq[int], metric: Callable[[Run], Float[Tensor, " row"]]
 ) -> tuple[Run, dict[int, Z]]:
-    """Read a sequence as it is, and the gradient of a metric by the output of every head at every token.
+    """Run a sequence, with the gradient of a metric with respect to every head's output at every token.
 
-    One pass and its backward.
+    Takes one forward and one backward pass.
 
     Args:
         model: A hooked model.
-        sequence: What is read.
-        layers: Of the heads.
-        metric: A number from a run.
+        sequence: The sequence.
+        layers: The layers of the heads.
+        metric: A function from a run to a number.
     """
     outputs: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""What patching found, as a table: effect, interval, q, share of the whole effect, and controls."""
+"""Results of patching as a table: effect, interval, q, share of the whole effect, and controls."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONTROLS = ("other_prompt", "random")
 
 @dataclass(frozen=True, eq=False)
 class Patching:
-    """The effect of what was patched, over prompts.
+    """The effects of patching, by prompt.
 
     Args:
         effects: "effect", "other_prompt" and "random" [prompt layer head], or [prompt layer], in the units of the
-            metric; NaN for what was not asked for. "whole" [prompt]: the metric of the other run, less that of the
-            patched one.
-        units: What counts as one observation.
+            metric; NaN where not requested. "whole" [prompt]: the metric of the other run minus that of the unpatched
+            run.
+        units: The units of replication.
         about: The model, the prompts, the condition, the metric, the direction, the method.
     """
 
@@ -39,7 +39,7 @@ class Patching:
 
     @property
     def whole(self) -> tuple[float, float, float]:
-        """The whole effect, mean over prompts, with its 95 % interval."""
+        """The whole effect: its mean over prompts, with a 95 % interval."""
         found = paired(self.units.means(self.effects.whole.values)[:, None], None)
         return float(found.difference[0]), float(found.low[0]), float(found.high[0])
 
@@ -70,7 +70,7 @@ class Patching:
         )
 
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-        """Values [unit cell] of what was asked for, and the layer (and head) of each cell."""
+        """The requested values [unit cell], and the layer (and head) of each cell."""
         there = ~np.isnan(self.effects.effect.values).any(0)
         values = self.effects[name].values[:, there]
         labels = [self.effects[dim].values for dim in self.effects.effect.dims[1:]]
@@ -91,10 +91,10 @@ class LayerPatching(Patching):
     """The effect of the residual stream after each layer on the answer; ``print(patching)`` shows it."""
 
     def layers(self, level: float = 0.95) -> pd.DataFrame:
-        """One row a layer, in their order; the columns of :meth:`HeadPatching.heads`.
+        """One row per layer, in order, with the columns of :meth:`HeadPatching.heads`.
 
         Raises:
-            OptionError: Too few prompts, or no probability.
+            OptionError: There are too few prompts, or ``level`` is not a probability.
         """
         _check_level(level)
         self.units.refuse_below(FEWEST)
@@ -109,10 +109,10 @@ class SetPatching(Patching):
     """The effect of several heads' outputs together on the answer; ``print(patching)`` shows it."""
 
     def table(self, level: float = 0.95) -> pd.DataFrame:
-        """One row: ``heads``, how many there are, and the columns of :meth:`HeadPatching.heads`, ``p`` in place of q.
+        """One row with ``heads``, their number, and the columns of :meth:`HeadPatching.heads`, with ``p`` for q.
 
         Raises:
-            OptionError: Too few prompts, or no probability.
+            OptionError: There are too few prompts, or ``level`` is not a probability.
         """
         _check_level(level)
         self.units.refuse_below(FEWEST)
@@ -129,40 +129,40 @@ class HeadPatching(Patching):
     """The effect of each head's output on the answer; ``print(patching)`` shows the largest.
 
     Args:
-        checked: Where all heads are attributed: effects of some of them, exact and attributed, by prompt.
+        checked: If all heads are attributed: exact and attributed effects of some of them, by prompt.
     """
 
     checked: pd.DataFrame | None = None
 
     def heads(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
-        """One row a head, the largest effect first.
+        """One row per head, the largest effect first.
 
         ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over heads); ``share`` of
-        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect less that of a
+        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect minus that of a
         random direction of the same norm, with its interval.
 
         Args:
-            top: How many heads; all by default.
+            top: The number of heads to return; all by default.
             select: "half" ranks heads on one half of the prompts and reports them on the other.
-            level: Of the intervals.
+            level: The level of the intervals.
 
         Raises:
-            OptionError: Too few prompts, or an option that cannot be.
+            OptionError: There are too few prompts, or an option is not allowed.
         """
         if select not in (None, "half"):
             raise OptionError(f'select={select!r}: give "half" or None')
         _check_level(level)
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
-            raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
+            raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
         self.units.refuse_below(FEWEST if select is None else 2 * FEWEST)
         finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
         return self._table(finding, shown, level, top, ranked=True)
 
     @property
     def agreement(self) -> tuple[float, float] | None:
-        """Correlation of attributed and exact effects of the heads that were checked, and the error.
+        """Correlation of attributed and exact effects over the checked heads, and the error.
 
-        The error is ``rms(attributed − exact) / rms(exact)``. None where nothing was checked.
+        The error is ``rms(attributed − exact) / rms(exact)``. None if no heads were checked.
         """
         if self.checked is None:
             return None
@@ -172,7 +172,7 @@ class HeadPatching(Patching):
         return (float(np.corrcoef(exact, made)[0, 1]) if varies else float("nan")), float(error)
 
     def compared(self, exact: Seq[np.ndarray], sample: Seq[tuple[int, int]]) -> HeadPatching:
-        """The same with the effects of some heads on the first prompts patched exactly."""
+        """Return a copy with the exact effects of some heads on the first prompts."""
         import pandas as pd
 
         rows = [

@@ -1,4 +1,4 @@
-"""Conditions: what is done to a prompt's tokens before the model reads them."""
+"""Conditions: how a prompt's tokens are changed before the model reads them."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from mechattn.shown import plain
 
 @runtime_checkable
 class Condition(Protocol):
-    """Turns a prompt into the sequence that the model reads; the same seed and prompt give the same sequence."""
+    """Turns a prompt into the sequence that the model reads, deterministically for a given seed and prompt."""
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence: ...
 
 
 @runtime_checkable
 class Marks(Protocol):
-    """An intervention that is done by marking the sequence, such as ``Knockout``."""
+    """An intervention that marks the sequence, such as ``Knockout``."""
 
     def marked(self, sequence: Sequence) -> Sequence: ...
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that cannot stand in a table, a file or a terminal as it is; files end a text at a NUL.
+    """Refuse a name that cannot be shown unchanged in a table, a file or a terminal.
 
     Raises:
-        OptionError: It is no text, empty, or holds control characters or a newline.
+        OptionError: The name is not a text, is empty, or holds control characters or a newline.
     """
     if not isinstance(name, str) or not name.strip():
-        raise OptionError(f'the condition {name!r}: give it a name, such as "slash"')
+        raise OptionError(f'the condition {name!r} needs a name, such as "slash"')
     if plain(name) != name or not {"\n", "\t"}.isdisjoint(name):
-        raise OptionError(f"the condition {name!r} has a control character in its name; leave it out")
+        raise OptionError(f"the condition {name!r} has a control character in its name; remove it")
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The prompt as it is, perhaps under an intervention.
+    """The unchanged prompt, optionally under an intervention.
 
     Args:
-        intervention: What is done to the model while it reads the prompt, such as ``ARM()``; several as a tuple.
+        intervention: The intervention while the model reads the prompt, such as ``ARM()``; several as a tuple.
     """
 
     intervention: Any = ()
@@ -60,23 +60,24 @@ class Baseline:
         return _intervened(tokenize(prompt, model), _several(self.intervention))
 
     def under(self, intervention: Any) -> Variant:
-        """The same under a further intervention."""
+        """Return the same condition under a further intervention."""
         return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A condition whose inserted tokens take no attention, or don't move what follows them; or under an intervention.
+    """A variant of a condition: inserted tokens hidden, position ids kept, or read under an intervention.
 
-    The 2 × 2 that separates dilution from distance: ``.masked()`` moves the original tokens apart and takes no
-    attention; ``.unshifted()`` takes attention and moves nothing; both together are the baseline.
+    The variants form the 2 × 2 that separates dilution from distance. With ``.masked()`` the inserted tokens move the
+    original tokens apart but receive none of their attention. With ``.unshifted()`` they receive attention but move
+    nothing. Both together equal the baseline.
 
     Args:
-        condition: What is inserted.
-        hides: Original tokens cannot see the inserted ones.
-        keeps_positions: Original tokens keep the position ids that they have in the baseline. Inserted ones get the
-            ids just before that of the token which follows them, so their distance to it is what it was.
-        interventions: What is done to the model while it reads the sequence.
+        condition: The condition that inserts tokens.
+        hides: Whether the inserted tokens are hidden from the original ones.
+        keeps_positions: Whether the original tokens keep their position ids of the baseline. Inserted tokens then get
+            the ids just before that of the token after them, so their distance to it does not change.
+        interventions: The interventions while the model reads the sequence.
     """
 
     condition: Condition
@@ -87,29 +88,29 @@ class Variant:
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The same tokens, marked."""
+        """The same tokens, marked as hidden or with kept position ids."""
         made = replace(self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions)
         if self.hides:
             made = replace(made, edge_mask=EdgeMask(~made.inserted, made.inserted))
         return _intervened(made, self.interventions)
 
     def masked(self) -> Variant:
-        """With inserted tokens that the original ones cannot see."""
+        """Return the variant whose inserted tokens are hidden from the original ones."""
         return replace(self, hides=True)
 
     def unshifted(self) -> Variant:
-        """With original tokens that keep their position ids."""
+        """Return the variant whose original tokens keep their position ids."""
         return replace(self, keeps_positions=True)
 
     def under(self, intervention: Any) -> Variant:
-        """Under a further intervention."""
+        """Return the variant under a further intervention."""
         return replace(self, interventions=(*self.interventions, *_several(intervention)))
 
 
 class Insertion:
-    """A run of tokens put into the prompt: the base of the ready kinds, and of one of your own.
+    """Base class of conditions that insert tokens into the prompt, the built-in ones and your own.
 
-    A kind is a frozen dataclass with the fields ``count`` and ``place``, and what else its ``filler`` needs::
+    A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that its ``filler`` needs::
 
         @dataclass(frozen=True)
         class Dots(ma.Insertion):
@@ -129,43 +130,43 @@ class Insertion:
         check_run(self.count, self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The token ids that are inserted into this prompt."""
-        raise ConditionError(f"{type(self).__name__} has no filler: write def filler(self, prompt, model, seed=0)")
+        """Return the token ids to insert into this prompt."""
+        raise ConditionError(f"{type(self).__name__} has no filler: define filler(self, prompt, model, seed=0)")
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with the run inserted on token ids.
+        """Return the prompt's tokens with the filler's token ids inserted.
 
         Raises:
-            ConditionError: The run cannot be made of ``count`` tokens, or the place doesn't exist in this prompt.
+            ConditionError: The filler cannot have exactly ``count`` tokens, or the place doesn't exist in this prompt.
         """
         sequence = tokenize(prompt, model)
         filler = self.filler(prompt, model, seed)
         return insert(sequence, filler, position(self.place, sequence, prompt, seed))
 
     def masked(self) -> Variant:
-        """The same tokens, invisible to the original ones, which they still move apart."""
+        """Return the variant with the same tokens, hidden from the original ones, which they still move apart."""
         return Variant(self, hides=True)
 
     def unshifted(self) -> Variant:
-        """The same tokens, and original ones that keep the position ids that they have in the baseline."""
+        """Return the variant with the same tokens in which the original ones keep their baseline position ids."""
         return Variant(self, keeps_positions=True)
 
     def under(self, intervention: Any) -> Variant:
-        """The same tokens, read under an intervention, such as ``ARM()``; several as a tuple."""
+        """Return the variant with the same tokens read under an intervention, such as ``ARM()``; several as a tuple."""
         return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
 class MeaninglessTokens(Insertion):
-    """A run of one repeated text, ``count`` tokens long, put into the prompt (arXiv:2510.01032: 55 × "/").
+    """Insert one repeated text, ``count`` tokens long, into the prompt (arXiv:2510.01032: 55 × "/").
 
     Args:
-        text: What is repeated.
-        count: How many *tokens* are inserted, at least 1.
+        text: The repeated text.
+        count: The number of inserted *tokens*, at least 1.
         place: "before_question"; "start" (after BOS, before everything else); "middle" (of the question's tokens);
-            "before_answer" (at the end where there is no answer); "random" (one run at a token boundary inside the
-            question, drawn for each prompt).
-        separator: What stands between two repetitions; "" for none.
+            "before_answer" (at the end if there is no answer); "random" (at one token boundary inside the question,
+            drawn for each prompt).
+        separator: The text between two repetitions; "" for none.
     """
 
     text: str = "/"
@@ -177,20 +178,20 @@ class MeaninglessTokens(Insertion):
         if not isinstance(self.text, str):
             raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
         if not self.text:
-            raise OptionError('text="": give the text that is to be repeated, "/" for example')
+            raise OptionError('text="": give the text to repeat, such as "/"')
         if HALVES.search(self.text + str(self.separator)):
-            raise OptionError(f"text={self.text!r} holds half of a surrogate pair, which is no text")
+            raise OptionError(f"text={self.text!r} holds half of a surrogate pair, which is not valid text")
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The most repetitions that give exactly ``count`` tokens."""
+        """Return the repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
     def fitted(self, model: TokenizedModel) -> MeaninglessTokens:
-        """The same with the nearest count that this model's tokenizer can reach, as some cut one "/" into two tokens.
+        """Return the condition with the nearest count that this tokenizer can reach (some split "/" into two tokens).
 
         Raises:
-            ConditionError: None within ten of ``count`` can be reached.
+            ConditionError: No count within ten of ``count`` can be reached.
         """
         tokenizer = require_tokenizer(model)
         return replace(self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count))
@@ -198,12 +199,12 @@ class MeaninglessTokens(Insertion):
 
 @dataclass(frozen=True)
 class Text(Insertion):
-    """A text of your own, put into the prompt once, as it is: ``Text(" Take your time.", place="middle")``.
+    """Insert a text of your own into the prompt once, unchanged: ``Text(" Take your time.", place="middle")``.
 
     Args:
-        text: What is inserted; its tokens are those that the tokenizer makes of it alone, blanks included.
+        text: The inserted text; it is tokenized on its own, including its spaces.
         place: As for :class:`MeaninglessTokens`; before the question by default.
-        after: In place of a place: behind the first token that completes this text in the prompt, wherever that is.
+        after: In place of ``place``: insert after the first token that completes this text in the prompt.
     """
 
     text: str
@@ -212,22 +213,22 @@ class Text(Insertion):
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
-            raise OptionError(f'text={self.text!r}: give the text that is inserted, " Take your time." for example')
+            raise OptionError(f'text={self.text!r}: give the text to insert, such as " Take your time."')
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
-            raise OptionError(f"after={self.after!r}: give a text that stands in every prompt, or leave it out")
+            raise OptionError(f"after={self.after!r}: give a text that every prompt contains, or omit it")
         if self.after is not None and self.place is not None:
-            raise OptionError(f"place={self.place!r} and after={self.after!r}: give one of the two")
+            raise OptionError(f"place={self.place!r} and after={self.after!r}: give only one of the two")
         check_place(self.place or "before_question")
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The tokens of the text."""
+        """Return the tokens of the text."""
         return require_tokenizer(model)(self.text, add_special_tokens=False)["input_ids"]
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """The prompt's tokens with those of the text inserted.
+        """Return the prompt's tokens with those of the text inserted.
 
         Raises:
-            ConditionError: The place doesn't exist in this prompt, or the marker doesn't stand in it.
+            ConditionError: The place doesn't exist in this prompt, or the prompt does not contain ``after``.
         """
         sequence = tokenize(prompt, model)
         if self.after is None:
@@ -239,11 +240,11 @@ class Text(Insertion):
 
 @dataclass(frozen=True)
 class RepeatedWord(Insertion):
-    """A run of one repeated word, which has a meaning: the paper's control (55 × "he").
+    """Insert one repeated word that has a meaning: the paper's control (55 × "he").
 
     Args:
-        word: What is repeated, separated by spaces.
-        count: How many tokens are inserted.
+        word: The repeated word; repetitions are separated by spaces.
+        count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
     """
 
@@ -253,22 +254,22 @@ class RepeatedWord(Insertion):
 
     def __post_init__(self) -> None:
         if not isinstance(self.word, str) or not self.word.strip() or HALVES.search(self.word):
-            raise OptionError(f'word={self.word!r}: give a word, "he" for example')
+            raise OptionError(f'word={self.word!r}: give a word, such as "he"')
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The repetitions that give exactly ``count`` tokens."""
+        """Return the repetitions that give exactly ``count`` tokens."""
         return fillers.repeated(require_tokenizer(model), self.word, " ", self.count)
 
 
 @dataclass(frozen=True)
 class RandomTokens(Insertion):
-    """Ordinary tokens of the vocabulary, drawn uniformly and anew for each prompt: neither meaning nor repetition.
+    """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt: neither meaning nor repetition.
 
     Args:
-        count: How many tokens are inserted.
+        count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Another number, another draw: for several of them beside each other in one run.
+        draw: Number of the draw; different numbers give different draws, to use several in one run.
     """
 
     count: int = 55
@@ -276,21 +277,21 @@ class RandomTokens(Insertion):
     draw: int = 0
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The drawn tokens."""
+        """Return the drawn tokens."""
         draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
         return fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
 
 
 @dataclass(frozen=True)
 class RandomSentence(Insertion):
-    """Grammatical sentences about nothing, drawn anew for each prompt and cut to exactly ``count`` tokens.
+    """Insert grammatical sentences unrelated to the question, drawn for each prompt and cut to ``count`` tokens.
 
     The control of arXiv:2510.01032, whose own sentences are not published.
 
     Args:
-        count: How many tokens are inserted.
+        count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Another number, another draw: for several of them beside each other in one run.
+        draw: Number of the draw; different numbers give different draws, to use several in one run.
     """
 
     count: int = 55
@@ -298,23 +299,23 @@ class RandomSentence(Insertion):
     draw: int = 0
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The tokens of the sentences."""
+        """Return the tokens of the sentences."""
         draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
         return fillers.random_sentence(require_tokenizer(model), self.count, draw)
 
 
 @dataclass(frozen=True)
 class ShuffledSentence(RandomSentence):
-    """The tokens of :class:`RandomSentence` (the same ones, at the same seed) in random order: words without grammar.
+    """Insert the tokens of :class:`RandomSentence` (the same at the same seed) in random order: words without grammar.
 
     Args:
-        count: How many tokens are inserted.
+        count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Another number, another draw: for several of them beside each other in one run.
+        draw: Number of the draw; different numbers give different draws, to use several in one run.
     """
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The tokens of the sentences, shuffled."""
+        """Return the tokens of the sentences, shuffled."""
         tokens = super().filler(prompt, model, seed)
         random.Random(f"shuffle {seed} {prompt.id} {self.draw}").shuffle(tokens)
         return tokens
@@ -322,35 +323,35 @@ class ShuffledSentence(RandomSentence):
 
 @dataclass(frozen=True)
 class Counting(Insertion):
-    """Numbers in order, "1 2 3 …", cut to exactly ``count`` tokens: filler that says nothing of the question.
+    """Insert numbers in order, "1 2 3 …", cut to exactly ``count`` tokens: filler unrelated to the question.
 
     Args:
-        count: How many tokens are inserted.
+        count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
 
     Source:
-        The filler under which large models without reasoning answer better (Greenblatt, December 2025).
+        Filler with which large models answer better without reasoning (Greenblatt, December 2025).
     """
 
     count: int = 55
     place: Place = "before_answer"
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The tokens of the numbers."""
+        """Return the tokens of the numbers."""
         numbers = " ".join(map(str, range(1, self.count + 1)))  # one token each at least
         return require_tokenizer(model)(numbers, add_special_tokens=False)["input_ids"][: self.count]
 
 
 @dataclass(frozen=True)
 class RepeatQuestion(Insertion):
-    """The question's own tokens once more, or several times: what is inserted is as long as the question.
+    """Repeat the question's own tokens once or several times.
 
     Args:
-        times: How often it is repeated.
+        times: The number of repetitions.
         place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
-        As good as counting, or better, in large models without reasoning (Greenblatt, December 2025).
+        Helps large models without reasoning as much as counting, or more (Greenblatt, December 2025).
     """
 
     times: int = 1
@@ -358,11 +359,11 @@ class RepeatQuestion(Insertion):
 
     def __post_init__(self) -> None:
         if isinstance(self.times, bool) or not isinstance(self.times, int) or self.times < 1:
-            raise OptionError(f"times={self.times!r}: give a whole number, 1 at least; the baseline is always run")
+            raise OptionError(f"times={self.times!r}: give a whole number, at least 1; the baseline is always run")
         check_place(self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """The tokens of the question."""
+        """Return the tokens of the question."""
         sequence = tokenize(prompt, model)
         return sequence.tokens[sequence.of_segment("question")].tolist() * self.times
 
@@ -375,11 +376,13 @@ def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
     """Marked where an intervention marks; the others are kept for the forward pass."""
     for intervention in interventions:
         if isinstance(intervention, type):
-            raise OptionError(f"intervention={intervention.__name__}: give one such as ARM(), with its brackets")
+            raise OptionError(f"intervention={intervention.__name__}: give an instance, such as ARM(), with brackets")
         if isinstance(intervention, Marks):
             sequence = intervention.marked(sequence)
         elif callable(getattr(intervention, "acting", None)):
             sequence = replace(sequence, interventions=(*sequence.interventions, intervention))
         else:
-            raise OptionError(f"intervention={intervention!r}: give one such as ARM(), or several as a tuple")
+            raise OptionError(
+                f"intervention={intervention!r}: give an intervention such as ARM(), or several as a tuple"
+            )
     return sequence

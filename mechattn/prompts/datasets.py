@@ -1,4 +1,4 @@
-"""Prompts from where they are kept: the built-in word problems, a .jsonl file, a data set of the hub."""
+"""Loads prompts: the built-in word problems, a .jsonl file, or a dataset on the hub."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def load_prompts(
     seed: int = 0,
     model: TokenizedModel | None = None,
 ) -> list[Prompt]:
-    """Load prompts.
+    """Load prompts from a built-in generator, a .jsonl file or a dataset on the hub.
 
     Args:
-        source: "word-problems"; "recall", questions whose answer stands in them, which toy:relay solves;
-            "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which reads limit, seed and model
-            alone; the path of a .jsonl file; or a hub data set such as "openai/gsm8k".
-        limit: How many, from the beginning; all by default (64 of those that are generated).
-        field: The field that holds the question.
-        answer_field: The field that holds the answer, where there is one.
-        group_field: The field that holds what prompts share, such as their template (``Prompt.group``): statistics
-            take such groups as the unit. Of a file or data set none by default; of word problems their template.
-        system: The text before each question; by default the one that the word problems (or the paper) use, and none
-            before recall questions.
+        source: "word-problems"; "recall", questions that contain their answer, which toy:relay solves;
+            "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which uses only limit, seed and
+            model; the path of a .jsonl file; or a hub dataset such as "openai/gsm8k".
+        limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
+        field: The field with the question.
+        answer_field: The field with the answer, if there is one.
+        group_field: The field with what prompts share, such as their template (``Prompt.group``); statistics treat such
+            groups as the unit. None by default for a file or dataset; word problems use their template.
+        system: The text before each question; by default that of the word problems (or of the paper), and none before
+            recall questions.
         template: "plain" or "chat".
         with_answer: Whether the model reads the answer after the question.
-        split: The split of a hub data set, or "train" / "test" of what is generated.
-        subset: The subset (configuration) of a hub data set.
-        seed: Which word problems, recall questions or random tokens.
-        model: The model from whose vocabulary random tokens are drawn; nothing else needs it.
+        split: The split of a hub dataset, or "train" / "test" of generated prompts.
+        subset: The subset (configuration) of a hub dataset.
+        seed: The seed of generated word problems, recall questions and random tokens.
+        model: The model whose vocabulary random tokens are drawn from; needed for nothing else.
 
     Raises:
-        PromptError: There is no such source, field or prompt.
-        OptionError: A limit, split or template that cannot be; random tokens without a model, or with an option that
-            only text has.
+        PromptError: The source, field or prompt doesn't exist.
+        OptionError: A limit, split or template is not allowed; or random tokens have no model, or an option that only
+            applies to text.
     """
     check_template(template)
     source = _checked_source(source)
@@ -103,31 +103,31 @@ def load_prompts(
             )
         )
     if not prompts:
-        raise PromptError(f"{source} holds no prompts")
+        raise PromptError(f"{source} contains no prompts")
     return prompts
 
 
 def _checked_source(source: Any) -> str:
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
-            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a data set of the hub'
+            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'
         )
     return os.fspath(source)
 
 
 def _check_limit(limit: Any) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise OptionError(f"limit={limit!r}: ask for a whole number of prompts, one at least")
+        raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
 
 
 def _refuse_unread(**given: Any) -> None:
-    """Random tokens have no fields, no text and no answer, so what is said of them would be read by nobody."""
+    """Refuse options that random tokens ignore: they have no fields, no text and no answer."""
     known = signature(load_prompts).parameters
     unread = [f"{name}={value!r}" for name, value in given.items() if value != known[name].default]
     if unread:
         raise OptionError(
             f'{", ".join(unread)}: "repeated-random" draws token ids, which have no field, text, answer or split; '
-            f"leave {'it' if len(unread) == 1 else 'them'} out (it takes limit, seed and model)"
+            f"omit {'it' if len(unread) == 1 else 'them'} (it takes limit, seed and model)"
         )
 
 
@@ -153,19 +153,21 @@ def _recall(split: str, limit: int | None, seed: int, field: str, answer_field: 
 
 def _check_split(split: str) -> None:
     if split not in ("train", "test"):
-        raise OptionError(f'split={split!r}: what is generated has "train" and "test"')
+        raise OptionError(f'split={split!r}: generated prompts have "train" and "test"')
 
 
 def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:
     if field not in row:
         raise PromptError(
             f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
-            f"Say which one holds it: {option}=…"
+            f"Name the field with {option}=…"
         )
     if not isinstance(row[field], str) or not row[field].strip():
         raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(row[field])}")
     if HALVES.search(row[field]):
-        raise PromptError(f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is no text")
+        raise PromptError(
+            f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not valid text"
+        )
     return row[field]
 
 
@@ -173,7 +175,7 @@ def _group(row: dict, field: str, source: str, index: int) -> str:
     if field not in row:
         raise PromptError(
             f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
-            "Say which one holds the group: group_field=…"
+            "Name the field with  group_field=…"
         )
     group = row[field]
     if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
@@ -203,12 +205,12 @@ def _jsonl(path: Path, limit: int | None) -> list[dict]:
         if len(rows) == limit:
             break
     if not rows:
-        raise PromptError(f"{path} is empty: it holds no prompts")
+        raise PromptError(f"{path} is empty: it contains no prompts")
     return rows
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file, none of which can fill the memory."""
+    """The lines of a file, with a limit on the length of each."""
     try:
         with open(path, "rb") as lines:
             for number in count(1):
@@ -217,13 +219,13 @@ def _lines(path: Path) -> Iterator[str]:
                     return
                 if len(line) > _LONGEST:
                     raise PromptError(
-                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB; a line holds one prompt, and "
-                        "no model takes one as long as that: is this a .jsonl file?"
+                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB, too long for one prompt: is "
+                        f"this a .jsonl file?"
                     )
                 yield line.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise PromptError(
-            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start}); store it as UTF-8"
+            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start}); save the file as UTF-8"
         ) from None
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -241,7 +243,7 @@ def _json_row(line: str, path: Path, number: int) -> dict:
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict]:
     if "/" not in name and (near := get_close_matches(name, [GENERATED, RECALL], 1, 0.7)):
-        raise PromptError(f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not asked.)")
+        raise PromptError(f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)")
     import datasets
 
     try:
@@ -250,7 +252,7 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise PromptError(
-            f'no prompts at {name!r}: it is not "word-problems", not a file here, and the hub did not give it '
+            f'no prompts at {name!r}: it is not "word-problems", not a file here, and loading it from the hub failed '
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
         ) from error
     return [dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))]

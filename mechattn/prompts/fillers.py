@@ -1,4 +1,4 @@
-"""What is inserted into a prompt, as token ids: a repeated text, random tokens, a random sentence."""
+"""Filler as token ids: a repeated text, random tokens, a random sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     """As few repetitions of a text as give exactly ``count`` tokens.
 
     Raises:
-        ConditionError: ``count`` tokens are no whole number of repetitions.
+        ConditionError: ``count`` tokens are not a whole number of repetitions.
     """
 
     def encode(repetitions: int) -> list[int]:
@@ -48,9 +48,9 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         pieces = [tokenizer.decode([token]) for token in encode(2)]
         near = sorted({len(encode(max(1, low - 1))), len(tokens)})
         raise ConditionError(
-            f"{count} tokens are no whole number of {text!r}: in this tokenizer two of them, separated "
-            f"by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
-            "or .fitted(model), which takes the nearest"
+            f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them, separated by "
+            f"{separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
+            "or .fitted(model) for the nearest count"
         )
     return tokens
 
@@ -68,7 +68,7 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
             except ConditionError:
                 continue
     raise ConditionError(
-        f"no whole number of {text!r} gives about {count} tokens in this tokenizer; give another text or count"
+        f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another text or count"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether prompts are as many as they seem: equal ones, and those of one template, tell hardly more than one does."""
+"""Warns of repeated prompts and prompts of one template, which carry hardly more information than one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NAME = re.compile(r"\b[A-Z]\w*")
 
 
 def warn_of_likeness(prompts: Seq[Prompt]) -> None:
-    """Warn where at least half of the prompts repeat another one, but for numbers and names.
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names.
 
-    Intervals, tests and q-values take prompts for independent, unless their groups are given. Twenty copies of one
-    prompt have no spread at all, and their interval is a point. Of prompts that agree in all but what a template
-    leaves open, m to each template, the interval is up to √m times too narrow: the variance of their mean is
-    ``1 + (m − 1) ρ`` times as large as it seems, with ρ the correlation within a template (Kish 1965).
+    Intervals, tests and q-values assume independent prompts unless groups are given. Twenty copies of one prompt have
+    no spread, so their interval is a point. With m prompts per template, intervals are up to √m times too narrow: the
+    variance of their mean is ``1 + (m − 1) ρ`` times as large as it seems, with ρ the correlation within a template
+    (Kish 1965).
     """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
@@ -37,8 +37,8 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
     else:
         return
     warnings.warn(
-        f"{said}: intervals and tests take them for independent, so intervals are up to {many**0.5:.1f} times too "
-        "narrow. Take more varied prompts, or say which belong together: Prompt(group=…), load_prompts(group_field=…)",
+        f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
+        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group_field=…)",
         stacklevel=5,
     )
 

@@ -1,4 +1,4 @@
-"""Each sequence of a batch beside the baseline of its prompt, and how their tokens line up."""
+"""Pairs each sequence of a batch with the baseline of its prompt, and aligns their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mechattn.prompts.sequences import PADDING, Batch
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every sequence of a batch beside the baseline of its prompt; a baseline beside itself.
+    """Every sequence of a batch paired with the baseline of its prompt; a baseline with itself.
 
     Args:
         batch: The sequences.

@@ -16,7 +16,7 @@ def check_run(count: int, place: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
         raise OptionError(f"count={count!r}: give a whole number of tokens")
     if count < 1:
-        raise OptionError(f"count={count}: insert at least one token; the baseline is always run beside it")
+        raise OptionError(f"count={count}: insert at least one token; the baseline is always run too")
     check_place(place)
 
 
@@ -26,7 +26,7 @@ def check_place(place: str) -> None:
 
 
 def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:
-    """The position before which the run is put."""
+    """The position before which the filler is inserted."""
     if place == "start":
         return int(sequence.of_segment("bos")[0])
     segment = "answer" if place == "before_answer" else "question"
@@ -39,7 +39,7 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
         return where[0]
     if len(where) < 2:
         raise ConditionError(
-            f'prompt {prompt.id} ("{prompt.excerpt}") has one question token only: place={place!r} needs a boundary '
+            f'prompt {prompt.id} ("{prompt.excerpt}") has only one question token:  place={place!r} needs a boundary '
             "between two"
         )
     if place == "middle":
@@ -48,11 +48,11 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
 
 
 def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> int:
-    """The position behind the first token that completes a text; more tokens never hold less of it, so by halves."""
+    """The position after the first token that completes a text, found by bisection."""
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):
         raise ConditionError(
-            f'prompt {prompt.id} ("{prompt.excerpt}") does not hold after={marker!r}; give a text that stands in every '
+            f'prompt {prompt.id} ("{prompt.excerpt}") does not contain after={marker!r}; give a text that is in every '
             "prompt as the model reads it, or a place"
         )
     low, high = 1, len(tokens)

@@ -1,4 +1,4 @@
-"""A prompt: text in segments, before any tokenizer or condition has touched it."""
+"""A prompt: text in segments, before tokenization and before any condition."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: no tokenizer takes
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question with what stands before it (``system``) and after it (``answer``), each possibly empty.
+    """A question with optional text before it (``system``) and after it (``answer``).
 
     Args:
-        question: The text that is asked.
+        question: The text of the question.
         system: The text before the question.
-        answer: The text after the question that is part of what the model reads.
+        answer: The text after the question, which the model reads too.
         template: "plain" joins the segments with newlines; "chat" uses the tokenizer's chat template.
-        id: A name that stays the same from run to run; random draws depend on it.
+        id: A name that is stable between runs; random draws depend on it.
         solution: The reference answer; the model doesn't read it.
-        tokens: Token ids to be read as they are, in place of the texts.
-        group: What the prompt shares with others that are not independent of it, such as its template: statistics then
-            take the group as the unit. A prompt without one stands alone; the model doesn't read it.
+        tokens: Token ids to read in place of the texts.
+        group: What the prompt shares with others that are not independent of it, such as its template; statistics then
+            treat the group as the unit. A prompt without one is its own unit. The model doesn't read it.
     """
 
     question: str = ""
@@ -49,10 +49,10 @@ class Prompt:
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
-            raise PromptError(f"the id {self.id!r} holds control characters; give every prompt one that can be printed")
+            raise PromptError(f"the id {self.id!r} contains control characters; give every prompt a printable id")
         self._check_group()
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
-            raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is no text")
+            raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text")
 
     def _check_group(self) -> None:
         if self.group is None:
@@ -60,11 +60,13 @@ class Prompt:
         if not isinstance(self.group, str) or not self.group.strip():
             raise PromptError(f"prompt {self.id} has group={self.group!r}; give the name of its group, or None")
         if plain(self.group) != self.group or HALVES.search(self.group):
-            raise PromptError(f"the group {self.group!r} of prompt {self.id} holds characters that cannot be printed")
+            raise PromptError(
+                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be printed"
+            )
 
     @property
     def excerpt(self) -> str:
-        """The beginning of the question, for messages."""
+        """The beginning of the question, for use in messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
         return text if len(text) <= 40 else text[:39] + "…"
 
@@ -76,10 +78,10 @@ def check_template(template: str) -> None:
 
 
 def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
-    """Take prompts as people have them: prompts, a text, texts, or a tensor of token ids [batch pos].
+    """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts.
 
     Raises:
-        PromptError: There is no prompt, or one of a kind that isn't understood.
+        PromptError: There is no prompt, or one of an unknown type.
     """
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
@@ -97,7 +99,7 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
 
 
 def _in_groups(prompts: list[Prompt]) -> list[Prompt]:
-    """Where some prompts are of a group, one that is of none is a group by itself."""
+    """If some prompts have a group, each prompt without one becomes a group of its own."""
     if not any(prompt.group for prompt in prompts):
         return prompts
     return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in prompts]

@@ -1,4 +1,4 @@
-"""Generated recall questions: who has which score, and one of them is asked for; there is nothing to work out."""
+"""Generated recall questions, which state several people's scores and ask for one; no arithmetic needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 6
 
 @dataclass(frozen=True)
 class Recall:
-    """A question whose answer stands in it.
+    """A question that contains its answer.
 
     Args:
         question: "Scores: Tom 3, Anna 7, Ben 1. What is the score of Anna?"
@@ -27,7 +27,7 @@ class Recall:
 
     @property
     def answer(self) -> str:
-        """The answer as a model writes it."""
+        """The answer in the form that a model writes."""
         return f"Answer: {self.solution}"
 
     @property

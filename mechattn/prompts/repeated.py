@@ -1,4 +1,4 @@
-"""Random tokens, repeated: only what stood there before tells what comes next, so induction heads show themselves."""
+"""Repeated random tokens, which reveal induction heads: only the earlier copy predicts the next token."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ def repeated_random(
     times: int = 2,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Prompts of a span of ordinary tokens, drawn anew for each prompt, that is read twice or more.
+    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its own span.
 
-    Within a span no token comes twice, so that an earlier place of a token is always the one in an earlier span.
+    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier copy of the span.
 
     Args:
-        model: Its vocabulary is drawn from; a BOS token stands first where it reads text after one. Of a model without
-            a tokenizer all ids are drawn.
-        limit: How many prompts.
-        span: The shortest and the longest span, in tokens; each length is as likely as another.
-        times: How often the span is read.
-        seed: Which prompts.
+        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the model uses one. Without
+            a tokenizer, all ids can be drawn.
+        limit: The number of prompts.
+        span: The shortest and the longest span, in tokens; all lengths are equally likely.
+        times: How often the span occurs.
+        seed: The seed of the draws.
 
     Raises:
-        OptionError: A span is empty, it is read once, or the vocabulary has too few tokens for it.
+        OptionError: A span is empty, occurs only once, or needs more tokens than the vocabulary has.
 
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
-        raise OptionError(f"span={span!r}, times={times!r}: give a shortest and a longest span, read twice at least")
+        raise OptionError(
+            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two repetitions"
+        )
     bos = own_bos(model)
     made = []
     for index in range(limit):

@@ -1,4 +1,4 @@
-"""What a model reads: token ids, and for every position where it comes from and which segment it belongs to."""
+"""Token ids with the origin and segment of every position, and batches of them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ INSERTED = -1
 
 @dataclass(frozen=True)
 class Sequence:
-    """Token ids with their provenance.
+    """Token ids with the origin and segment of every position.
 
     Args:
         tokens: Token ids.
-        origin: For each position its index in the baseline sequence, −1 where it was inserted.
+        origin: For each position its index in the baseline sequence; −1 for inserted tokens.
         segment: For each position the index of its segment in ``SEGMENTS``.
-        keeps_positions: The original tokens keep the position ids of the baseline.
-        edge_mask: Edges that are cut; None for none.
-        interventions: What is done to the model while it reads this sequence.
-        decode: The text of token ids, to show the sequence in a notebook; ids are shown without it.
+        keeps_positions: Whether the original tokens keep the position ids of the baseline.
+        edge_mask: The cut attention edges; None for none.
+        interventions: The interventions while the model reads this sequence.
+        decode: Maps token ids to text, for display in a notebook; without it ids are shown.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -47,14 +47,15 @@ class Sequence:
 
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
-        """Which positions were inserted by a condition."""
+        """Which positions a condition inserted."""
         return self.origin == INSERTED
 
     @property
     def position_ids(self) -> Int[Tensor, " pos"]:
-        """What RoPE or a position embedding is told: 0, 1, 2 …; or the ids of the baseline.
+        """The position ids for RoPE or a position embedding: 0, 1, 2 …, or those of the baseline.
 
-        An inserted token then has the id just before that of the next token, so ids may be negative.
+        With the ids of the baseline, an inserted token has the id just before that of the next token; ids may be
+        negative.
         """
         ids = torch.arange(len(self))
         if self.keeps_positions:
@@ -77,16 +78,16 @@ class Sequence:
 def baseline_sequence(
     tokens: Seq[int], segments: Seq[str], decode: Callable[[list[int]], str] | None = None
 ) -> Sequence:
-    """A sequence into which nothing was inserted."""
+    """A sequence without inserted tokens."""
     codes = torch.tensor([SEGMENTS.index(s) for s in segments], dtype=torch.long)
     return Sequence(torch.tensor(list(tokens), dtype=torch.long), torch.arange(len(tokens)), codes, decode=decode)
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
-    """The sequence with ``filler`` put before position ``at``; the original tokens stay the same tokens.
+    """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not change.
 
     Raises:
-        ConditionError: There is no such position, or the filler is no list of token ids.
+        ConditionError: There is no such position, or the filler is not a list of token ids.
     """
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
         raise ConditionError(f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence")
@@ -112,9 +113,9 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
 class Batch:
     """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
 
-    ``rows[i]`` says which prompt and which condition row ``i`` is. ``edge_mask`` are the edges that are cut, None for
-    none, ``edge_mask_layers[i]`` the layers where they are (None: all), see :meth:`at`. ``position_ids`` is None where
-    all are 0, 1, 2 …. ``interventions[i]`` act on row ``i``.
+    ``rows[i]`` gives the prompt and the condition of row ``i``. ``edge_mask`` holds the cut attention edges (None for
+    none) and ``edge_mask_layers[i]`` the layers where they are cut (None for all); see :meth:`at`. ``position_ids`` is
+    None if all are 0, 1, 2 …. ``interventions[i]`` act on row ``i``.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -134,7 +135,7 @@ class Batch:
 
     @property
     def inserted(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions were inserted by a condition."""
+        """Which positions a condition inserted."""
         return self.origin == INSERTED
 
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
@@ -146,7 +147,7 @@ class Batch:
         return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
 
     def masked_in(self, layer: int) -> tuple[bool, ...]:
-        """Whose edges are cut in a layer, row by row; nobody's where there is nothing to cut."""
+        """Which rows have edges cut in a layer; empty if there is nothing to cut."""
         return (
             ()
             if self.edge_mask is None
@@ -154,14 +155,14 @@ class Batch:
         )
 
     def at(self, layer: int) -> Batch:
-        """The batch as a layer reads it: without the edges that are cut in other layers only."""
+        """The batch as one layer reads it, without edges that are cut only in other layers."""
         if self.edge_mask is None or all(layers is None for layers in self.edge_mask_layers):
             return self
         here = torch.tensor(self.masked_in(layer)).to(self.tokens.device).unsqueeze(1) & self.edge_mask.keys
         return replace(self, edge_mask=replace(self.edge_mask, keys=here) if here.any() else None)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
         given = {name: getattr(self, name) for name in tensors}
         edge_mask = (

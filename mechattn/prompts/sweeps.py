@@ -12,17 +12,17 @@ from mechattn.prompts.conditions import Condition, Variant
 
 
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
-    """Conditions that differ in one option or more, named after them: what ``run`` takes, in one call.
+    """Make conditions that differ in one or more options, named after their values, for ``run``.
 
-    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is
-    the baseline, which is always run. With several options all combinations.
+    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is the
+    baseline, which is always run. Several options give all combinations.
 
     Args:
-        condition: What is varied.
+        condition: The condition to vary.
         options: The values of each option of the condition.
 
     Raises:
-        OptionError: The condition has no such option, or a value cannot be.
+        OptionError: The condition has no such option, or a value is not allowed.
     """
     if isinstance(condition, Variant):
         return {
@@ -37,7 +37,7 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
             raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
     options = {name: list(values) for name, values in options.items()}
     if not options or not all(options.values()):
-        raise OptionError("a sweep needs an option with its values, such as count=[10, 25, 40]")
+        raise OptionError("give an option to vary with its values, such as count=[10, 25, 40]")
     made = {}
     for values in product(*options.values()):
         varied = dict(zip(options, values, strict=True))

@@ -1,4 +1,4 @@
-"""From a prompt's text to tokens that know their segment: joined plainly, or by the tokenizer's chat template."""
+"""Tokenizes a prompt, plainly joined or by the chat template, and assigns each token its segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mechattn.prompts.sequences import Sequence, baseline_sequence
 
 @runtime_checkable
 class TokenizedModel(Protocol):
-    """What of a model the prompts need: its tokenizer, and whether it puts a BOS token first."""
+    """The part of a model that prompts need: its tokenizer, and whether it prepends a BOS token."""
 
     tokenizer: Any
     cfg: Any
@@ -51,7 +51,7 @@ def require_tokenizer(model: TokenizedModel) -> Any:
     """The tokenizer of the model."""
     if getattr(model, "tokenizer", None) is None:
         raise ModelError(
-            "this model has no tokenizer; pass one: load_model(model, tokenizer=…), or give token ids as prompts"
+            "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token ids as prompts"
         )
     return model.tokenizer
 
@@ -80,7 +80,7 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
     if bos is None and own is not None and prompt.tokens[0] == own:
         raise PromptError(
             f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model reads text without "
-            "one; leave it out, or set model.cfg.default_prepend_bos = True"
+            f"one; remove it, or set model.cfg.default_prepend_bos = True"
         )
 
 
@@ -91,8 +91,8 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
     run_of_pads = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
     if pad is not None and (run_of_pads if doubles else pad in ends):
         raise PromptError(
-            f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as text; give each "
-            "prompt without padding, as Prompt(tokens=…) or as text"
+            f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as text; remove the "
+            f"padding and give each prompt as Prompt(tokens=…) or as text"
         )
 
 
@@ -148,8 +148,8 @@ def _without_system(prompt: Prompt, tokenizer: Any) -> str:
 def _tokens_in_spans(tokenizer: Any, text: str, spans: Spans) -> tuple[list[int], list[str]]:
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which does not tell which characters a token covers; "
-            "load the fast one (AutoTokenizer with use_fast=True), or give token ids as prompts"
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters of each token; "
+            f"load the fast one (AutoTokenizer with use_fast=True), or give token ids as prompts"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     segments = []

@@ -1,4 +1,4 @@
-"""The kind of word that a token is: a digit, an operator, a conjunction, or another."""
+"""Classifies tokens as digit, operator, conjunction or other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONJUNCTIONS = (
 
 
 def token_class(text: str) -> str:
-    """The class of a token's text, spaces around it left out; a part of a word counts as if it were the whole."""
+    """The class of a token's text without surrounding spaces; part of a word counts as the whole word."""
     word = text.replace("▁", " ").strip()
     if word and all(c.isnumeric() or c in ".," for c in word) and any(c.isnumeric() for c in word):
         return "digit"

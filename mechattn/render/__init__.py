@@ -1,4 +1,4 @@
-"""From a result to something to look at: plotly figures and circuitsvis views. Nothing here computes a number."""
+"""Draws results as plotly figures and circuitsvis views; nothing here computes numbers."""
 
 from mechattn.render.accuracy_figures import accuracy as accuracy
 from mechattn.render.accuracy_figures import accuracy_map as accuracy_map

@@ -23,10 +23,10 @@ _COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)
 
 
 def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Accuracy by condition with 95 % intervals, a colour a model; a dotted line at each model's baseline.
+    """Plot accuracy by condition with 95 % intervals, one colour per model; dotted lines mark the baselines.
 
     Args:
-        tables: For each model, in words, what ``Evaluation.accuracy()`` gives.
+        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
     """
     import plotly.graph_objects as go
 
@@ -43,11 +43,12 @@ def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
-    """Accuracy over the values of a swept option with 95 % intervals, a line a model.
+    """Plot accuracy over the values of a swept option with 95 % intervals, one line per model.
 
     Args:
-        tables: For each model, in words, what ``Evaluation.accuracy()`` gives, of conditions that ``ma.sweep`` made.
-        option: The option.
+        tables: The table of ``Evaluation.accuracy()`` for each model by name, with conditions from ``ma.sweep``.
+        option: The swept option.
+
 
     Raises:
         OptionError: No condition is named after the option.
@@ -71,15 +72,15 @@ def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") ->
 
 
 def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
-    """Accuracy over two swept options as a map; the chosen cell is not to be reported on the same problems.
+    """Map accuracy over two swept options; don't report the best cell on the same problems.
 
-    See ``Evaluation.best``, which chooses on one half of the problems and reports the other.
+    ``Evaluation.best`` chooses on one half of the problems and reports the other half.
 
     Args:
-        table: What ``Evaluation.accuracy()`` gives, of conditions with both options in their names.
+        table: The table of ``Evaluation.accuracy()``, with conditions named after both options.
         across: The option on the horizontal axis.
         down: The option on the vertical axis.
-        model: The model, in words.
+        model: The model's name in the figure.
 
     Raises:
         OptionError: No condition is named after both options.
@@ -110,11 +111,12 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
 
 
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
-    """pass@k, or the accuracy of the best of k, over the number of answers: a colour a condition, a dash a table.
+    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one dash style per table.
 
     Args:
-        tables: For each measure, in words, what ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` gives.
-        model: The model, in words.
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name in the
+            figure.
+        model: The model's name in the figure.
 
     Raises:
         OptionError: There are no tables.
@@ -128,17 +130,17 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
             renamed = rows.rename(columns={"estimate": "accuracy"}).set_index("condition")
             _points(figure, rows.k.to_list(), renamed, f"{name}, {measure}", colours[name], "lines+markers", dash)
     figure.update_xaxes(title_text="answers to each question (k)")
-    figure.update_yaxes(title_text="chance that the answer is right (%)", rangemode="tozero")
+    figure.update_yaxes(title_text="probability of a right answer (%)", rangemode="tozero")
     note = "bars: 95 % intervals over problems"
     figure.update_layout(**LAYOUT, title_text=f"{model}: {' and '.join(tables)}<br><sup>{note}</sup>", height=460)
     return with_plain_names(figure)
 
 
 def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """How different the answers to one question are, by condition, a colour a model.
+    """Plot the diversity of the answers to one question by condition, one colour per model.
 
     Args:
-        tables: For each model, in words, what ``Evaluation.diversity()`` gives.
+        tables: The table of ``Evaluation.diversity()`` for each model, by its name in the figure.
     """
     import plotly.graph_objects as go
 

@@ -29,14 +29,14 @@ _METRICS = {"near_zero": "near-zero share", "l1": "L1 norm", "l2": "L2 norm", "g
 def activation_histogram(
     results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
 ) -> go.Figure:
-    """The histogram of the question's activations after the nonlinearity, a line for each condition, a panel a model.
+    """Plot a histogram of the question's activations after the nonlinearity by condition, one panel per model.
 
-    Shares of all activations by bin, on a logarithmic axis, their means over prompts with pointwise 95 % bands; dotted
-    lines at plus and minus the threshold of near-zero. What lies outside the bins is left out.
+    Shows the share of all activations by bin on a logarithmic axis, as means over prompts with pointwise 95 % bands.
+    Dotted lines mark plus and minus the near-zero threshold. Activations outside the bins are left out.
 
     Args:
-        results: One result a model, with ``MlpActivations``.
-        conditions: Beside the baseline; all by default.
+        results: One result per model, with ``MlpActivations``.
+        conditions: The conditions other than the baseline; all by default.
         layer: The layer, from 0.
     """
     results, names = _checked(results, conditions, layer)
@@ -70,13 +70,13 @@ def activation_histogram(
 def activation_metrics(
     results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0, segment: str = "question"
 ) -> go.Figure:
-    """How near-zero share, L1, L2 and Gini coefficient change from the baseline, with 95 % intervals over prompts.
+    """Plot the changes of near-zero share, L1, L2 and Gini coefficient from the baseline, with 95 % intervals.
 
     Args:
-        results: One result a model, with ``MlpActivations``.
+        results: One result per model, with ``MlpActivations``.
         conditions: All but the baseline by default.
         layer: The layer, from 0.
-        segment: Whose tokens.
+        segment: The segment of the tokens.
     """
     from plotly.subplots import make_subplots
 
@@ -91,7 +91,7 @@ def activation_metrics(
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=list(names), row=1, col=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
-    figure.update_layout(**_layout("what changes in the MLP's activations", note, 520))
+    figure.update_layout(**_layout("changes of the MLP's activations", note, 520))
     parts = [
         f"{model_caption(r)}: "
         + "; ".join(f"{n} {percent_words(overall_change(r, n, 'near_zero', segment, layer)[0])}" for n in names)
@@ -101,11 +101,11 @@ def activation_metrics(
 
 
 def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0) -> go.Figure:
-    """The share of near-zero activations for digits, operators, conjunctions and other tokens of the question.
+    """Plot the share of near-zero activations by token class: digits, operators, conjunctions and others.
 
     Args:
-        results: One result a model, with ``MlpActivations``.
-        conditions: Beside the baseline; all by default.
+        results: One result per model, with ``MlpActivations``.
+        conditions: The conditions other than the baseline; all by default.
         layer: The layer, from 0.
     """
     results, names = _checked(results, conditions, layer)
@@ -139,11 +139,11 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
 def agreement(
     results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
 ) -> go.Figure:
-    """The cosine between the change that one condition makes in the question's activations and those of others.
+    """Plot the cosine between the changes that conditions make in the question's activations.
 
     Args:
-        results: One result a model, with ``MlpActivations``.
-        condition: The condition that the others are set beside, "slash" for example.
+        results: One result per model, with ``MlpActivations``.
+        condition: The condition to compare the others with, such as "slash".
         conditions: The others; all by default.
         layer: The layer, from 0.
     """
@@ -152,7 +152,7 @@ def agreement(
     results, names = _checked(results, conditions, layer)
     others = [name for name in names if name != condition]
     if not others:
-        raise OptionError(f"there is no condition beside {condition!r} to agree with; run some")
+        raise OptionError(f"there is no condition to compare with {condition!r}; run at least one more")
     figure, said = go.Figure(), []
     for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
         table = result.agreement(condition, others[0], controls=others[1:])
@@ -189,7 +189,9 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
             result.condition(name)
     names = [name for name in (conditions or made[0].conditions) if name != BASELINE]
     if not names:
-        raise OptionError("this shows changes from the baseline, and there is no other condition; run one beside it")
+        raise OptionError(
+            "this figure shows changes from the baseline, but there is no other condition; run at least one"
+        )
     return made, names
 
 

@@ -22,15 +22,15 @@ NAME = "affine_shift"
 
 
 def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
-    """Left: λ of every head by layer, its mean, and λ under uniform attention. Right: what the affine form misses.
+    """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
 
-    Thin lines are heads, sorted within each layer so that they don't cross; bars are 95 % t intervals over prompts of
+    Thin lines are heads, sorted within each layer so that they don't cross. Bars are 95 % t intervals over prompts of
     the mean over heads.
 
     Args:
         result: A result with ``AffineShift``.
         condition: The condition; the first that isn't the baseline by default.
-        segment: The queries.
+        segment: The segment of the queries.
     """
     from plotly.subplots import make_subplots
 
@@ -67,7 +67,7 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
 
 
 def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
-    """The share of the shift Σσ that one direction holds, by layer: its mean over heads for each condition.
+    """Plot the share of the shift Σσ along its first direction by layer, as a mean over heads, for each condition.
 
     Args:
         result: A result with ``AffineShift``.

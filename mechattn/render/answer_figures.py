@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure:
-    """Attention of right and of wrong answers to a segment, by condition, with 95 % intervals over answers.
+    """Plot the attention of right and of wrong answers to a segment by condition, with 95 % intervals over answers.
 
-    Filled: right; open: wrong; a line beside each: what uniform attention would give to it, which falls with length.
-    The panel on the right compares answers of about the same length, pair by pair, less the null.
+    Filled marks are right answers, open marks wrong ones. The line at each mark is uniform attention, which falls with
+    length. The right panel compares pairs of answers of about the same length, minus the null.
 
     Args:
-        measured: What ``ma.while_answering`` gives.
-        to: The segment that is looked at.
+        measured: The result of ``ma.while_answering``.
+        to: The segment of the keys.
     """
     from plotly.subplots import make_subplots
 
     table = measured.table(to).dropna(subset=["right", "wrong"], how="all").reset_index(drop=True)
     if table.empty:
         raise OptionError(f"no condition has a {to} segment, or no answer was written")
-    titles = [f"attention to the {to} (%)", "right less wrong, beyond uniform (points)"]
+    titles = [f"attention to the {to} (%)", "right minus wrong, beyond uniform (points)"]
     figure = make_subplots(cols=2, shared_yaxes=True, column_widths=[0.6, 0.4], subplot_titles=titles)
     places = np.arange(len(table))
     for said, symbol, colour, away in (("right", "circle", THIRD, -0.12), ("wrong", "circle-open", WITH, 0.12)):
@@ -69,7 +69,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
     note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
-    title = f"{measured.about}: where its own answers look<br><sup>{note}</sup>"
+    title = f"{measured.about}: attention while answering<br><sup>{note}</sup>"
     figure.update_layout(**headed(150, 260 + 60 * len(table)), title_text=title)
     return says(with_plain_names(figure), _said(table))
 
@@ -85,7 +85,7 @@ def _said(table: pd.DataFrame) -> str:
                 f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
                 f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p:.2g}"
             )
-    return f"Right less wrong, beyond uniform attention. {'; '.join(parts)}."
+    return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."
 
 
 def dose_curves(
@@ -98,29 +98,29 @@ def dose_curves(
     layer: int | None = None,
     trends: Mapping[str, Trend] | None = None,
 ) -> go.Figure:
-    """Right answers over a swept option, and below them what attention does: the two on one axis.
+    """Plot right answers over a swept option, and below them the change of attention, on a shared axis.
 
     Above: accuracy with 95 % intervals over problems. Below: the change of a quantity from the baseline with 95 %
     intervals over prompts, dotted: that of uniform attention.
 
     Args:
-        accuracy: What ``Evaluation.accuracy()`` gives, of conditions that ``ma.sweep`` made.
+        accuracy: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
         result: A run of the same conditions.
         option: The swept option.
-        quantity: Of the result: a positive quantity.
-        segment: The segment that it is about.
+        quantity: A positive quantity of the result.
+        segment: The segment of the quantity.
         layer: One layer; the mean over all by default.
-        trends: What ``ma.trend`` gives of each, by what it is of in words; stated in the caption.
+        trends: Results of ``ma.trend`` by their description; stated in the caption.
 
     Raises:
-        OptionError: No condition of either is named after the option, or the two have other conditions.
+        OptionError: No condition is named after the option, or the evaluation and the result have different conditions.
     """
     from plotly.subplots import make_subplots
 
     ours, theirs = ({n for n in names if f"{option}=" in n} for names in (accuracy.condition, result.conditions))
     if ours != theirs:
         apart = sorted(ours ^ theirs)[0]
-        raise OptionError(f"{apart!r} was {'run' if apart in theirs else 'evaluated'} and not the other; give both")
+        raise OptionError(f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both")
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=titles)
     upper = accuracy_sweep({"right answers": accuracy}, option)

@@ -1,4 +1,4 @@
-"""How much a quantity changed: a map of layers and heads; against the length or place of the insertion; the 2 × 2."""
+"""Figures of changes: a map of layers and heads, changes over a swept option, and the 2 × 2."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def change_map(
     result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
-    """Layer × head: the change of a quantity less that of its null; a dot where q < 0.05 (Benjamini-Hochberg, the map).
+    """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
 
-    Red: it rose more, or fell less, than the null; blue: it fell further, or rose less. Where no null is known, it is
-    the change itself, and the title says so.
+    Red means that it rose more, or fell less, than the null; blue that it fell further, or rose less. Without a null
+    the map shows the change itself, and the title says so. q is Benjamini-Hochberg over the map.
 
     Args:
         result: A result.
         condition: The condition; the first that isn't the baseline by default.
-        quantity: What ``result.compare`` takes.
+        quantity: The quantity, as for ``result.compare``.
         segment: The segment that it is about.
     """
     import plotly.graph_objects as go
@@ -38,7 +38,7 @@ def change_map(
     condition = result.condition(condition)
     table = result.compare(condition, quantity=quantity, segment=segment)
     if set(table) & {"segment", "to_segment"}:
-        raise OptionError(f"{quantity!r} has more than one number for each head; a map shows one that has not")
+        raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any())
     column = "beyond" if known else "difference"
     names = {"shown": column, "low": f"{column}_low".removeprefix("difference_"), "difference": "difference", "q": "q"}
@@ -51,7 +51,7 @@ def change_map(
         f"{'null: ' * known}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
-        note += f"; with so few prompts no single head can reach it (q ≥ {table.attrs['smallest_q']:.2g})"
+        note += f"; too few prompts for any head to reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     if table.attrs["left_out"]:
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
     relative = "change relative to its null" if known else "change"
@@ -73,12 +73,12 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     head = f"layer {far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}]"
     picked = (
-        f"it was picked as the largest of {len(table)}, so its interval is too optimistic "
-        '(select="half" gives an honest one).'
+        f"it was selected as the largest of {len(table)}, so its interval is too optimistic "
+        '(select="half" avoids this).'
     )
     if column == "beyond":
-        return f"{sure} differ from the null at q < 0.05. Furthest from it is {head}, null {null}; {picked}"
-    return f"{sure} changed at q < 0.05; {table.attrs['null']}. Most changed is {head}; {picked}"
+        return f"{sure} differ from the null at q < 0.05. The largest difference is in {head}, null {null}; {picked}"
+    return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
 
 
 def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
@@ -116,17 +116,17 @@ def sweep(
     segment: str = "question",
     layer: int | None = None,
 ) -> go.Figure:
-    """The change of a quantity over the values of a swept option, with 95 % intervals and the null beside it.
+    """Plot the change of a quantity over the values of a swept option, with 95 % intervals and the null.
 
     Args:
         result: A run whose conditions come from ``ma.sweep``.
-        option: The option on the horizontal axis; its values with one of every other option make a line.
+        option: The option on the horizontal axis; each combination of other options gives a line.
         quantity: A positive quantity.
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
 
     Raises:
-        OptionError: The result has no condition that is named after the option.
+        OptionError: No condition of the result is named after the option.
     """
     import plotly.graph_objects as go
 
@@ -166,9 +166,10 @@ def two_by_two(
     segment: str = "question",
     layer: int | None = None,
 ) -> go.Figure:
-    """The change of a quantity in each condition with its 95 % interval and its null: a condition and its variants.
+    """Plot the change of a quantity in a condition and its variants, with 95 % intervals and nulls.
 
-    As inserted: attention is taken and tokens are moved apart; masked: moved alone; unshifted: taken alone.
+    As inserted, tokens receive attention and move the others apart; masked, they only move them apart; unshifted, they
+    only receive attention.
 
     Args:
         result: A result.

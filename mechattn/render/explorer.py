@@ -1,4 +1,4 @@
-"""The attention of one prompt to be gone through on a page: map, parts of the scores, layer and head by controls."""
+"""An interactive view of one prompt's attention: map and parts of the scores, by layer and head."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _UNSEEN = -32768  # a key outside the window, or masked
 def attention_explorer(
     result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
 ) -> View:
-    """Figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt; layer, head and rank by controls.
+    """Draw figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt, with controls for layer, head and rank.
 
-    The map: hover for both tokens, probability, rank and the parts of the score; marks on the strongest targets of each
-    query that together hold half of its attention, at most eight: green itself, purple the first token, orange
-    another, the symbol by rank. Where scores can be taken apart, the ternary plot of content, bias and ALiBi of the
-    target of a rank, and the course of bias and ALiBi over positions.
+    Hover over the map for both tokens, the probability, the rank and the parts of the score. Marks show the strongest
+    targets of each query that together hold half of its attention (at most eight): green for the query itself, purple
+    for the first token, orange for another, with symbols by rank. If scores can be decomposed, a ternary plot shows
+    content, bias and ALiBi of the target of a rank, and a line plot bias and ALiBi over positions.
 
     Args:
         result: A result with ``AttentionMap``, and ``ScoreDecomposition`` where the model allows it; its prompt's own
             positions (``positions="prompts"``) are needed for the latter.
-        condition: Which condition of the prompt.
-        prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
-        heads: Which heads of each layer, from 0; all by default.
+        condition: The condition of the prompt.
+        prompt: The prompt, from 0; tokens are shown as text for the first prompt and as ids for others.
+        heads: The heads of each layer, from 0; all by default.
         note: A sentence for the caption.
 
     Raises:
-        OptionError: No map, no such condition, prompt or head, or more than 64 heads.
+        OptionError: There is no map, no such condition, prompt or head, or there are more than 64 heads.
     """
     maps = result["attention_map"].attention
     chosen = list(range(maps.sizes["head"]) if heads is None else heads)
@@ -87,7 +87,7 @@ def _check(result: Result, condition: str, prompt: int, maps: Any) -> None:
 
 
 def check_count(layers: int, heads: int) -> None:
-    """Refuse more maps than a page takes.
+    """Refuse more maps than a page can show.
 
     Raises:
         OptionError: More than 64.
@@ -95,8 +95,8 @@ def check_count(layers: int, heads: int) -> None:
     if layers * heads > MOST:
         per = max(1, MOST // heads)
         raise OptionError(
-            f"{layers} layers × {heads} heads are {layers * heads} maps, and a page takes {MOST}: choose heads, or "
-            f"fewer layers, such as layers=range({per})"
+            f"{layers} layers × {heads} heads are {layers * heads} maps, but a page shows at most {MOST}: choose "
+            f"heads, or fewer layers, such as layers=range({per})"
         )
 
 
@@ -108,7 +108,7 @@ def _parts(result: Result, condition: str, prompt: int, length: int, heads: list
     for name in ("bias", "alibi"):
         variable = result["score_decomposition"].get(f"{name}_of_key_per_prompt")
         if variable is None:
-            raise OptionError('the parts of single prompts were not kept: run with positions="prompts"')
+            raise OptionError('the score parts of single prompts were not kept: run with positions="prompts"')
         values = variable.sel(condition=condition).isel(prompt=prompt, head=heads).values[..., :length]
         found[name] = _packed(values, "<f4")
     return found

@@ -1,4 +1,4 @@
-"""One number a head by layer: every head as a line that crosses no other, or the mean over heads by condition."""
+"""Plots of one number per head by layer: every head as a line, or the mean over heads by condition."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WORDS = {
     "self_mass": "attention to the query itself",
     "first_mass": "attention to the first token",
     "previous_mass": "attention to the token before",
-    "duplicate_mass": "attention to earlier places of the same token",
-    "induction_mass": "attention to what stood after them",
+    "duplicate_mass": "attention to earlier occurrences of the same token",
+    "induction_mass": "attention to the tokens after them",
     "inserted_mass": "attention to the inserted tokens",
     "concentration": "p(1) − p(2)",
 }
@@ -35,27 +35,27 @@ _WORDS = {
 def heads_by_layer(
     result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
-    """One number a head over the layers, a panel a condition; lines are sorted within each layer, so that none cross.
+    """Plot one number per head over the layers, one panel per condition; lines are sorted within each layer.
 
-    A line is a rank, not a head: heads of different layers have nothing to do with each other. Hover for the head, its
-    mean over prompts and its 95 % interval. Dotted: uniform attention, where that is a null. (R. Claus, figures 4 to 6,
-    as their captions describe them.)
+    A line is a rank, not a head, as heads of different layers are unrelated; sorting keeps lines from crossing. Hover
+    for the head, its mean over prompts and its 95 % interval. The dotted line is uniform attention, if that is a null.
+    (R. Claus, figures 4 to 6, as their captions describe them.)
 
     Args:
-        result: A result with ``AttentionFocus``, or another analysis with a number a head.
-        quantity: Such as "self_share", "first_share", "concentration", "entropy_share", "value_drain".
-        segment: Whose queries, where the quantity has segments.
-        conditions: The panels; the baseline and all others by default.
+        result: A result with ``AttentionFocus``, or another analysis with one number per head.
+        quantity: The quantity, such as "self_share", "first_share", "concentration", "entropy_share", "value_drain".
+        segment: The segment of the queries, if the quantity has segments.
+        conditions: The conditions, one per panel; all by default.
 
     Raises:
-        OptionError: No such quantity, segment or condition, or one without heads.
+        OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
     """
     from plotly.subplots import make_subplots
 
     names = list(result.conditions if conditions is None else conditions)
     variable = _variable(result, quantity, segment, names)
     if "head" not in variable.dims:
-        raise OptionError(f"{quantity!r} has no heads; see by_layer")
+        raise OptionError(f"{quantity!r} has no heads; use by_layer")
     figure = make_subplots(1, len(names), subplot_titles=list(names), shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
     null = _uniform(result, quantity, segment)
@@ -86,16 +86,16 @@ def heads_by_layer(
 
 
 def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
-    """The mean over heads by layer, a line a condition, with 95 % intervals over prompts; dotted: the uniform null.
+    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
     Args:
         result: A result.
-        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (a panel a block).
-        segment: Whose queries or tokens, where the quantity has segments.
+        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (a panel a block).
+        segment: The segment of the queries or tokens, if the quantity has segments.
         conditions: All that have the quantity by default.
 
     Raises:
-        OptionError: No such quantity, segment or condition.
+        OptionError: There is no such quantity, segment or condition.
     """
     from plotly.subplots import make_subplots
 
@@ -179,7 +179,7 @@ def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> xr.DataArray:
     """The values [prompt, condition, layer, …] of a quantity."""
     if not conditions:
-        raise OptionError("conditions=[] shows nothing; name at least one, or leave it out for all")
+        raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
     for name in conditions:
         if name not in result.conditions:
             have = ", ".join(map(repr, result.conditions))
@@ -189,7 +189,7 @@ def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str])
         known = sorted(
             str(name) for at in result.datasets for name, v in result[at].items() if {"prompt", "layer"} <= set(v.dims)
         )
-        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(known)}")
+        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; it has {', '.join(known)}")
     if "segment" in found.dims:
         if segment not in found.segment.values:
             raise OptionError(

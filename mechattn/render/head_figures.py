@@ -1,4 +1,4 @@
-"""Received attention of single heads as lines: two conditions in several models, or one condition in several layers."""
+"""Line plots of single heads' received attention, across models or across layers."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def meaningless_and_sentence(
     *,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention at each position of the sequence under two ways of inserting, one head for each model.
+    """Plot received attention by position of the sequence under two conditions, for one head per model.
 
     Args:
-        results: One result a model.
+        results: One result per model.
         layer: The layer, from 0.
         heads: The head of each model, from 0; or one number for all.
         conditions: The first in blue, the second in orange.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: No such layer, head or condition; as many heads as models are needed.
+        OptionError: There is no such layer, head or condition, or the numbers of heads and models differ.
     """
     results = [results] if isinstance(results, Result) else list(results)
     chosen = [heads] * len(results) if isinstance(heads, int) else list(heads)
     if len(chosen) != len(results):
-        raise OptionError(f"heads={chosen} for {len(results)} models: give one for each, or one for all")
+        raise OptionError(f"heads={chosen} for {len(results)} models: give one head per model, or one for all")
     panels = [
         _Panel(r, layer, head, f"{model_caption(r)}<br>layer {layer + one_based} head {head + one_based}")
         for r, head in zip(results, chosen, strict=True)
@@ -71,7 +71,7 @@ def meaningless_and_sentence(
         for name in conditions
         if (change := change_words(panel.result, name, layer=panel.layer, heads=[panel.head]))
     ]
-    return says(figure, "Change of the attention that the question's tokens receive.", *said)
+    return says(figure, "Change of the attention received by the question's tokens.", *said)
 
 
 def across_layers(
@@ -82,17 +82,17 @@ def across_layers(
     *,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of the original tokens without (blue) and with (orange) the insertion, a head in some layers.
+    """Plot received attention of the original tokens without (blue) and with (orange) insertion, by layer for one head.
 
     Args:
         result: A result.
         layers: The layers, from 0.
         head: The head, from 0.
-        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, if there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: No such layer, head or condition.
+        OptionError: There is no such layer, head or condition.
     """
     condition = result.shown_condition(condition)
     panels = [_Panel(result, n, head, f"Layer {n + one_based} head {head + one_based}") for n in layers]

@@ -1,4 +1,4 @@
-"""HTML files: written whole or not at all, and never over what mechattn did not write, unless that is meant."""
+"""Writes HTML files completely or not at all, and does not replace other programs' files without force."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _HEAD = 2**16  # bytes in which it has to stand, before any style or script
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:
-    """Find out before the work whether a page can be written here.
+    """Check that a page can be written here, before the run.
 
     Args:
         path: The HTML file.
         force: Replace whatever file is there.
 
     Raises:
-        OutputError: Nothing can be written here, or a file is here that mechattn did not write.
+        OutputError: The path cannot be written to, or holds a file that mechattn did not write.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise OutputError(f'{path!r} is no path: give one such as "out/page.html"')
+        raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
     path = Path(path)
     if inside := [parent for parent in path.absolute().parents if parent.suffix == ".zarr"]:
-        raise OutputError(f"{path} is in {inside[0]}, which holds a result and nothing else; choose another place")
+        raise OutputError(f"{path} is in {inside[0]}, a folder for a stored result only; choose another place")
     check_writable(path)
     if path.exists() and not (path.is_file() and (force or _is_ours(path))):
         raise OutputError(
-            f"{path} exists, and mechattn did not write it, so it is not replaced: choose another name, or mean it "
-            "(--force, in Python force=True)"
+            f"{path} exists and was not written by mechattn, so it is not replaced; choose another name, or give "
+            f"--force (in Python force=True)"
         )
 
 
 def save_page(path: str | Path, text: str, force: bool = False) -> Path:
-    """Write a page, whole or not at all: what was there before stays until it is.
+    """Write a page completely or not at all; an existing page is kept until then.
 
     Args:
         path: The HTML file.
@@ -44,7 +44,7 @@ def save_page(path: str | Path, text: str, force: bool = False) -> Path:
         force: Replace whatever file is there.
 
     Raises:
-        OutputError: As :func:`check_page_place` has it, or there is no room.
+        OutputError: As for :func:`check_page_place`, or the disk is full.
     """
     path = Path(path)
     check_page_place(path, force)

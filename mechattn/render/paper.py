@@ -1,4 +1,4 @@
-"""Figures for a paper: column width, its font size, colours that survive colour blindness, as PDF, SVG or PNG."""
+"""Figures for a paper as PDF, SVG or PNG: column width, font size and colour-blind-safe colours."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PATIENCE = 100  # seconds; kaleido itself gives a figure that it is drawing 90
 
 
 def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
-    """A copy of a figure for a paper: 85 or 175 mm wide, text of 8 points, the colours of Okabe and Ito.
+    """Copy a figure in the format of a paper: 85 or 175 mm wide, 8-point text, the colours of Okabe and Ito.
 
     Args:
-        figure: A figure of ``mechattn.render``; it stays as it is.
+        figure: A figure of ``mechattn.render``, which is not changed.
         column: "single" or "double".
-        title: Keep the title; a paper has a caption.
+        title: Whether to keep the title, which a caption usually replaces.
 
     Raises:
         OptionError: There is no such column.
@@ -38,7 +38,7 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
         raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _INCHES))}")
     across = len({tuple(axis.domain) for axis in figure.select_xaxes() if axis.domain})
     if column == "single" and across > 2:
-        raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or take column='double'")
+        raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or use column='double'")
     made, size = go.Figure(figure), _POINTS * _PIXELS / 72
     title = title or bool(figure.layout.sliders)  # which says what the slider showed
     made.layout.sliders = None
@@ -90,11 +90,11 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
         figure: A figure of ``mechattn.render``.
         path: A file that ends with .pdf, .svg or .png.
         column: "single" (85 mm) or "double" (175 mm).
-        title: Keep the title.
+        title: Whether to keep the title.
 
     Raises:
-        OptionError: Another kind of file.
-        OutputError: What draws it is not installed or does not answer, or the file cannot be written.
+        OptionError: The path has another file extension.
+        OutputError: Kaleido or Chromium is not installed or does not respond, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in _FORMATS:
@@ -113,11 +113,11 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
         if isinstance(error, RuntimeError) and "Chrome" not in str(error):
             raise
         raise OutputError(
-            "static figures are drawn by Chromium, and there is none: apt install chromium (Debian, Ubuntu), brew "
-            "install chromium (macOS), or plotly_get_chrome; BROWSER_PATH names one elsewhere"
+            "static figures need Chromium, which was not found: apt install chromium (Debian, Ubuntu), brew "
+            "install chromium (macOS), or plotly_get_chrome; set BROWSER_PATH if it is installed elsewhere"
         ) from None
     except OSError as error:
-        raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+        raise OutputError(f"cannot write to {path}: {error.strerror or error}") from None
     return path
 
 

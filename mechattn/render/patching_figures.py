@@ -1,4 +1,4 @@
-"""The effect of each head's output on the answer, as a map of layers and heads."""
+"""Maps patching effects by layer and head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def patched_heads(patching: HeadPatching) -> go.Figure:
-    """Layer × head: the mean effect of each head; a dot where q < 0.05 (Benjamini-Hochberg, the map).
+    """Map each head's mean patching effect by layer and head; dots mark q < 0.05 (Benjamini-Hochberg over the map).
 
-    Red: the answer's metric rose; blue: it fell. Heads that were not asked for stay empty.
+    Red means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
 
     Args:
-        patching: What ``patch_heads`` gives.
+        patching: The result of ``patch_heads``.
     """
     import plotly.graph_objects as go
 
@@ -45,7 +45,7 @@ def patched_heads(patching: HeadPatching) -> go.Figure:
         f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
     )
     figure = go.Figure([heat, sure_marks(sure)])
-    title = f"{about['model']}: what each head carries of the effect"
+    title = f"{about['model']}: patching effect by head"
     figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text="layer", autorange="reversed")
@@ -54,5 +54,5 @@ def patched_heads(patching: HeadPatching) -> go.Figure:
         figure,
         f"{int(sure.values.sum())} of {len(table)} heads at q < 0.05. Largest: layer {top.layer:.0f} head "
         f"{top['head']:.0f}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}], {top.share:.0%} of the whole effect; "
-        'it was picked as the largest, so its interval is too optimistic (heads(select="half") gives an honest one).',
+        'it was selected as the largest, so its interval is too optimistic (heads(select="half") avoids this).',
     )

@@ -1,4 +1,4 @@
-"""Attention drawn by circuitsvis, offline: maps, their difference, and text coloured by received attention."""
+"""Offline circuitsvis views: attention maps, their difference, and text coloured by received attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = 3
 def attention_pattern(
     result: Result, layer: int, heads: Seq[int], condition: str = "baseline", prompt: int = 0
 ) -> View:
-    """The attention map of one prompt, heads side by side; click one to enlarge it, hover for the numbers.
+    """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover for numbers.
 
     Args:
         result: A result with an attention map.
@@ -35,7 +35,7 @@ def attention_pattern(
         prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
-        OptionError: No such layer, head, condition or prompt.
+        OptionError: There is no such layer, head, condition or prompt.
     """
     maps, tokens = _map(result, layer, heads, condition, prompt)
     caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
@@ -46,9 +46,9 @@ def attention_pattern(
 def pattern_difference(
     result: Result, layer: int, heads: Seq[int], condition: str | None = None, prompt: int = 0
 ) -> View:
-    """The attention among the original tokens under a condition less that in the baseline: orange is more, blue less.
+    """Show attention between original tokens under a condition minus the baseline; orange is more, blue less.
 
-    Rows need not sum to 0: what the inserted tokens take is missing from all.
+    Rows need not sum to 0, as attention to the inserted tokens is left out.
 
     Args:
         result: A result with an attention map.
@@ -58,7 +58,7 @@ def pattern_difference(
         prompt: Which prompt, from 0.
 
     Raises:
-        OptionError: No such layer, head, condition or prompt.
+        OptionError: There is no such layer, head, condition or prompt.
     """
     condition = result.condition(condition)
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
@@ -68,7 +68,7 @@ def pattern_difference(
     difference = with_them[:, kept][:, :, kept] - without
     reach = float(np.nanmax(abs(difference))) or 1.0
     caption = (
-        f"{model_caption(result)}, layer {layer}: attention among the original tokens, “{condition}” less the "
+        f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
         f"baseline; orange: more, blue: less, at most {reach:.2f}"
     )
     colours = {"minValue": -reach, "maxValue": reach, "negativeColor": WITHOUT, "positiveColor": WITH}
@@ -79,25 +79,25 @@ def pattern_difference(
 def received_text(
     result: Result, layer: int, heads: Seq[int] | None = None, condition: str | None = None, prompt: int = 0
 ) -> View:
-    """One prompt's text coloured by the attention each token receives, without and with the inserted tokens.
+    """Show one prompt's text coloured by received attention, without and with the inserted tokens.
 
-    Both have one scale. A first token that takes far more than any other would leave the rest pale, so the scale ends
-    at the second largest value; hover for the number.
+    Both share one scale, which ends at the second largest value, because the first token often receives far more than
+    any other. Hover for the number.
 
     Args:
         result: A result with received attention of each prompt (``positions="prompts"``), or of one prompt.
         layer: The layer, from 0.
-        heads: Their mean is shown; of all by default.
+        heads: The heads whose mean is shown; all by default.
         condition: The condition; by default the first that isn't the baseline, where there is one.
         prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
-        OptionError: No such layer, head, condition or prompt, or only means over several prompts were kept.
+        OptionError: No such layer, head, condition or prompt, or only means over prompts were kept.
     """
     condition, dataset = result.shown_condition(condition), result[NAME]
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
-        raise OptionError('the result has means over prompts alone; run with positions="prompts" to see one prompt')
+        raise OptionError('the result has only means over prompts; run with positions="prompts" to see one prompt')
     _check({"layer": (layer, dataset.layer.values), "prompt": (prompt, range(dataset.sizes["prompt"]))})
     heads = list(range(dataset.sizes["head"]) if heads is None else heads)
     check_heads(heads, dataset.sizes["head"])

@@ -1,4 +1,4 @@
-"""Names as text in figures: plotly takes ``<a href=…>`` for a link wherever it draws words, and a name is anybody's."""
+"""Escapes names in figures, since plotly would turn ``<a href=…>`` in any text into a link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = ("template", "meta")  # a look, and a sentence that plotly doesn't draw
 
 
 def with_plain_names(figure: go.Figure) -> go.Figure:
-    """The figure, with every "<" in its words as "&lt;" but those of line breaks and small print."""
+    """The figure with "<" escaped in its texts, except in line breaks and small print."""
     for part in (figure.layout, *figure.data):
         _escape(part)
     return figure

@@ -1,4 +1,4 @@
-"""Received attention with and without the inserted tokens: the original tokens aligned, and the whole sequence."""
+"""Figures of received attention with and without inserted tokens, by original token and over the whole sequence."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ def received_attention(
     choose: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
-    """Received attention of chosen heads, without (blue) and with (orange) the inserted tokens.
+    """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
-    Top row: the original tokens, aligned. Bottom row: the sequence with the inserted tokens, their span shaded. Dotted:
-    what uniform attention would give, as some of the fall is there by definition. Of the baseline alone there is one
-    row, the blue line and its null.
-    Lines are means over prompts, bands pointwise 95 % t intervals; a key that fewer than half of the prompts have, or
-    fewer than 10 of them (all, below 10 prompts), is hidden.
+    The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded.
+    Dotted lines are uniform attention, since part of the fall is there by definition. A result with only the baseline
+    gives one row with its null. Lines are means over prompts and bands pointwise 95 % t intervals. A key is hidden if
+    fewer than half of the prompts, or fewer than 10 of them (all, below 10 prompts), have it.
 
     Args:
         result: A result with received attention.
         layer: The layer, from 0.
         heads: The heads, from 0.
-        choose: In place of heads: how many to choose by the largest change (of the baseline: the largest distance)
-            from the null on one half of the prompts; the figure then shows the other half (the run must have kept
-            ``positions="prompts"``).
+        choose: In place of heads: the number of heads to choose by the largest change (in the baseline: the largest
+            distance) from the null on one half of the prompts. The figure then shows the other half; the run must have
+            used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: No such layer, head or condition; or nothing to choose heads from.
+        OptionError: There is no such layer, head or condition, or heads cannot be chosen.
     """
     from plotly.subplots import make_subplots
 
@@ -148,7 +147,7 @@ def choose_heads(result: Result, layer: int, count: int, condition: str, prompts
     dataset = result[NAME]
     if "received_per_prompt" not in dataset:
         raise OptionError(
-            "to choose heads on one half of the prompts and show the other, the positions of each prompt are needed: "
+            "choosing heads on one half of the prompts needs the positions of each prompt: "
             'run with positions="prompts", or name the heads'
         )
     if not 1 <= count <= dataset.sizes["head"] or len(prompts) < 3:
@@ -170,16 +169,16 @@ def choose_heads(result: Result, layer: int, count: int, condition: str, prompts
 def verdict_words(
     result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
 ) -> str:
-    """The change of the attention that a segment receives, beside its uniform null, in one sentence.
+    """State the change of a segment's received attention and its uniform null in one sentence.
 
     Args:
         result: A result with received attention.
         condition: The condition; the first that isn't the baseline by default.
-        segment: The segment that receives.
-        control: A condition that is set beside it, such as a random sentence of as many tokens.
+        segment: The segment that receives attention.
+        control: A condition to compare with, such as a random sentence of equal length.
 
     Raises:
-        OptionError: No such condition or segment, or fewer than 3 prompts.
+        OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
     """
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment)
@@ -226,16 +225,20 @@ def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[
         OptionError: Both are given, or neither, or one of another kind.
     """
     if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
-        warnings.warn(f"heads={heads} chooses heads: say choose={heads}; heads is a list", FutureWarning, stacklevel=3)
+        warnings.warn(
+            f"heads={heads} chooses heads: give choose={heads}; heads is a list",
+            FutureWarning,
+            stacklevel=3,
+        )
         heads, choose = None, heads
     if (heads is None) == (choose is None):
-        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of them, such as heads=[0, 3] or choose=3")
+        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of the two, such as heads=[0, 3] or choose=3")
     if choose is not None:
         if isinstance(choose, bool) or not isinstance(choose, int) or choose < 1:
-            raise OptionError(f"choose={choose!r}: give a number of heads, 1 at least")
+            raise OptionError(f"choose={choose!r}: give a number of heads, at least 1")
         return [], choose
     if not isinstance(heads, (list, tuple, range, np.ndarray)):
-        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3]; or say how many to choose with choose=…")
+        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or choose=… for a number of heads")
     return list(heads), None
 
 
@@ -251,7 +254,7 @@ def check_heads(heads: Seq[int], count: int) -> None:
         if not 0 <= head < count:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
     if not len(heads):
-        raise OptionError("heads=[] shows nothing; name at least one")
+        raise OptionError("heads=[] is empty; give at least one head")
     if len(set(heads)) < len(heads):
         raise OptionError(f"heads={list(heads)} names a head twice")
 
@@ -301,7 +304,7 @@ def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend
 def band_words(result: Result) -> str:
     """What is to be said of bands at positions: they are from moments over prompts, which know no groups."""
     alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
-    return "" if alone else ", which take prompts for independent"
+    return "" if alone else ", which treat prompts as independent"
 
 
 def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""One look for all figures: colours, fonts, and the words that say which model it is."""
+"""The common look of all figures: colours, fonts, and the model's name in captions."""
 
 from __future__ import annotations
 

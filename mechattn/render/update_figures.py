@@ -1,4 +1,4 @@
-"""Head updates: how large, in which direction, at which tokens; the layer by a slider."""
+"""Figures of head updates: magnitude, orientation and position, with a slider for the layer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def update_histogram(
     condition: str = BASELINE,
     reading: Reading = "mixed",
 ) -> go.Figure:
-    """How magnitude or orientation of each head's update is spread over tokens, a row a head; the layer by the slider.
+    """Plot the distribution over tokens of each head's update magnitude or orientation, with a slider for the layer.
 
-    The dotted line: 1 / heads for the magnitude, 0 (across the residual stream) for the orientation. (R. Claus, figures
-    7 and 8; these show the update by all that a head reads, and with reading="top_target" that by its strongest target
-    alone, as the published ones do.)
+    The dotted line is 1 / heads for the magnitude and 0 (orthogonal to the residual stream) for the orientation. (R.
+    Claus, figures 7 and 8. These show a head's whole update; reading="top_target" shows only the part from its
+    strongest target, like the published ones.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -40,7 +40,7 @@ def update_histogram(
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: It was not measured.
+        OptionError: The quantity was not measured.
     """
     import plotly.graph_objects as go
 
@@ -70,10 +70,11 @@ def update_histogram(
 
 
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
-    """Orientation against magnitude of the updates of all heads and tokens; the layer by the slider.
+    """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the layer.
 
-    Shares are of all updates; those below 0.0001 or above 100 times the residual stream lie outside. Below
-    0 an update takes away from the residual stream, above it adds along it. (R. Claus, figure 9.)
+    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. An
+    update with negative orientation reduces the residual stream, one with positive orientation adds to it. (R. Claus,
+    figure 9.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -81,7 +82,7 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: It was not measured.
+        OptionError: The quantity was not measured.
     """
     import plotly.graph_objects as go
 
@@ -107,10 +108,10 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
 
 
 def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
-    """Magnitude of every head's update at each position, means over prompts; the layer by the slider. (Figure 10.)
+    """Plot the mean magnitude of every head's update by position, with a slider for the layer (R. Claus, figure 10).
 
-    Positions that fewer than half of the prompts have, or fewer than 10 of 20 and more, are hidden: late ones come from
-    long prompts alone.
+    Positions are hidden if fewer than half of the prompts, or fewer than 10 of 20 or more, have them: late positions
+    come only from long prompts.
 
     Args:
         result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
@@ -118,7 +119,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         reading: "mixed" or "top_target".
 
     Raises:
-        OptionError: It was not measured for each token.
+        OptionError: The quantity was not measured for each token.
     """
     import plotly.graph_objects as go
 
@@ -229,7 +230,7 @@ def _finish(
     """Title, and a slider with a step for each layer."""
     layers = values.layer.values.tolist()
     note = f"{condition}; {count_words(result)}"
-    note += "; the strongest target's part alone" if reading == "top_target" else ""
+    note += "; only the part from the strongest target" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
 
     def words(layer: int) -> str:

@@ -1,4 +1,4 @@
-"""A piece of HTML to look at: a page that opens offline, a frame in a notebook, or a part of a larger page."""
+"""Views: HTML for an offline page, a notebook frame, or part of a larger page."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Script = Literal["circuitsvis", "plotly"]
 
 @dataclass(frozen=True)
 class View:
-    """A piece of HTML that needs a script once on its page.
+    """A view as HTML, which can be shown in a notebook or saved as an offline page.
 
-    In a notebook it shows itself, in a frame of its own and without asking the network. ``body`` goes into a page that
-    already has :func:`view_script`.
+    In a notebook it displays in its own frame, without network requests. ``body`` can be put into a page that already
+    contains :func:`view_script`.
 
     Args:
         body: The HTML.
-        height: Of the frame, in pixels.
-        script: Whose script it needs; None for none.
+        height: The height of the frame, in pixels.
+        script: The library whose script it needs; None for none.
     """
 
     body: str
@@ -35,7 +35,7 @@ class View:
     script: Script | None = "circuitsvis"
 
     def page(self) -> str:
-        """A whole HTML document that opens offline."""
+        """Return a complete HTML document that opens offline."""
         script = f"<script>{view_script(self.script)}</script>" if self.script else ""
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>Attention</title>'
@@ -44,14 +44,14 @@ class View:
         )
 
     def save(self, path: str | Path, force: bool = False) -> None:
-        """Write the document to a file, whole or not at all.
+        """Save the document to a file, completely or not at all.
 
         Args:
             path: The HTML file.
             force: Replace a file that mechattn did not write.
 
         Raises:
-            OutputError: There is such a file, or nothing can be written there.
+            OutputError: The path holds such a file, or cannot be written to.
         """
         save_page(path, self.page(), force)
 

@@ -1,4 +1,4 @@
-"""What a figure says, as a sentence with its number and interval; it travels with the figure and stands under it."""
+"""The sentence under a figure that states its main number and interval."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def change_words(
 
 
 def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
-    """How far a choice of heads of a layer by the data hangs on the prompts; "" where that cannot be said."""
+    """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
     try:
         table = result.stability(condition, choose=choose, layer=layer)
     except OptionError:  # too few prompts, or every head is chosen

@@ -1,4 +1,4 @@
-"""What was done, as a paragraph for a paper; every number in it is one that the result holds."""
+"""Writes the methods paragraph of a result; every number in it comes from the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
     about = result.provenance
     for number, table in enumerate(tables):
         if not {"condition", "quantity", "family", "level", "unit"} <= set(getattr(table, "attrs", {})):
-            raise OptionError(f"table {number} says not how it was made; give what Result.compare gives")
+            raise OptionError(f"table {number} has no record of how it was made; give tables from Result.compare")
     sentences = [
         _model(about["model"], about["versions"], about["engine"]),
         _verified(about["model"]),
@@ -33,7 +33,7 @@ def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
         _analyses(about),
         _nulls(result),
         *(_compared(table) for table in tables),
-        f"The seed of all draws was {about['seed']}.",
+        f"The random seed was {about['seed']}.",
     ]
     return " ".join(filter(None, sentences))
 
@@ -43,7 +43,7 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
     by = [f"{name} {_several(versions[name])}" for name in ("mechattn", "transformer-lens", "transformers", "torch")
           if name in versions]  # fmt: skip
     how = {
-        "streaming": "in blocks of query rows, without storing it",
+        "streaming": "in blocks of query rows, without storing the pattern",
         "fused": "by two calls of a fused kernel",
         "hooks": "through the model's hooks",
     }
@@ -58,7 +58,7 @@ def _verified(model: Mapping[str, Any]) -> str:
         return "The hooked model was not verified against the model's own attention."
     left = _several(model.get("not_verified") or [])
     mended = _several(model.get("mended") or [])
-    said = "The hooked model was verified against the model's own native attention when it was loaded"
+    said = "The hooked model was verified against the model's own attention when it was loaded"
     return f"{said}{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}."
 
 
@@ -66,7 +66,7 @@ def _prompts(result: Result) -> str:
     prompts = result.provenance["prompts"]
     units = units_of(result, result["sequences"].sizes["prompt"])
     each = "prompt" if units.of is None else "group"
-    over = f"There were {units.words} (hash {prompts['hash']}"
+    over = f"The run used {units.words} (hash {prompts['hash']}"
     template = f", template “{prompts['template']}”" if "template" in prompts else ""
     return f"{over}{template}), and the unit of replication was the {each}."
 
@@ -84,8 +84,8 @@ def _conditions(result: Result) -> str:
         tokens = "no tokens" if not high else f"{low} tokens" if low == high else f"{low} to {high} tokens"
         parts.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
     if not parts:
-        return "The prompts were read as they are."
-    return f"Each prompt was read as it is and under {_and(parts)}, in one pass."
+        return "The prompts were read unchanged."
+    return f"Each prompt was read unchanged and under {_and(parts)}, in one pass."
 
 
 def _analyses(about: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def _analyses(about: Mapping[str, Any]) -> str:
         parts.append(name.replace("_", " ") + (f" ({given})" if given else ""))
     layers = about["measured_layers"]
     every = layers == list(range(about["model"]["layers"]))
-    return f"Measured were {_and(parts)}, in {'all layers' if every else 'layers ' + _and(list(map(str, layers)))}."
+    return f"The analyses were {_and(parts)}, in {'all layers' if every else 'layers ' + _and(list(map(str, layers)))}."
 
 
 def _nulls(result: Result) -> str:
@@ -106,7 +106,7 @@ def _nulls(result: Result) -> str:
         for dataset in result.datasets.values()
         if any(str(name).endswith(f"_{kind}") for name in dataset)
     }
-    return f"Beside each quantity stands its value under {_and(sorted(found))}." if found else ""
+    return f"Each quantity is reported with its value under {_and(sorted(found))}." if found else ""
 
 
 def _compared(table: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""Right and wrong answers: pass@k, paired comparisons, and what a number of problems can show."""
+"""Statistics of right and wrong answers: pass@k, paired comparisons and detectable differences."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mechattn.stats.intervals import wilson_interval
 
 @dataclass(frozen=True)
 class PairedAccuracy:
-    """Two ways of answering the same problems.
+    """A comparison of two conditions on the same problems.
 
     Args:
-        difference: Accuracy of the first less that of the second.
+        difference: Accuracy of the first minus that of the second.
         low: Lower end of its interval (Newcombe's hybrid score interval for pairs).
         high: Upper end.
         p: Mid-p McNemar test.
-        only_first: Problems that the first alone gets right.
-        only_second: Problems that the second alone gets right.
-        n: Problems.
-        detectable: The smallest difference that is found with 80 % power at this rate of disagreement.
+        only_first: The number of problems that only the first gets right.
+        only_second: The number of problems that only the second gets right.
+        n: The number of problems.
+        detectable: The smallest difference detectable with 80 % power at this rate of disagreement.
     """
 
     difference: float
@@ -40,14 +40,16 @@ class PairedAccuracy:
 def paired_accuracy(
     first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, level: float = 0.95
 ) -> PairedAccuracy:
-    """Compare two ways of answering, problem by problem.
+    """Compare the accuracy of two conditions on the same problems.
 
     Raises:
-        OptionError: They are of different numbers of problems, or of none.
+        OptionError: The numbers of problems differ or are 0.
     """
     a, b = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     if a.shape != b.shape or a.ndim != 1 or not len(a):
-        raise OptionError(f"{len(a)} answers against {len(b)}: give an answer of each to every problem, one at least")
+        raise OptionError(
+            f"{len(a)} answers against {len(b)}: give both an answer to every problem, and at least one problem"
+        )
     only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
     low, high = _newcombe(a, b, level)
     return PairedAccuracy(
@@ -93,13 +95,13 @@ def _newcombe(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]
 
 
 def detectable_difference(n: int, disagreement: float, power: float = 0.8, level: float = 0.95) -> float:
-    """The smallest difference of accuracy that McNemar's test finds with this power.
+    """The smallest difference in accuracy that McNemar's test detects with a given power.
 
-    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; where that is
-    smaller than d, all disagreement lies on one side and ψ = d. Source: Connor, Biometrics 1987.
+    ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; if it is
+    smaller than d, all disagreement is in one direction and ψ = d. Source: Connor, Biometrics 1987.
 
     Raises:
-        OptionError: The disagreement is no share.
+        OptionError: The disagreement is not a share between 0 and 1.
     """
     if not 0 <= disagreement <= 1:
         raise OptionError(f"disagreement={disagreement}: give the share of problems on which the answers differ")
@@ -113,12 +115,12 @@ def detectable_difference(n: int, disagreement: float, power: float = 0.8, level
 
 
 def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """For each problem the chance that one of k answers is right: ``1 − C(n − c, k) / C(n, k)``, without bias.
+    """Unbiased probability per problem that one of k answers is right: ``1 − C(n − c, k) / C(n, k)``.
 
     Args:
-        right: c, how many of the samples are right.
-        samples: n, answers a problem.
-        k: How many are drawn.
+        right: c, the number of right samples per problem.
+        samples: n, the number of answers per problem.
+        k: The number of answers drawn.
 
     Raises:
         OptionError: k is not between 1 and the number of samples.
@@ -132,14 +134,14 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
 
 
 def best_of_k(right: np.ndarray, score: np.ndarray, k: int) -> np.ndarray:
-    """For each problem the chance that the answer with the highest score of k is right, without bias.
+    """Unbiased probability per problem that the highest-scoring of k answers is right.
 
-    The answer of rank i (0 the best) of n is the best of k drawn in ``C(n − 1 − i, k − 1)`` of ``C(n, k)`` draws.
+    The answer of rank i (0 is the best) of n is the best of k in ``C(n − 1 − i, k − 1)`` of ``C(n, k)`` draws.
 
     Args:
         right: Whether each answer is right [problem, sample].
-        score: Of each answer [problem, sample]; ties go to the earlier sample.
-        k: How many are drawn.
+        score: The score of each answer [problem, sample]; ties go to the earlier sample.
+        k: The number of answers drawn.
 
     Raises:
         OptionError: k is not between 1 and the number of samples.
@@ -152,7 +154,7 @@ def best_of_k(right: np.ndarray, score: np.ndarray, k: int) -> np.ndarray:
 
 def _check_k(k: int, samples: int) -> None:
     if not 1 <= k <= samples:
-        raise OptionError(f"k={k} with {samples} answers a problem: k is at least 1, and at most the number of answers")
+        raise OptionError(f"k={k} with {samples} answers per problem: give k from 1 to the number of answers")
 
 
 def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:

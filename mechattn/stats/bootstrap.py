@@ -1,4 +1,4 @@
-"""Bootstrap-t intervals of many means, each for itself and all at once."""
+"""Bootstrap-t intervals of many means, pointwise and simultaneous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired comparison of a positive quantity between two conditions, against a null that is not empty."""
+"""Paired comparison of a positive quantity between two conditions, against the uniform null."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mechattn.stats.units import Units
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a quantity changed from one condition to another, over prompts and over every layer and head.
+    """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
     ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
-    attention. ``beyond`` marks the heads whose change is further down than the null (Benjamini-Hochberg, q < 0.05).
-    ``n`` counts what ``unit`` names: prompts, or the groups that they are of.
+    attention. ``beyond`` marks the heads that fall further than the null (Benjamini-Hochberg, q < 0.05). ``n`` counts
+    the units named by ``unit``: prompts, or groups of prompts.
     """
 
     change: Interval

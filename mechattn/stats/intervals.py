@@ -30,7 +30,7 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     """
     if len(values) < FEWEST:
         raise OptionError(
-            f"an interval over prompts, or over groups of them, needs at least {FEWEST}, and there are {len(values)}"
+            f"an interval over prompts, or over groups of them, needs at least {FEWEST}, but there are {len(values)}"
         )
     values = np.asarray(values, dtype=np.float64)
     n = (~np.isnan(values)).sum(axis=0)
@@ -55,6 +55,8 @@ def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float,
         OptionError: There are no trials, or more successes than trials.
     """
     if not 0 <= successes <= n or n < 1:
-        raise OptionError(f"{successes} successes in {n} trials: give at least one trial, and no more successes")
+        raise OptionError(
+            f"{successes} successes in {n} trials: give at least one trial, and at most as many successes"
+        )
     interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
     return float(interval.low), float(interval.high)

@@ -1,4 +1,4 @@
-"""Many paired differences at once: intervals, sign-flip tests, false discovery rate, power."""
+"""Statistics of many paired differences: intervals, sign-flip tests, false discovery rate, power."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CHUNK = 2000
 
 @dataclass(frozen=True)
 class Paired:
-    """One number a cell (say layer × head), over prompts; every array has the shape of a prompt's cells.
+    """Paired statistics over prompts for each cell (such as layer × head), as arrays of the cells' shape.
 
-    What is tested (effect_size, p, q, detectable) is difference − null, or the difference itself where no null is
-    known; null, beyond and its intervals are NaN there.
+    The tests (effect_size, p, q, detectable) are of difference − null, or of the difference itself without a null;
+    null, beyond and its intervals are then NaN.
 
     Args:
-        n: Prompts.
+        n: The number of prompts.
         difference: Mean difference.
         low: Lower end of its t interval.
         high: Upper end.
@@ -82,15 +82,15 @@ def paired(
     seed: int = 0,
     rounding: np.ndarray | float = 0.0,
 ) -> Paired:
-    """Everything about paired differences [prompt, *cells], each prompt's own null beside it.
+    """Compute all statistics of paired differences [prompt, *cells], optionally against each prompt's null.
 
     Args:
         difference: The difference of each prompt in each cell.
-        null: The same under the null; None where no null is known.
-        level: Of the intervals.
+        null: The same under the null; None without a null.
+        level: The level of the intervals.
         resamples: Bootstrap samples, and patterns of signs where they are too many to try all (12 prompts and more);
             raised to 20 for each cell, so that the false discovery rate can be reached.
-        seed: Of the resampling.
+        seed: The seed of the resampling.
         rounding: What is tested counts as 0 where it is no larger.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One model's heads beside those of several models with random weights: where they lie, and how far outside."""
+"""Compares a model's heads with those of several models with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a number of prompts can show over so many tests: the smallest p and q, and how many prompts would do."""
+"""The resolution of sign-flip tests: the smallest p and q for a number of prompts and tests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class Resolution:
-    """What sign flips over n units can find among a family of tests (Benjamini-Hochberg).
+    """The smallest p and q that sign flips over n units can reach in a family of tests (Benjamini-Hochberg).
 
     Args:
-        n: Units: prompts, or groups of them.
-        unit: What they are.
-        tests: How many are in the family.
-        level: Of q, below which a test is a finding.
-        smallest_p: No p can be smaller: ``2^(1 − n)`` where all patterns of signs are tried (up to 12 units), and
-            ``1 / (1 + resamples)`` where they are drawn. No q can be smaller either.
-        smallest_q: The q of one test alone at that p, beside others of which nothing is found: ``tests · smallest_p``.
-        together: How many tests have to reach the smallest p for their q to pass; None where all of them would not do.
-        chance: How often one test alone, whose differences all have one sign, passes: 0 or 1 up to 12 units; beyond,
-            a drawn pattern may by chance be that of the data.
-        fewest: From how many units on that chance is 90 % at least.
+        n: The number of units: prompts, or groups of prompts.
+        unit: The kind of unit.
+        tests: The number of tests in the family.
+        level: The level of q below which a test is a finding.
+        smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are tried (up to 12
+            units), and ``1 / (1 + resamples)`` if they are drawn.
+        smallest_q: The q of one test at that p if no other test is significant: ``tests · smallest_p``.
+        together: The number of tests that must reach the smallest p for their q to pass; None if even all would not
+            suffice.
+        chance: The probability that a single test passes whose differences all have one sign: 0 or 1 up to 12 units;
+            with more units, a drawn pattern may by chance equal that of the data.
+        fewest: The smallest number of units at which that probability is at least 90 %.
     """
 
     n: int
@@ -43,7 +44,7 @@ class Resolution:
     fewest: int
 
     def __str__(self) -> str:
-        """The same in a sentence."""
+        """A sentence with these figures."""
         unit = self.unit.partition(" ")[0]
         among = f"with {self.n} {unit} and {self.tests} tests"
         if self.n >= self.fewest:
@@ -74,7 +75,7 @@ def resolution(
     """
     for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)

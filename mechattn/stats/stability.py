@@ -1,4 +1,4 @@
-"""How much two selections share, and how much they would share by chance."""
+"""The overlap of two selections, and its expectation by chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether something rises or falls with a dose, within each unit: ranks, and a permutation test."""
+"""Page's test of a trend over doses within units, by ranks and permutations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mechattn.stats.intervals import FEWEST, t_interval
 
 @dataclass(frozen=True)
 class Trend:
-    """Of values [unit, dose].
+    """The trend of values [unit, dose] over doses.
 
     Args:
-        rho: Mean over units of Spearman's correlation of value and dose; 1 where every unit rises at each step.
+        rho: Mean over units of Spearman's correlation of value and dose; 1 if every unit rises at each step.
         low: Lower end of its 95 % t interval.
         high: Upper end.
         p: Two-sided test that each unit's values are exchangeable over doses: Page's, by permutations, so ties count.
-        n: Units.
-        doses: How many doses.
+        n: The number of units.
+        doses: The number of doses.
     """
 
     rho: float
@@ -52,7 +52,7 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 2 or values.shape[1] < 3 or len(values) < FEWEST or not np.isfinite(values).all():
         raise OptionError(
-            f"values {list(values.shape)}: a trend needs three doses and {FEWEST} units at least, and a number for each"
+            f"values {list(values.shape)}: a trend needs at least three doses and {FEWEST} units, and a number for each"
         )
     ranks = stats.rankdata(values, axis=1)
     doses = np.arange(1.0, values.shape[1] + 1)

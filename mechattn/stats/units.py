@@ -1,4 +1,4 @@
-"""What counts as one observation: a prompt, or a group of prompts that are not independent of each other."""
+"""Units of replication: prompts, or groups of prompts that are not independent of each other."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ class Units:
             return
         if self.of is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
-        how = 'or unit="prompt", which takes each prompt for itself'
+        how = 'or unit="prompt", which uses single prompts'
         if self.n == 1:
             raise OptionError(
-                f"all {self.prompts} prompts are of one group, and no interval can be computed from one; give prompts "
-                f"of at least {fewest} groups{why}, {how}"
+                f"all {self.prompts} prompts are in one group, which gives no interval; give prompts of at least "
+                f"{fewest} groups{why}, {how}"
             )
         raise OptionError(f"there are {self.words}; give prompts of at least {fewest} groups{why}, {how}")
 

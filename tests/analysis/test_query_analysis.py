@@ -71,5 +71,5 @@ def test_without_of_queries(toy):
         name = "empty"
         numbers = {"x": ("1", "nothing")}
 
-    with pytest.raises(NotImplementedError, match="Empty has no of_queries"):
+    with pytest.raises(NotImplementedError, match="Empty does not define of_queries"):
         ma.run(toy, "Tom has 3 apples.", analyses=Empty(), progress=False)

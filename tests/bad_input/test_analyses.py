@@ -36,11 +36,15 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
 @pytest.mark.parametrize(
     ("quantities", "values", "message"),
     [
-        ({"own": OWN}, lambda own: {}, "own_key: values.. gives no 'own', which its quantities promise"),
-        ({"own": OWN}, lambda own: {"own": own, "more": own}, "gives 'more', which is none of its quantities .'own'."),
+        ({"own": OWN}, lambda own: {}, "own_key: values.. lacks 'own', which its quantities declare"),
+        (
+            {"own": OWN},
+            lambda own: {"own": own, "more": own},
+            "gives 'more', which is not one of its quantities .'own'.",
+        ),
         ({"own": OWN}, lambda own: {"own": own.sum(-1)}, r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]"),
         ({"own": OWN}, lambda own: {"own": own[:2]}, r"'own' has the shape \[2, 8\]; its dims"),
-        ({"own": OWN}, lambda own: {"own": own.numpy()}, "'own' is a ndarray; values.. gives tensors"),
+        ({"own": OWN}, lambda own: {"own": own.numpy()}, "'own' is a ndarray; values.. must return tensors"),
         (
             {"own": Quantity(("head", "segment"), "probability", "own")},
             lambda own: {"own": own[..., None].expand(-1, -1, 5)},
@@ -69,7 +73,9 @@ def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy
         made.add = add
         return made
 
-    with pytest.raises(MechattnError, match=r"own_key cannot be measured on the rows of a blind head.*no_null="):
+    with pytest.raises(
+        MechattnError, match=r"own_key cannot be measured on the rows of a content-blind head.*no_null="
+    ):
         ma.run(toy, prompts[:2], analyses=wide(""), progress=False)
     result = ma.run(toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values"), progress=False)
     assert "own_uniform" not in result["own_key"]

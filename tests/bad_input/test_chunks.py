@@ -27,7 +27,7 @@ def test_a_line_that_is_not_utf8_or_far_too_long_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
     good = b'{"question": "Tom has 3 apples."}\n'
     path.write_bytes(good * 2 + '{"question": "é"}\n'.encode("latin-1") + good)
-    with pytest.raises(PromptError, match=r"line 3 of .*p\.jsonl is not UTF-8 text .*store it as UTF-8"):
+    with pytest.raises(PromptError, match=r"line 3 of .*p\.jsonl is not UTF-8 text .*save the file as UTF-8"):
         ma.load_prompts(str(path))
     assert len(ma.load_prompts(str(path), limit=2)) == 2
     path.write_bytes(good + b'{"question": "' + b"x" * 10_000_000 + b'"}\n' + good)

@@ -48,9 +48,9 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
         ({"server": 8000}, r"server=8000: give an address"),
         ({"server": "ftp://host/v1"}, r"give an address such as"),
         ({"server": "http://host:99999/v1"}, r"give an address such as"),
-        ({"served_model": "m"}, r'served_model is given without a server: give server="http'),
-        ({"server_key": "K"}, r"server_key is given without a server"),
-        ({"server": ADDRESS, "served_model": ""}, r"served_model='': give the name"),
+        ({"served_model": "m"}, r'served_model needs a server: give server="http'),
+        ({"server_key": "K"}, r"server_key needs a server"),
+        ({"server": ADDRESS, "served_model": ""}, r"served_model='': give the model's name"),
         ({"server": ADDRESS, "server_timeout": 0}, r"server_timeout=0: give a number of seconds"),
         (
             {"server": ADDRESS, "server_key": "NOT_THERE"},

@@ -22,9 +22,9 @@ def test_a_passage_of_one_token(no_forward, analysis):
 
 
 def test_too_short_for_sinks_and_for_a_rank(no_forward):
-    with pytest.raises(PromptError, match="has 3 tokens, and a sink must be seen by 16"):
+    with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.AttentionSinks(), progress=False)
-    with pytest.raises(PromptError, match="no query has a target of rank 2"):
+    with pytest.raises(PromptError, match="too few for a target of rank 2"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(rank=2), progress=False)
 
 
@@ -42,10 +42,10 @@ def test_all_identical_tokens(toy):
     [
         (lambda m: ma.explore(m, PROMPT, layers=7), "layer 7 is out of range"),
         (lambda m: ma.explore(m, PROMPT, heads=[0, 8]), "head 8 is out of range: heads are 0 to 7"),
-        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. shows nothing"),
+        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. is empty"),
         (lambda m: ma.explore(m, PROMPT, heads="0"), "heads='0': give numbers"),
-        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or leave it out"),
-        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: a map"),
+        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or omit it"),
+        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
     ],
@@ -57,7 +57,7 @@ def test_layers_heads_and_models(toy, call, message):
 
 @pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
 def test_ranks(option):
-    with pytest.raises(OptionError, match="0 is the strongest target"):
+    with pytest.raises(OptionError, match="give 0 for the strongest target"):
         ma.ScoreDecomposition(**option)
 
 
@@ -89,9 +89,7 @@ def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, chan
     plain = tiny_model(family, len(tokenizer))
     change(plain)
     model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
-    with pytest.raises(
-        ModelError, match=r"are not W_U · norm\(residual stream\), nor that times a factor or under a cap"
-    ):
+    with pytest.raises(ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"):
         ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
 
 
@@ -99,7 +97,7 @@ def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
     """A part of what a tanh is given adds nothing of its own to what it gives."""
     model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
-    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is no norm of the form γ · x / σ"):
+    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"):
         ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
 
 
@@ -135,7 +133,7 @@ def test_an_evaluation_without_log_probabilities(toy, tmp_path):
     (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     old = ma.load_evaluation(tmp_path / "e.jsonl")
     assert [a.text for a in old.answers] == [a.text for a in made.answers]
-    with pytest.raises(OptionError, match="hold no log-probabilities"):
+    with pytest.raises(OptionError, match="have no log-probabilities"):
         old.best_of(1)
     for call in (lambda: old.pass_at_k(2.0), lambda: old.best_of("2"), lambda: old.diversity(0)):
         with pytest.raises(OptionError, match="give"):

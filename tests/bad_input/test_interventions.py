@@ -42,7 +42,7 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
         (lambda: ma.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
         (lambda: ma.MlpActivations(calibration=()), "give at least one prompt"),
-        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give two numbers"),
+        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )
 def test_options(make, message):
@@ -77,9 +77,9 @@ def test_the_old_name_of_a_form_is_the_new_one():
         (ma.HeadAblation(()), "ablates nothing"),
         (ma.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (ma.HeadAblation(((7, 0),)), "layer 7 is out of range"),
-        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not of layer 1"),
-        ("arm", "intervention='arm': give one such as ARM"),
-        (ma.ARM, "intervention=ARM: give one such as ARM\\(\\), with its brackets"),
+        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not layer 1"),
+        ("arm", "intervention='arm': give an intervention such as ARM"),
+        (ma.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
     ],
 )
 def test_before_the_model_runs(no_forward, intervention, message):
@@ -122,7 +122,7 @@ def test_experts_that_are_not_called(tokenizer, monkeypatch):
 
 
 def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
-    for family, message in (("Mixtral", "has an MLP beside its mixture of experts"), ("Llama", "has several MLPs")):
+    for family, message in (("Mixtral", "has an MLP next to its mixture of experts"), ("Llama", "has several MLPs")):
         plain = tiny_model(family, len(tokenizer))
         plain.model.layers[0].another = torch.nn.Module()
         plain.model.layers[0].another.act_fn = torch.nn.SiLU()
@@ -159,7 +159,7 @@ def test_no_agreement_without_the_analysis(slash_result):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ('kind = "Baseline"', 'a "Baseline" is always run; give this one an intervention'),
+        ('kind = "Baseline"', 'the "Baseline" is always run; give this one an intervention'),
         ('kind = "Baseline"\nintervention = { kind = "ARMM" }', r"did you mean 'ARM'"),
         (
             'kind = "Baseline"\nintervention = { kind = "ARM", p = 3 }',

@@ -31,7 +31,7 @@ class Own:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda p, m: None, r"'own' gives a NoneType for prompt 0: apply returns a Sequence"),
+        (lambda p, m: None, r"'own' gives a NoneType for prompt 0: apply must return a Sequence"),
         (lambda p, m: [1, 2, 3], r"'own' gives a list for prompt 0"),
         (
             lambda p, m: tokenize(ma.Prompt(p.question.upper()), m),
@@ -56,9 +56,7 @@ def test_apply_with_other_arguments(toy, no_forward):
         def apply(self, prompt, model):
             return tokenize(prompt, model)
 
-    with pytest.raises(
-        ConditionError, match=r"'own': too many positional arguments; write def apply\(self, prompt, mo"
-    ):
+    with pytest.raises(ConditionError, match=r"'own': too many positional arguments; define apply\(self, prompt, mo"):
         run(toy, Short())
 
 
@@ -93,8 +91,8 @@ def without(*names):
     [
         (lambda: without("values"), "the analysis Less has no values: an analysis has name, "),
         (lambda: without("start", "name"), "the analysis Less has no name, start"),
-        (lambda: without("add"), r"the analysis Less sees nothing: give it add\(sums, rows\)"),
-        (lambda: changed(name="my analysis/1"), "has the name 'my analysis/1': give letters, digits and _"),
+        (lambda: without("add"), r"the analysis Less receives no data: define add\(sums, rows\)"),
+        (lambda: changed(name="my analysis/1"), "has the name 'my analysis/1': use letters, digits and _"),
         (lambda: changed(quantities={"q": "probability"}), r"quantities\['q'\] is 'probability'; give Quantity"),
         (lambda: changed(quantities={"q": Quantity("head", "u", "d")}), r"quantities\['q'\] is Quantity\(dims='head'"),
     ],
@@ -122,12 +120,15 @@ def test_values_that_are_no_dictionary(toy):
         (lambda m: ma.run(m, "Why is it?", seed="a"), "seed='a': give a whole number"),
         (lambda m: ma.run(m, "Why is it?", seed=1.5), "seed=1.5: give a whole number"),
         (lambda m: ma.load_prompts(5), "source=5: give"),
-        (lambda m: ma.load_prompts("word-problems", limit="5"), "limit='5': ask for a whole number"),
-        (lambda m: ma.Text(" Hmm.", after=" is", place="start"), "place='start' and after=' is': give one of the two"),
+        (lambda m: ma.load_prompts("word-problems", limit="5"), "limit='5': give a whole number"),
+        (
+            lambda m: ma.Text(" Hmm.", after=" is", place="start"),
+            "place='start' and after=' is': give only one of the two",
+        ),
         (lambda m: ma.Knockout(3, "inserted"), "queries=3: choose among"),
         (lambda m: ma.Knockout("question", None), "keys=None: choose among"),
         (lambda m: ma.load_result(5), "5 is no path"),
-        (lambda m: ma.load_model(5), "5 is no model"),
+        (lambda m: ma.load_model(5), "5 is not a model"),
     ],
 )
 def test_values_of_another_kind(toy, call, message, no_forward):
@@ -143,7 +144,7 @@ def test_values_of_another_kind(toy, call, message, no_forward):
         (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
         (lambda r: r.save(5), "5 is no path"),
-        (lambda r: r.page(None), "None is no path"),
+        (lambda r: r.page(None), "None is not a path"),
     ],
 )
 def test_what_is_asked_of_a_result(slash_result, call, message):
@@ -190,5 +191,5 @@ def test_a_kind_of_inserted_tokens_without_a_filler(toy):
         count: int = 3
         place: str = "start"
 
-    with pytest.raises(ma.MechattnError, match=r"Empty has no filler: write def filler\(self, prompt, model, seed=0\)"):
+    with pytest.raises(ma.MechattnError, match=r"Empty has no filler: define filler\(self, prompt, model, seed=0\)"):
         ma.run(toy, "Tom has 3 apples.", {"empty": Empty()}, progress=False)

@@ -53,13 +53,13 @@ def test_both_sides_in_evaluate(tokenizer):
         ma.evaluate(model, prompts, {"slash": ma.MeaninglessTokens("/", 10)}, new_tokens=4, progress=False)
     with pytest.raises(PromptError, match=r"8 new tokens are allowed.*middle of an answer. Give new_tokens=4 at most"):
         ma.evaluate(model, prompts, new_tokens=8, progress=False)
-    with pytest.raises(PromptError, match="Leave the prompt out"):
+    with pytest.raises(PromptError, match="Omit the prompt"):
         ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8, progress=False)
     assert len(ma.evaluate(model, prompts, new_tokens=4, progress=False).answers) == 1
 
 
 def test_both_sides_in_what_is_recorded(tokenizer):
-    with pytest.raises(PromptError, match="would be read by two models"):
+    with pytest.raises(PromptError, match="would compare two models"):
         ma.record_affine(
             loaded("Llama LongRoPE", tokenizer), prompt_of(28, tokenizer), ma.MeaninglessTokens("/", 10)
         )  # fmt: skip

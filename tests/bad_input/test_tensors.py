@@ -16,7 +16,7 @@ Q = torch.zeros(2, 4, 5, 8)
         ({"q": [1]}, "q is list; give floating-point numbers"),
         ({"k": Q.int()}, r"k is torch.int32 \(2, 4, 5, 8\); give floating-point numbers"),
         ({"k": Q[:, :3]}, "a number of heads of k that divides that of q"),
-        ({"k": Q[:, :, :4]}, "with as many positions"),
+        ({"k": Q[:, :, :4]}, "with equal numbers of positions"),
         ({"v": Q[:, :2]}, "only the last axis may differ"),
         ({"alibi": torch.zeros(3)}, "alibi is .* give one number for each of 4 heads"),
         ({"sinks": torch.zeros(2, 4)}, "sinks is .* give one number for each of 4 heads"),

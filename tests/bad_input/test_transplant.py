@@ -16,19 +16,19 @@ def recorded(toy):
 
 
 def test_options(recorded):
-    with pytest.raises(OptionError, match=r"give what ma.record_keys_values"):
+    with pytest.raises(OptionError, match=r"give the result of ma.record_keys_values"):
         ma.Transplant("inserted")
     with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
         ma.Transplant("filler", recorded)
-    with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, and not at 'question'"):
+    with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, not at 'question'"):
         ma.Transplant("question", recorded)
-    with pytest.raises(OptionError, match=r"layers=1: the layers that were recorded are \[0\]"):
+    with pytest.raises(OptionError, match=r"layers=1: the recorded layers are \[0\]"):
         ma.Transplant("inserted", recorded, layers=1)
 
 
 def test_other_prompts_and_other_lengths(toy, recorded, prompts):
     longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.Transplant("inserted", recorded))}
-    with pytest.raises(OptionError, match=r"has 4 inserted tokens, and 3 were recorded of prompt 0"):
+    with pytest.raises(OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"):
         ma.run(toy, prompts[:2], longer, progress=False)
     unknown = {"unknown": SLASH.under(ma.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
@@ -58,7 +58,7 @@ def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
     hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
     swapped = {"swapped": SLASH.under(ma.Transplant("inserted", recorded.from_other_prompts()))}
-    with pytest.raises(OptionError, match="the others carry on what these tokens hold"):
+    with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
         ma.run(hybrid, prompts[:2], swapped, progress=False)
 
 

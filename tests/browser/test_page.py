@@ -230,7 +230,7 @@ def test_a_difference_view_opens(opened, toy, tmp_path):
     view = ma.pattern_difference(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
     view.save(tmp_path / "view.html")
     page = opened(tmp_path / "view.html")
-    assert "“MeaninglessTokens” less the baseline" in page.locator("figcaption").inner_text()
+    assert "“MeaninglessTokens” minus the baseline" in page.locator("figcaption").inner_text()
     assert "L0H1" in page.locator(".view").inner_text()
 
 

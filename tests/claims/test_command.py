@@ -17,9 +17,9 @@ def test_the_default_models(tmp_path, capsys):
     assert "no stories260K" in capsys.readouterr().err
     (tmp_path / "stories260K").mkdir()
     assert models_of([], tmp_path) == (*named(None), str(tmp_path / "stories260K"))
-    with pytest.raises(OptionError, match="for the default models"):
+    with pytest.raises(OptionError, match="applies only to the default models"):
         models_of(["toy:qwen2"], tmp_path)
-    with pytest.raises(OptionError, match="no folder of models"):
+    with pytest.raises(OptionError, match="there is no folder"):
         models_of([], tmp_path / "nowhere")
 
 
@@ -47,7 +47,7 @@ def test_every_option_is_handed_on(monkeypatch, tmp_path):
     given += ["--prompts", "a.jsonl", "--field", "problem", "--device", "cpu"]
     done = CliRunner().invoke(app, ["paper", *given])
     assert done.exit_code == 0, done.output
-    assert "the same command without --shard judges" in done.output
+    assert "run the same command without --shard" in done.output
     assert (seen.pop("models"), seen.pop("out")) == (("toy:qwen2", "toy:llama"), tmp_path)
     assert seen.pop("command")
     assert seen == {

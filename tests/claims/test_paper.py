@@ -134,13 +134,13 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(tiny, tmp_path, m
         ma.paper("toy:lama", tmp_path / "a")
     with pytest.raises(ModelError, match="there is no model"):
         ma.paper(["toy:llama", str(tmp_path / "nowhere" / "at-all")], tmp_path / "a")
-    with pytest.raises(OptionError, match=r"a budget of 1 s is too small: .* takes"):
+    with pytest.raises(OptionError, match=r"a budget of 1 s is too small: .* needs"):
         ma.paper(tiny, tmp_path / "a", budget=1e-6)
     with pytest.raises(OptionError, match='such as "30min"'):
         ma.paper(tiny, tmp_path / "a", budget="soon")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "index.html").write_text("mine")
-    with pytest.raises(OutputError, match="mechattn did not write it"):
+    with pytest.raises(OutputError, match="was not written by mechattn"):
         ma.paper(tiny, tmp_path / "b")
     assert not (tmp_path / "a" / "plan.json").exists()
 

@@ -60,7 +60,7 @@ def test_models_share_a_budget(tmp_path):
 
 
 def test_too_small_a_budget_says_what_it_would_take(tmp_path):
-    with pytest.raises(OptionError, match="a budget of 19 s is too small: toy:llama takes 20 s at least for 8 prompts"):
+    with pytest.raises(OptionError, match="a budget of 19 s is too small: toy:llama needs at least 20 s for 8 prompts"):
         planned(settings(tmp_path, budget=ATTENTION - 1), {"toy:llama": COST})
     planned(settings(tmp_path, budget=ATTENTION), {"toy:llama": COST})
 
@@ -72,10 +72,10 @@ def test_a_plan_is_kept_for_the_same_arguments_alone(tmp_path):
     plan = planned(asked, {"toy:llama": COST})
     keep_plan(place, asked, plan)
     assert kept_plan(place, asked) == plan
-    with pytest.raises(OutputError, match=r"a run of other arguments \(seed differs\).*--fresh"):
+    with pytest.raises(OutputError, match=r"a run with other arguments \(seed differs\).*--fresh"):
         kept_plan(place, replace(asked, seed=1))
     place.write_text("{")
-    with pytest.raises(OutputError, match="is no plan"):
+    with pytest.raises(OutputError, match="is not a plan"):
         kept_plan(place, asked)
 
 
@@ -104,8 +104,8 @@ def test_the_toys_by_default():
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"models": ()}, "one model at least"),
-        ({"models": ("toy:llama", "toy:llama")}, "there twice"),
+        ({"models": ()}, "at least one model"),
+        ({"models": ("toy:llama", "toy:llama")}, "given twice"),
         ({"limit": 2}, "limit=2"),
         ({"problems": True}, "problems=True"),
         ({"samples": 1}, "samples=1"),

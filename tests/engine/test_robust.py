@@ -72,7 +72,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, whol
 
 def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
     full(0, MemoryError("16 GiB"), 0, monkeypatch)
-    with pytest.raises(ModelError, match=r"the memory does not hold .* alone with all its conditions \(16 GiB\)"):
+    with pytest.raises(ModelError, match=r"alone with all its conditions does not fit in memory \(16 GiB\)"):
         ma.run(toy, prompts[:2], CONDITIONS, progress=False)
 
 

@@ -121,5 +121,5 @@ def test_expressions(text, solution, right):
 def test_bad_input():
     with pytest.raises(OptionError, match="grader='exact': choose one of"):
         check_grader("exact")
-    with pytest.raises(OptionError, match="ends in no number"):
+    with pytest.raises(OptionError, match="does not end in a number"):
         grade("Answer: 7", "x + 1", "number")

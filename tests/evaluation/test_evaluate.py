@@ -194,7 +194,7 @@ def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
         '"provenance"\n',
     ):
         path.write_text(content)
-        with pytest.raises(OutputError, match="exists and is no evaluation"):
+        with pytest.raises(OutputError, match="exists and is not an evaluation"):
             evaluation.save(path)
         assert path.read_text() == content
     path.write_text("")
@@ -208,7 +208,7 @@ def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some
     ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
     before = path.read_text() + "# Tom's answer is the one to look at\n"
     path.write_text(before)
-    with pytest.raises(OutputError, match=r"line 3 of .* is no answer"):
+    with pytest.raises(OutputError, match=r"line 3 of .* is not an answer"):
         ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
     assert path.read_text() == before
 
@@ -242,7 +242,7 @@ def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
-        with pytest.raises(OutputError, match=r"answers could not be added to .*Those before are kept"):
+        with pytest.raises(OutputError, match=r"answers could not be added to .*Earlier answers are kept"):
             ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path, progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -276,7 +276,7 @@ def test_saved_and_loaded(evaluation, tmp_path):
     assert again.answers == evaluation.answers
     assert json.loads((tmp_path / "e.jsonl").read_text().splitlines()[0])["provenance"]["model"]
     (tmp_path / "x.jsonl").write_text("hello")
-    with pytest.raises(OutputError, match="is no evaluation"):
+    with pytest.raises(OutputError, match="is not an evaluation"):
         ma.load_evaluation(tmp_path / "x.jsonl")
 
 
@@ -321,12 +321,12 @@ def test_the_noise_of_the_baseline(toy, some):
     )
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
     for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
-        with pytest.raises(OptionError, match="both times shows no noise"):
+        with pytest.raises(OptionError, match="in both runs shows no noise"):
             ma.baseline_noise(toy, some, **same)
     for dtype in ("half a byte", "int8"):
         with pytest.raises(OptionError, match="give the name of a dtype"):
             ma.baseline_noise(toy, some, other_dtype=dtype)
-    with pytest.raises(OptionError, match="out=… has no place here"):
+    with pytest.raises(OptionError, match="out=… cannot be given"):
         ma.baseline_noise(toy, some, out="answers.jsonl")
 
 
@@ -404,10 +404,10 @@ def test_mediation_of_known_shares():
 def test_prompts_that_cannot_be_graded(toy):
     with pytest.raises(PromptError, match="has no solution"):
         ma.evaluate(toy, "Tom has 3 apples.")
-    with pytest.raises(PromptError, match="holds an answer already"):
+    with pytest.raises(PromptError, match="already holds an answer"):
         ma.evaluate(toy, ma.Prompt("Tom has 3 apples.", answer="3", solution="3"))
     falcon = ma.load_model("toy:falcon")
-    with pytest.raises(OptionError, match="takes no mask of edges"):
+    with pytest.raises(OptionError, match="generation with cut edges is not supported"):
         ma.evaluate(falcon, ma.Prompt("Tom has 3 apples.", solution="3"), {"masked": SLASH.masked()}, new_tokens=5)
 
 

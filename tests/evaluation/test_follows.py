@@ -73,9 +73,9 @@ def test_what_cannot_be_told():
     swapped = {"0": "1", "1": "0"}
     with pytest.raises(OptionError, match="no prompt's answer differs from its donor's"):
         made(["1", "1"]).follows("other", swapped, "filler")
-    with pytest.raises(OptionError, match="2 answers a problem"):
+    with pytest.raises(OptionError, match="2 answers per problem"):
         made(["1", "2"], samples=2).follows("other", swapped, "filler")
-    with pytest.raises(OptionError, match="the donor of prompt 0 is not among the problems"):
+    with pytest.raises(OptionError, match="the donor of prompt 0 is not among the answered problems"):
         made(["1", "2"]).follows("other", {"0": "7"}, "filler")
     with pytest.raises(OptionError, match="no condition 'slash'"):
         made(["1", "2"]).follows("other", swapped, "slash")

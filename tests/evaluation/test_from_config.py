@@ -70,7 +70,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     (tmp_path / "config.toml").write_text(
         text.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]').replace("r.z", "{model}.z")
     )
-    with pytest.raises(OptionError, match="one server has one of them"):
+    with pytest.raises(OptionError, match="a server has only one model"):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 
@@ -87,7 +87,7 @@ def test_the_best_of_many_is_reported_on_the_other_half():
     assert best["condition"] == "lucky"
     assert (best["chosen_on"], best["accuracy"], best["baseline"]) == (1.0, 0.0, 1.0)
     assert best["difference"] == -1
-    with pytest.raises(OptionError, match="one condition beside the baseline"):
+    with pytest.raises(OptionError, match="one condition other than the baseline"):
         Evaluation(tuple(rows("baseline", [True] * 20)), {}).best()
 
 

@@ -113,7 +113,7 @@ def test_a_server_that_tells_text_alone(toy, some, here, engine, tells):
     assert [(a.tokens, a.text, a.finished) for a in made.answers] == [(a.tokens, a.text, a.finished) for a in ours]
     if tells == "text":
         assert all(math.isnan(a.logprob) for a in made.answers)
-        with pytest.raises(OptionError, match="a server that tells none"):
+        with pytest.raises(OptionError, match="a server that reports none"):
             made.best_of(1)
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_does_not_sample_is_refused(some, server, engine, monkeypa
 
 def test_texts_that_give_other_tokens_are_refused(toy, some, engine):
     with running(StandIn(engine, takes_ids=False)) as server:
-        with pytest.raises(PromptError, match=r"takes text only, and prompt .* with the condition \"words\"") as raised:
+        with pytest.raises(PromptError, match=r"takes only text, and prompt .* with the condition \"words\"") as raised:
             there(toy, some, server, {"slash": SLASH, "words": ma.ShuffledSentence(20)})
         assert len(server.asked) == 1  # with token ids, which it does not take
     text = str(raised.value)
@@ -284,7 +284,7 @@ def test_a_run_does_not_go_on_with_another_model(toy, some, engine, tmp_path):
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:5]) + "\n")
     other = Engine(changed(engine.model, rounded(2)), toy.tokenizer)
-    with running(StandIn(other)) as server, pytest.raises(ServerError, match="answers otherwise than when this run"):
+    with running(StandIn(other)) as server, pytest.raises(ServerError, match="gives other answers than when this run"):
         there("toy:llama", some, server, out=path)
     assert path.read_text().splitlines() == lines[:5]
     with pytest.raises(OptionError, match=r"holds answers of another run \(\w+ differs\)"):

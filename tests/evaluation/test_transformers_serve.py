@@ -99,7 +99,7 @@ def test_answers_under_every_condition_are_those_of_the_loop_here(toy, server):
 def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": server, "served_model": str(toy_folder("toy:llama")), "new_tokens": 10, "progress": False}
-    with pytest.raises(PromptError, match=r"takes text only, .* would be read as other tokens: at position \d+ '"):
+    with pytest.raises(PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"):
         ma.evaluate("toy:llama", prompts, {"shuffled": ma.ShuffledSentence(20)}, **asked)
     with pytest.raises(ServerError, match="does not sample"):
         ma.evaluate("toy:llama", prompts, samples=2, **asked)

@@ -91,7 +91,7 @@ def test_a_model_that_takes_no_notice_is_found(tokenizer):
 
 
 def test_two_cuts_at_once_are_refused():
-    with pytest.raises(OptionError, match="cut already"):
+    with pytest.raises(OptionError, match="already has cut edges"):
         SLASH.masked().under(ma.Knockout("question", "system")).apply(
             ma.Prompt("Tom has 3 apples.", id="a"), ma.load_model("toy:llama")
         )

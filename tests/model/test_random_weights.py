@@ -72,5 +72,5 @@ def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):
     facts = facts_of(toy)
     monkeypatch.setattr(facts, "native", None)
     monkeypatch.setattr(facts, "why_not_native", "its weights are quantised, and a second model cannot share them")
-    with pytest.raises(ModelError, match=r"toy:llama cannot be drawn anew: its weights are quantised.*unquantised"):
+    with pytest.raises(ModelError, match=r"toy:llama cannot be redrawn: its weights are quantised.*unquantised"):
         ma.random_weights(toy)

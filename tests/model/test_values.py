@@ -65,7 +65,7 @@ def test_both_engines_are_given_the_same_values(name, tokenizer):
 
 
 def test_clipped_scores_are_no_sum(tokenizer):
-    with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*no sum of parts"):
+    with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*not a sum of parts"):
         ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.ScoreDecomposition()], progress=False)
 
 

@@ -51,7 +51,7 @@ def test_marks_stand_at_their_numbers():
     [
         (-0.5, "50.0\u00a0% less; it loses less."),
         (-0.1, "10.0\u00a0% less; it loses more."),
-        (-0.2, "20.0\u00a0% less; the two can't be told apart."),
+        (-0.2, "20.0\u00a0% less; the two cannot be distinguished."),
     ],
 )
 def test_the_sentence_says_on_which_side_of_the_null(null, words):
@@ -64,7 +64,7 @@ def test_a_sentence_of_several_models_says_where_they_differ():
     rows = [change("a", "x", LESS, -0.5), change("b", "x", (-0.4, -0.5, -0.3), -0.1), change("c", "x", LESS, -0.2)]
     said = sentence(rows)
     assert "receives 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
-    assert said.endswith("of 3 models 1 loses less, 1 loses more, 1 can't be told apart from it.")
+    assert said.endswith("of 3 models 1 loses less, 1 loses more, 1 cannot be distinguished from it.")
     assert sentence([*rows[:1], change("b", "x", LESS, -0.4)]).endswith("; all 2 models lose less.")
     both = sentence([change("a", "x", LESS, 0.1), change("b", "x", (0.3, 0.2, 0.4), 0.1)])
     assert (

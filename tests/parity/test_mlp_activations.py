@@ -132,7 +132,7 @@ def test_rules(toy, prompts):
     made = ma.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(toy, [1], prompts)
     assert made.thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
     assert ma.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts).thresholds == {0: 0.01, 2: 0.01}
-    with pytest.warns(UserWarning, match=r"1 of 1 calibration prompts .* are measured too"):
+    with pytest.warns(UserWarning, match=r"1 of 1 calibration prompts .* are also measured"):
         ma.MlpActivations(calibration=(prompts[0],)).calibrated(toy, [0], prompts)
 
 

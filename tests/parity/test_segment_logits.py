@@ -98,5 +98,5 @@ def test_what_a_gate_lets_through(tokenizer, monkeypatch):
 def test_a_norm_after_the_mix_is_refused(tokenizer, monkeypatch):
     model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: None)
-    with pytest.raises(ModelError, match=r"a key's share of what a head adds is not"):
+    with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
         ma.run(model, "Tom has 3 apples.", analyses=ma.SegmentLogits(), progress=False)

@@ -373,7 +373,7 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         (
             {"prompts": ma.load_prompts("word-problems", limit=2)},
             PromptError,
-            "no reference answer that the model reads",
+            "no reference answer for the model to read",
         ),
         ({"heads": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
         ({"heads": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
@@ -390,17 +390,17 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
             ma.patch_heads("toy:llama", named.pop("prompts"), named.pop("condition"), **named)
     model = ma.load_model("toy:llama")
     monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
-    with pytest.raises(ma.MechattnError, match="no gradient goes through them: name heads"):
+    with pytest.raises(ma.MechattnError, match="quantised and have no gradients: name heads"):
         ma.patch_heads(model, some, SLASH)
 
 
 @pytest.mark.parametrize(
     ("metric", "heads", "said"),
     [
-        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number a row"),
+        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number per row"),
         (lambda logits, answer: 1.0, [(0, 0)], "gives float for 1 rows"),
         (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
-        (lambda logits, answer: logits[:, 0].argmax(-1).float(), None, "has no gradient by the logits"),
+        (lambda logits, answer: logits[:, 0].argmax(-1).float(), None, "has no gradient with respect to the logits"),
     ],
 )
 def test_a_metric_that_is_none(metric, heads, said):

@@ -254,7 +254,7 @@ def test_a_text_behind_a_marker(toy):
     assert before.endswith("How many")
     for shorter in range(1, first):  # by hand: no earlier place has it
         assert "How many" not in toy.tokenizer.decode(sequence.tokens[:shorter])
-    with pytest.raises(ma.MechattnError, match=r"prompt a .* does not hold after=.Why"):
+    with pytest.raises(ma.MechattnError, match=r"prompt a .* does not contain after=.Why"):
         ma.Text(" Well.", after="Why").apply(PROMPT, toy)
 
 
@@ -318,5 +318,5 @@ def test_the_question_is_repeated_token_by_token(toy, times):
 
 @pytest.mark.parametrize("times", [0, -1, True])
 def test_a_question_repeated_no_times(times):
-    with pytest.raises(OptionError, match="give a whole number, 1 at least"):
+    with pytest.raises(OptionError, match="give a whole number, at least 1"):
         ma.RepeatQuestion(times)

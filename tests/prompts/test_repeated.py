@@ -47,9 +47,9 @@ def test_it_can_be_run(toy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"span": (0, 3)}, "read twice at least"),
-        ({"span": (5, 3)}, "read twice at least"),
-        ({"times": 1}, "read twice at least"),
+        ({"span": (0, 3)}, "at least two repetitions"),
+        ({"span": (5, 3)}, "at least two repetitions"),
+        ({"times": 1}, "at least two repetitions"),
         ({"span": (13, 13)}, "a span of 13 different tokens needs a larger vocabulary than 12"),
     ],
 )
@@ -73,12 +73,12 @@ def test_without_a_model():
 )  # fmt: skip
 def test_an_option_that_random_tokens_ignore_is_refused(toy, option):
     ((name, value),) = option.items()
-    with pytest.raises(OptionError, match=rf'^{name}={value!r}: "repeated-random" draws token ids.* leave it out'):
+    with pytest.raises(OptionError, match=rf'^{name}={value!r}: "repeated-random" draws token ids.* omit it'):
         ma.load_prompts("repeated-random", limit=2, model=toy, **option)
 
 
 def test_two_ignored_options_are_named_together(toy):
-    with pytest.raises(OptionError, match=r"^system='Be brief\.', with_answer=True: .* leave them out"):
+    with pytest.raises(OptionError, match=r"^system='Be brief\.', with_answer=True: .* omit them"):
         ma.load_prompts("repeated-random", model=toy, system="Be brief.", with_answer=True)
 
 

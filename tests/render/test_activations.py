@@ -71,7 +71,7 @@ def test_what_cannot_be_shown(result):
         ma.render.activation_metrics(result, layer=9)
     with pytest.raises(OptionError, match="no condition 'dash'"):
         ma.render.near_zero_by_class(result, ["dash"])
-    with pytest.raises(OptionError, match="no condition beside"):
+    with pytest.raises(OptionError, match="no condition to compare with"):
         ma.render.agreement(result, "slash", ["slash"])
     with pytest.raises(OptionError, match="no results"):
         ma.render.activation_histogram([])

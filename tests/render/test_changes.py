@@ -45,7 +45,7 @@ def test_meaningless_and_sentence(result):
         .layout.annotations[0]
         .text.endswith("head 3")
     )
-    with pytest.raises(OptionError, match="one for each"):
+    with pytest.raises(OptionError, match="one head per model"):
         ma.render.meaningless_and_sentence([result, result], heads=[1])
     with pytest.raises(OptionError, match="layer 9 was not measured"):
         ma.render.meaningless_and_sentence(result, layer=9)

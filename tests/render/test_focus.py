@@ -87,7 +87,7 @@ def test_updates_by_position(result):
 def test_what_cannot_be_shown_is_said(result, toy, prompts):
     for call, message in (
         (lambda: ma.render.heads_by_layer(result, "first_mas"), "no analysis of this result has 'first_mas'"),
-        (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; see by_layer"),
+        (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; use by_layer"),
         (lambda: ma.render.heads_by_layer(result, "first_mass", conditions=["x"]), "there is no condition 'x'"),
         (lambda: ma.render.heads_by_layer(result, "first_mass", "poem"), "segment='poem': choose one of"),
         (lambda: ma.render.by_layer(result, "magnitude_counts"), "more than one number for each head"),
@@ -158,7 +158,7 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
         progress=False,
     )  # fmt: skip
     assert len(ma.render.attention_explorer(maps).body) < 10e6
-    with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, and a page takes 64"):
+    with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"):
         ma.explore(model, tokens[0])
 
 

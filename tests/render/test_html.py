@@ -68,7 +68,7 @@ def test_a_page_is_known_by_its_head(tmp_path, content, ours):
     path = tmp_path / "p.html"
     path.write_text(content)
     if not ours:
-        with pytest.raises(OutputError, match="mechattn did not write it, so it is not replaced"):
+        with pytest.raises(OutputError, match="was not written by mechattn, so it is not replaced"):
             check_page_place(path)
         with pytest.raises(OutputError):
             save_page(path, OURS)
@@ -81,7 +81,7 @@ def test_a_page_is_known_by_its_head(tmp_path, content, ours):
 def test_a_page_is_no_part_of_a_result(slash_result, tmp_path):
     slash_result.save(tmp_path / "r.zarr")
     for place in ("r.zarr/p.html", "r.zarr/figures/p.html", "new.zarr/p.html"):
-        with pytest.raises(OutputError, match=r"which holds a result and nothing else"):
+        with pytest.raises(OutputError, match=r"a folder for a stored result only"):
             VIEW.save(tmp_path / place)
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
     slash_result.save(tmp_path / "r.zarr")
@@ -107,5 +107,5 @@ def test_a_link_is_followed_and_a_folder_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="is a folder; name a file in it"):
         VIEW.save(tmp_path / "public", force=True)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError, match="mechattn did not write it"):  # nor does it wait for somebody to write
+    with pytest.raises(OutputError, match="was not written by mechattn"):  # nor does it wait for somebody to write
         VIEW.save(tmp_path / "pipe", force=True)

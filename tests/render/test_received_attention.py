@@ -176,7 +176,7 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
 
 
 def test_a_number_of_heads_is_what_choose_says_now(slash_result):
-    with pytest.warns(FutureWarning, match="heads=2 chooses heads: say choose=2; heads is a list"):
+    with pytest.warns(FutureWarning, match="heads=2 chooses heads: give choose=2; heads is a list"):
         old = ma.render.received_attention(slash_result, 0, 2)
     assert old.to_json() == ma.render.received_attention(slash_result, 0, choose=2).to_json()
 
@@ -184,8 +184,8 @@ def test_a_number_of_heads_is_what_choose_says_now(slash_result):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"heads=None, choose=None: give one of them"),
-        ({"heads": [0], "choose": 2}, "give one of them"),
+        ({}, r"heads=None, choose=None: give one of the two"),
+        ({"heads": [0], "choose": 2}, "give one of the two"),
         ({"choose": 0}, "choose=0: give a number of heads"),
         ({"choose": True}, "choose=True: give a number of heads"),
         ({"heads": True}, "heads=True: give a list"),

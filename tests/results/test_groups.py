@@ -108,7 +108,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
         result.compare("slash", select="half")
     figure = ma.render.received_attention(result, 0, choose=2)
-    assert "mean over 9 prompts, pointwise 95 % bands, which take prompts for independent" in figure.layout.title.text
+    assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
 
 
 def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
@@ -164,7 +164,7 @@ def test_one_group_has_no_interval(toy, prompts):
     alike = [replace(prompt, group="one") for prompt in prompts[:6]]
     result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0], progress=False)
     for ask in (result.compare, result.verdict):
-        with pytest.raises(OptionError, match=r'all 6 prompts are of one group.*unit="prompt"'):
+        with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
             ask("slash")
     assert set(result.compare("slash", unit="prompt").n) == {6}
     with pytest.raises(OptionError, match="unit='template'"):

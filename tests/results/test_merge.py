@@ -78,5 +78,5 @@ def test_nothing_to_merge_and_one_alone(halves):
 
 def test_places_that_are_none(halves, toy, prompts):
     for places in ([0], [1, 0], [2, 2], [-1, 0]):
-        with pytest.raises(OptionError, match="places: give each of the 2 prompts"):
+        with pytest.raises(OptionError, match="places: give the index of each of the 2 prompts"):
             ma.run(toy, prompts[:2], progress=False, places=places)

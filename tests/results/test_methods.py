@@ -48,8 +48,8 @@ def test_what_it_says(result):
     for part in (
         "toy:llama (986,240 parameters, 4 layers of 8 heads, float32)",
         f"mechattn {result.provenance['versions']['mechattn']}, transformer-lens ",
-        "was verified against the model's own native attention",
-        "There were 8 groups of 16 prompts (hash ",
+        "was verified against the model's own attention",
+        "The run used 8 groups of 16 prompts (hash ",
         "and the unit of replication was the group.",
         "“slash” (MeaninglessTokens(text='/', count=20, place='before_question', separator=' '); 20 tokens inserted)",
         "and “arm” (Baseline(intervention=ARM(",
@@ -60,7 +60,7 @@ def test_what_it_says(result):
         "“slash” was compared with “baseline” in received of the question as log-ratios, paired by groups (n = 8): "
         "95 % t intervals; sign-flip tests (all patterns of signs) against uniform attention; Benjamini-Hochberg over "
         "32 tests: layer × head; seed 0.",
-        "The seed of all draws was 3.",
+        "The random seed was 3.",
     ):
         assert part in text, part
     assert "(9,999 random patterns of signs)" in result.methods(result.compare("slash", unit="prompt"))
@@ -71,7 +71,13 @@ def test_it_changes_with_the_run(toy, prompts, result):
     alone = [replace(prompt, group=None) for prompt in prompts]
     other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5, progress=False)
     text = other.methods()
-    for part in ("There were 5 prompts", "the prompt.", "7 tokens inserted", "in layers 1 and 2.", "draws was 5."):
+    for part in (
+        "The run used 5 prompts",
+        "the prompt.",
+        "7 tokens inserted",
+        "in layers 1 and 2.",
+        "The random seed was 5.",
+    ):
         assert part in text
         assert part not in result.methods()
     about = json.loads(json.dumps(result.provenance))
@@ -80,7 +86,7 @@ def test_it_changes_with_the_run(toy, prompts, result):
     text = Result(result.datasets, about).methods()
     for part in ("was not verified", "bfloat16, revision abc", "through the model's hooks"):
         assert part in text
-    assert "The prompts were read as they are." in ma.run(toy, alone[:3], layers=[0], progress=False).methods()
+    assert "The prompts were read unchanged." in ma.run(toy, alone[:3], layers=[0], progress=False).methods()
 
 
 def test_of_merged_and_stored_results(toy, prompts, tmp_path):
@@ -94,5 +100,5 @@ def test_of_merged_and_stored_results(toy, prompts, tmp_path):
 
 
 def test_a_table_of_something_else_is_refused(result):
-    with pytest.raises(OptionError, match="table 0 says not how it was made"):
+    with pytest.raises(OptionError, match="table 0 has no record of how it was made"):
         result.methods(result.heads("entropy"))

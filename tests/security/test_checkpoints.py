@@ -46,18 +46,18 @@ def nothing_happened(tmp_path):
 def test_a_config_of_its_own_is_refused_without_a_question(own, tmp_path, options):
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     place = own("own", "Own", model_type="own", auto_map=auto)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         ma.load_model(place, **options)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         layers_and_heads(place)
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         check_in_model(place, [0], [])
     assert nothing_happened(tmp_path)
 
 
 def test_a_tokenizer_of_its_own(own, tmp_path):
     place = own("own", "Own", {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
-    with pytest.raises(ModelError, match=r"code of its own.*trust_remote_code=True"):
+    with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         ma.load_model(place)
     assert nothing_happened(tmp_path)
 
@@ -219,5 +219,5 @@ def test_sizes_that_no_model_has(checkpoint, tmp_path, part, size):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {part: size}))
     for load in (ma.load_model, layers_and_heads):
-        with pytest.raises(ModelError, match=rf"says {part} = .*; a model has 1 to [\d,]+: is it damaged\?"):
+        with pytest.raises(ModelError, match=rf"has {part} = .*, but models have 1 to [\d,]+: is the file damaged\?"):
             load(str(folder))

@@ -93,7 +93,7 @@ def test_the_result_still_has_its_names(hostile):
     "name", ["a\0", "a\x1b[31m", "a\nb", "a\tb", "\x7f", "a\u202eb", "a\u2028", "\ud800", "", "  "]
 )
 def test_names_of_conditions_with_control_characters(toy, name):
-    with pytest.raises(OptionError, match=r"control character in its name|give it a name"):
+    with pytest.raises(OptionError, match=r"control character in its name|needs a name"):
         ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5)}, progress=False)
 
 

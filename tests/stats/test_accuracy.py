@@ -107,7 +107,7 @@ def test_detectable_where_answers_hardly_differ(disagreement):
 def test_bad_input():
     with pytest.raises(OptionError, match="3 answers against 2"):
         paired_accuracy([True] * 3, [True] * 2)
-    with pytest.raises(OptionError, match="one at least"):
+    with pytest.raises(OptionError, match="at least one problem"):
         paired_accuracy([], [])
 
 

@@ -47,5 +47,5 @@ def test_all_values_equal():
 
 @pytest.mark.parametrize("values", [np.ones((5, 2)), np.ones((2, 3)), np.full((5, 3), np.nan), np.ones(5)])
 def test_too_little_for_a_trend(values):
-    with pytest.raises(OptionError, match="three doses and 3 units at least"):
+    with pytest.raises(OptionError, match="at least three doses and 3 units"):
         trend(values)

@@ -65,7 +65,7 @@ def test_what_units_say_and_how_they_are_halved():
     [
         (Units(2), "there are 2 prompts; give at least 3"),
         (Units.grouped(["a", "b", "a"]), r'2 groups of 3 prompts; give prompts of at least 3 groups, or unit="prompt"'),
-        (Units.grouped(["a"] * 8), "all 8 prompts are of one group, and no interval can be computed from one"),
+        (Units.grouped(["a"] * 8), "all 8 prompts are in one group, which gives no interval"),
     ],
 )
 def test_too_few_units(units, message):

@@ -1,1 +1,1 @@
-"""Answers from a server: asked for in OpenAI's protocol, and compared with the model first."""
+"""Answers from a server with OpenAI's protocol, which is compared with the model first."""

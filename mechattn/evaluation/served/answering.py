@@ -1,4 +1,4 @@
-"""Answers from a server: probed first, then asked for, each as it comes."""
+"""Probes a server, then requests answers and yields each as it arrives."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def served(
         before: What an earlier probe has found, of which this run is the continuation.
 
     Raises:
-        ServerError: Nobody is there, or it is not the model.
+        ServerError: The server cannot be reached, or it is not the model.
         PromptError: It takes text only, and a prompt would be read as other tokens.
     """
     with connected(server) as connection:
@@ -116,7 +116,7 @@ def served(
 
 
 def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
-    """Refuse what acts inside of the model, where no server lets us in.
+    """Refuse conditions that act inside the model, which a server does not allow.
 
     Raises:
         OptionError: A condition intervenes, hides inserted tokens or keeps positions.
@@ -125,7 +125,7 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
         for name, sequence in made.items():
             if sequence.interventions:
                 acts = type(sequence.interventions[0]).__name__
-                why = f"intervenes ({acts}), which needs hooks inside of the model"
+                why = f"intervenes ({acts}), which needs hooks inside the model"
             elif sequence.edge_mask is not None:
                 why = "hides tokens from others (.masked() or Knockout), and a server takes no mask"
             elif sequence.keeps_positions:
@@ -133,8 +133,8 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
             else:
                 continue
             raise OptionError(
-                f"{name!r} {why}: a server takes tokens and nothing else. Leave it out, or evaluate it here, without "
-                "server=…"
+                f"{name!r} {why}: a server takes tokens and nothing else. Omit the condition, or evaluate it here, "
+                f"without server=…"
             )
 
 

@@ -1,4 +1,4 @@
-"""A connection to a server: several completions at a time, asked for again where a server is busy, slow or cut off."""
+"""A connection to a server: several completions at a time, with retries if the server is busy, slow or cut off."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ class Connection:
             if attempt < _GARBLED:
                 await sleep(_FIRST_GARBLED_WAIT * 2**attempt)
         raise ServerError(
-            f"the server at {self.server.address} gives no answer that can be read ({reason}), {_GARBLED + 1} times in "
-            "a row"
+            f"the server at {self.server.address} gives no readable answer ({reason}), {_GARBLED + 1} times in a row"
         )
 
     async def _sent(self, asked: Asked) -> Any:
@@ -99,15 +98,15 @@ class Connection:
         try:
             return json.loads(content)
         except ValueError:
-            raise Garbled("its JSON ends in the middle, or is none") from None
+            raise Garbled("its JSON is incomplete or invalid") from None
 
 
 @contextmanager
 def connected(server: Server) -> Iterator[Connection]:
-    """A connection for the length of a ``with``; what is under way when that is left by an error is given up.
+    """A connection inside a ``with`` block; requests in progress are dropped if the block raises.
 
     Raises:
-        ServerError: Nobody is there, or the model is not.
+        ServerError: The server cannot be reached, or does not have the model.
     """
     from anyio.from_thread import start_blocking_portal
 
@@ -168,17 +167,20 @@ def _in_our_words(server: Server) -> Iterator[None]:
         raise Refused(words, error.status_code) from None
     except APITimeoutError:
         raise ServerError(
-            f"the server at {server.address} gives no answer within {server.timeout:g} s (server_timeout); ask for "
-            "fewer at once (batch=…), or allow more time"
+            f"the server at {server.address} gives no answer within {server.timeout:g} s (server_timeout); send fewer "
+            f"requests at a time (batch=…), or allow more time"
         ) from None
     except APIConnectionError as error:
         cause = server.without_key(f"{type(error.__cause__).__name__}: {error.__cause__}")[:_LONGEST_REASON]
-        raise ServerError(f"the server at {server.address} cannot be reached, or hangs up ({cause})") from None
+        raise ServerError(
+            f"the server at {server.address} cannot be reached, or closed the connection ({cause})"
+        ) from None
 
 
 def _hint(status: int) -> str:
     hints = {
-        401: '. It asks for a key: put that into an environment variable, and name it: server_key="SERVER_KEY"',
-        404: '. Is the address right ("http://host:8000/v1"), and served_model a model that it has?',
+        401: ". It needs a key: put the key into an environment variable, and name the variable: "
+        'server_key="SERVER_KEY"',
+        404: '. Is the address right ("http://host:8000/v1"), and does it have the served_model?',
     }
     return hints.get(status, "")

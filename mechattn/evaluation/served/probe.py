@@ -1,4 +1,4 @@
-"""Is the server the model? A few greedy answers and their log-probabilities, against the model, or a second run."""
+"""Compares a server with the model: a few greedy answers and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def accepted(found: Mapping[str, Any], before: Mapping[str, Any] | None, server:
         raise ServerError(
             f"the server at {server.address} is not the model, against {found['against']}: {figures} (at least "
             f"{100 * ALIKE:.0f} %, at most {LOGPROB} nats). Is it quantised, another revision, or does it change the "
-            "prompt? With verify_server=False its answers are taken as they are, and these figures are kept with them"
+            "prompt? With verify_server=False its answers are accepted, and these figures are recorded with them"
         )
     same = 1.0 if before is None else _alike(found["texts"], before["texts"])
     if server.verify and same < ALIKE:
         raise ServerError(
-            f"the server at {server.address} answers otherwise than when this run began ({100 * same:.0f} % of the "
-            "text up to the first difference): it serves another model now. Serve the first one, or begin another file"
+            f"the server at {server.address} gives other answers than when this run began ({100 * same:.0f} % of the "
+            "text up to the first difference), so it now serves another model. Serve the first one, or use a new file"
         )
 
 
@@ -187,7 +187,7 @@ def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> f
     if first == list(greedy):
         raise ServerError(
             f"the server at {connection.server.address} does not sample: {len(hot)} answers at temperature {_HOT:g} "
-            "are the greedy ones. transformers serve samples only where generation_config.json of the checkpoint says "
+            "are the greedy ones. `transformers serve` samples only if generation_config.json of the checkpoint says "
             "do_sample = true"
         )
     return sum(a == b for a, b in zip(first, second, strict=True)) / len(hot)

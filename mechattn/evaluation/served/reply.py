@@ -1,4 +1,4 @@
-"""What is asked of a server, and what it replies, checked: whole, of the right model, of the tokens that were sent."""
+"""Requests to a server and its replies, which are checked for completeness, model and tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         raise Garbled("it has no choices")
     if len(data["choices"]) != 1 or not isinstance(data["choices"][0], dict):
-        raise Garbled(f"it has {len(data['choices'])} choices, and one was asked for")
+        raise Garbled(f"it has {len(data['choices'])} choices, but one was requested")
     choice = data["choices"][0]
     if not isinstance(choice.get("text"), str) or choice.get("finish_reason") not in ("stop", "length"):
         raise Garbled(f"it was not finished: finish_reason is {str(choice.get('finish_reason'))[:40]!r}")
@@ -105,7 +105,7 @@ def _check_model(said: Any, model: str, address: str) -> None:
     """transformers adds the revision to the name."""
     if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):
         raise ServerError(
-            f"the server at {address} answers as {said[:200]!r}, and served_model is {model!r}. If that is the model, "
+            f"the server at {address} answers as {said[:200]!r}, but served_model is {model!r}. If that is the model, "
             f"give its name: served_model={said[:200]!r}"
         )
 

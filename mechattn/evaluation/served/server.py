@@ -1,4 +1,4 @@
-"""Where a model is served: the address, the model's name there, and a key that stands in no file, log or error."""
+"""The address of a server, the model's name there, and its key, which no file, log or error shows."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def server_given(
     if address is None:
         for name, value in (("served_model", model), ("server_key", key_name)):
             if value is not None:
-                raise OptionError(f'{name} is given without a server: give server="http://host:8000/v1" too')
+                raise OptionError(f'{name} needs a server: give server="http://host:8000/v1" too')
         return None
     _check_address(address)
     if model is not None and (not isinstance(model, str) or not model.strip()):
-        raise OptionError(f"served_model={model!r}: give the name under which the server has the model")
+        raise OptionError(f"served_model={model!r}: give the model's name on the server")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise OptionError(f"server_timeout={timeout!r}: give a number of seconds")
     if find_spec("openai") is None or find_spec("anyio") is None:
-        raise OptionError('a server is asked through the package openai: pip install "mechattn[server]"')
+        raise OptionError('requests to a server need the package openai: pip install "mechattn[server]"')
     return Server(address.rstrip("/"), model, float(timeout), bool(verify), _key(key_name))
 
 
@@ -67,8 +67,8 @@ def _check_address(address: str) -> None:
         raise OptionError(f'server={address!r}: give an address such as "http://host:8000/v1"')
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise OptionError(
-            "the address of the server holds a user, a password or a query: give the address alone, put the key into "
-            'an environment variable, and name that: server_key="SERVER_KEY"'
+            "the address of the server contains a user, a password or a query: give only the address, put the key into "
+            'an environment variable, and name the variable: server_key="SERVER_KEY"'
         )
 
 
@@ -78,11 +78,11 @@ def _key(name: str | None) -> str | None:
         return None
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise OptionError(
-            "server_key is the name of an environment variable that holds the key, and what was given is no such "
+            "server_key must be the name of an environment variable that holds the key, and this is not a valid "
             'name: export SERVER_KEY=…, then server_key="SERVER_KEY"'
         )
     if not os.environ.get(name, "").strip():
-        hint = "export it" if len(name) < 24 else "or is the key itself, which belongs into a variable"
+        hint = "export it" if len(name) < 24 else "if this is the key itself, put it into a variable"
         shown = name if len(name) < 24 else f"{name[:4]}…"
         raise OptionError(f"server_key={shown!r}: there is no such environment variable, or it is empty; {hint}")
     return os.environ[name].strip()

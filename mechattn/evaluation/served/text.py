@@ -1,4 +1,4 @@
-"""Prompts for a server that takes text only: sent if the text gives exactly the same tokens, and refused otherwise."""
+"""Prompts for a server that takes only text: refused unless the text gives exactly the same tokens."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def texts_of(
         prompt, name, ids = refused[0]
         others = sorted({name for _, name, _ in refused})
         raise PromptError(
-            f'the server at {address} takes text only, and prompt {prompt.id} ("{prompt.excerpt}") with the condition '
+            f'the server at {address} takes only text, and prompt {prompt.id} ("{prompt.excerpt}") with the condition '
             f'"{name}" would be read as other tokens: {_first_difference(tokenizer, ids)}. So would {len(refused)} of '
-            f"{len(refused) + len(made)} in all, under {', '.join(map(repr, others))}. Leave them out, or serve the "
-            "model with an engine that takes token ids, as vLLM and SGLang do"
+            f"{len(refused) + len(made)} in all, under {', '.join(map(repr, others))}. Omit them, or serve the model "
+            f"with an engine that takes token ids, such as vLLM or SGLang"
         )
     return made
 

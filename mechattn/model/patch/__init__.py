@@ -1,1 +1,1 @@
-"""What is changed in a model: mended for good, or replaced for the length of a ``with``."""
+"""Changes to a model: permanent corrections, and replacements inside a ``with`` block."""

@@ -1,4 +1,4 @@
-"""Where each class of attention computes ``softmax(q·k) v``, and how another function is put in its place there."""
+"""Replaces the function that computes ``softmax(q·k) v`` in each attention class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each head's output before W_O, changed as it passes."""
+"""Changes each head's output before W_O during a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of a layer as they are projected, before RoPE and norms: seen, and changed, as they pass."""
+"""Reads and changes a layer's projected keys and values, before RoPE and norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known faults of hooked models that can be mended where they stand."""
+"""Corrects known faults of hooked models in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations of a mixture of experts, which no hook carries: seen, and changed, as a pass goes by."""
+"""Reads and changes the activations of a mixture of experts, which have no hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations of MLPs right after their nonlinearity, which no hook carries: seen, and replaced, as they pass."""
+"""Reads and replaces MLP activations after the nonlinearity, which have no hook."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
     block = _block(model, layer)
     mixture = mixture_in(block, layer)
     if mixture is not None and any(True for _ in _nonlinearities(block, beside=mixture)):
-        raise ModelError(f"layer {layer} has an MLP beside its mixture of experts, which is not looked at yet")
+        raise ModelError(f"layer {layer} has an MLP next to its mixture of experts, which is not supported")
     return mixture
 
 
@@ -74,12 +74,14 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     for place in _nonlinearities(_block(model, layer)):
         found.setdefault(id(getattr(*place)), place)
     if not found:
-        raise ModelError(f"layer {layer} has no MLP whose nonlinearity is known to mechattn, so it cannot be looked at")
+        raise ModelError(
+            f"layer {layer} has no MLP with a nonlinearity known to mechattn, so its activations cannot be measured"
+        )
     owner, name = next(iter(found.values()))
     if len(found) > 1 or "expert" in type(owner).__name__.lower():
         raise ModelError(
             f"layer {layer} has several MLPs, or experts in a form that mechattn does not know, so its activations "
-            "cannot be looked at"
+            f"cannot be measured"
         )
     return owner, name
 

@@ -1,4 +1,4 @@
-"""Attention in row blocks in place of a hooked model's own, for the length of a ``with``."""
+"""Replaces a hooked model's attention by attention in row blocks, inside a ``with`` block."""
 
 from __future__ import annotations
 

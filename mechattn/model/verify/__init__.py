@@ -1,1 +1,1 @@
-"""Whether a hooked model is the model: the checks, their tolerances, and what is known of a model."""
+"""Verification of a hooked model: the checks, their tolerances, and recorded facts about a model."""

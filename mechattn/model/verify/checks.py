@@ -1,4 +1,4 @@
-"""Is the hooked model the model? A probe of a few tokens, a few forward passes, and every identity that should hold."""
+"""The checks of a hooked model against the model itself, with a few forward passes of a short probe."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ def _logits(
     dtype: torch.dtype,
 ) -> Check:
     if native is None:
-        why = f"{facts.why_not_native}; hand the model of transformers over with native=…"
+        why = f"{facts.why_not_native}; give the transformers model as native=…"
         return Check("logits", "not checked", detail=why)
     detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
-    remedy = f"the hooks compute another model than transformers does; {ANOTHER_VERSION}"
+    remedy = f"the hooked model differs from the transformers model; {ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], TOLERANCE[dtype][0], detail, remedy)
 
 
@@ -160,7 +160,7 @@ def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, d
     if facts.probe_logits is None:
         facts.probe_logits = native[0, AT_LOADING - 1].clone()
     pair = (native[0, AT_LOADING - 1, None], facts.probe_logits[None])
-    remedy = "weights were changed after loading; load the model again, or verify=False if the change is meant"
+    remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
     detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", *pair, TOLERANCE[dtype][0], detail, remedy)]
 
@@ -189,7 +189,7 @@ def _mask(model: HookedModel, seen: Seen, length: int) -> Check:
         scores = seen.get(f"blocks.{layer}.attn.hook_attn_scores", pattern)
         missing = (scores[0] < masked).logical_and(visible).any().float()
         pairs[layer] = (torch.stack([stray, missing]), torch.zeros(2))
-    detail = "mass on keys that a query cannot see, and whether one is masked that it can"
+    detail = "mass on keys that a query cannot see, and masked keys that it can see"
     if beyond:
         detail += f" (the probe of {length} tokens does not reach the window of {min(beyond)}; verify_model(length=…))"
     remedy = "the mask is not the model's; " + ANOTHER_VERSION
@@ -266,7 +266,9 @@ def _residual(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
         before, attention, mlp, after = (part[0] for part in parts if part is not None)
         pairs[layer] = (before + attention + mlp, after)
     made = compare("residual", pairs, TOLERANCE[dtype][1], "residual + attention + MLP = residual after", "")
-    return limited(made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse it")
+    return limited(
+        made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse this model"
+    )
 
 
 def _padding(logits: Float[Tensor, "two pos vocabulary"], dtype: torch.dtype) -> Check:
@@ -288,7 +290,7 @@ def _bos(model: HookedModel) -> Check:
     figures = (float(asked), float(usual), float(asked != usual), 0.0)
     if asked != usual:
         detail += f", though the tokenizer itself {'starts' if usual else 'does not start'} a text with BOS"
-        return Check("bos", "limited", None, *figures, detail, "set it as you mean it; it is recorded")
+        return Check("bos", "limited", None, *figures, detail, "set it as intended; it is recorded")
     return Check("bos", "passed", None, *figures, detail + ", as the tokenizer does")
 
 

@@ -1,4 +1,4 @@
-"""Every field of a configuration that says something of attention is used, known to be harmless, or refused.
+"""Checks that every attention-related field of a configuration is used, known to be harmless, or refused.
 
 A probe of a few tokens compares patterns with the model's own, so whatever changes the pattern of a short text is found
 there, under whatever name. What it cannot show is what begins later: a window, a chunk, a choice of keys, a scale that
@@ -63,12 +63,12 @@ _REASONS: Mapping[str, str] = {
 KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 # Fields that change which keys a query sees, or its scores, in a way that is not known here: the values that are off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "attention_chunk_size": ("queries see the keys of their own chunk alone", (None,)),
-    "attn_temperature_tuning": ("queries are scaled by their position in long texts", (None, False, 0)),
+    "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
+    "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),
     "use_bidirectional_attention": ("queries see the keys after them", (None, False, "vision")),
     "prefix_lm": ("queries of the prefix see the keys after them", (None, False)),
     "attn_config.prefix_lm": ("queries of the prefix see the keys after them", (None, False)),
-    "attn_config.attn_uses_sequence_id": ("sequences in one row are kept apart", (None, False)),
+    "attn_config.attn_uses_sequence_id": ("sequences in one row are kept separate", (None, False)),
     "index_topk": ("a query sees only the keys that an indexer chooses", (None,)),
     "is_causal": ("queries see the keys after them", (None, True)),
 }
@@ -92,7 +92,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
             if not any(value is each or value == each for each in off) and not _is_idle(name, config):
                 found[name] = what
         elif name not in KNOWN and not any(name in others for others in _WITH.values()) and not _is_off(value):
-            found[name] = "nobody has looked at what it does to attention"
+            found[name] = "unknown effect on attention"
     return found
 
 
@@ -102,11 +102,13 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     if config is None:
         return Check("config", "not checked", detail=f"a {type(model).__name__} has no configuration of transformers")
     values, unknown = dict(_fields(config)), unknown_fields(config)
-    detail = f"of {len(values)} fields that speak of attention, those that mechattn does not know"
+    detail = f"fields unknown to mechattn, of {len(values)} about attention"
     if not unknown:
         return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
     said = "; ".join(f"{name} = {values[name]!r} ({what})" for name, what in unknown.items())
-    remedy = "a short probe may not show it, so report it; verify=False measures all the same, and says so"
+    remedy = (
+        "a short probe may not reveal its effect, so please report it; verify=False measures anyway and records this"
+    )
     number = float(len(unknown))
     return Check("config", "failed", None, number, 0.0, number, 0.0, f"{detail}: {said}", remedy)
 

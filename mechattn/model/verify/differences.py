@@ -1,4 +1,4 @@
-"""How far two tensors are apart where they differ most, how far they may be, and the figures that say so."""
+"""Compares two tensors: the largest difference, its tolerance, and the figures to report."""
 
 from __future__ import annotations
 

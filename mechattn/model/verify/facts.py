@@ -1,4 +1,4 @@
-"""What mechattn knows about a hooked model beside the model itself: how it was made, mended and verified."""
+"""Facts that mechattn records about a hooked model: how it was made, corrected and verified."""
 
 from __future__ import annotations
 

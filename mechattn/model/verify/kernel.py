@@ -1,4 +1,4 @@
-"""The pattern of the attention kernel that a model really runs, which returns no pattern: read through its values."""
+"""Reads the pattern of the attention kernel that a model runs, by passing identity matrices as values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mechattn.model.verify.verification import Check
 # hundreds; a wrong mask, scale or head is 0.01 at least. In half precision they differ by 0.05 mostly, by 0.18 (0.03 in
 # float16) where scores are large.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-1, torch.bfloat16: 3e-1}
-_REMEDY = "the hooks show another pattern than the one that the model computes with; try another version, or report it"
+_REMEDY = "the hooks' pattern differs from the one that the model uses; try another version, or report it"
 
 
 def run_native(
@@ -98,7 +98,7 @@ def check_kernel(
     layers = attention_layers(model)
     if len(patterns) != len(layers):
         calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
-        return Check("kernel", "not checked", detail=f"the model's own attention can't be looked into: {calls}")
+        return Check("kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}")
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern in zip(layers, patterns, strict=True):
         hooked = shown.get(pattern_hook(layer))

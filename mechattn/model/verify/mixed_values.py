@@ -1,4 +1,4 @@
-"""Whether z is the pattern times the values: some models clip or norm the values, or gate or norm the mix."""
+"""Checks that z is pattern · v; some models clip or norm the values, or gate or norm the result."""
 
 from __future__ import annotations
 
@@ -131,5 +131,5 @@ def _why(model: HookedModel, layer: int) -> str:
     if clip := clip_of(model, layer):
         unlike.append(f"clip_qkv={clip:g}")
     if unlike:
-        return f"its attention has {', '.join(unlike)}, and mechattn does not know how these make z of pattern · v"
+        return f"its attention has {', '.join(unlike)}, and mechattn does not know how these turn pattern · v into z"
     return ""

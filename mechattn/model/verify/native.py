@@ -1,4 +1,4 @@
-"""The model behind a hooked model: the same weights in the classes of transformers, with its own attention."""
+"""The model behind a hooked model: the same weights in transformers's classes, with its own attention."""
 
 from __future__ import annotations
 

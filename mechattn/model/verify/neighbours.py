@@ -1,4 +1,4 @@
-"""Whether what a model says of a row depends on the rows beside it."""
+"""Checks that a row's logits do not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mechattn.model.verify.differences import compare_positions
 from mechattn.model.verify.verification import Check
 
 _REMEDY = (
-    "its numbers depend on the batch in a way that mechattn does not know, so that two conditions would be read by two "
-    "models; report it"
+    "its logits depend on the batch in a way that mechattn does not know, so conditions cannot be compared; please "
+    "report it"
 )
 
 
@@ -55,8 +55,10 @@ def check_neighbours(
     try:
         beside = _logits(asked, both, **options)[:, :length]
     except Exception as error:
-        return Check("neighbours", "not checked", detail=f"the probe beside a longer row raises {type(error).__name__}")
-    detail = f"logits of the probe beside a row of {longer} tokens{_far(far, longer)} against those alone"
+        return Check(
+            "neighbours", "not checked", detail=f"the probe batched with a longer row raises {type(error).__name__}"
+        )
+    detail = f"logits of the probe batched with a row of {longer} tokens{_far(far, longer)} against those alone"
     return compare_positions("neighbours", beside[0], alone[0], tolerance, detail + _kept_apart(boundary), _REMEDY)
 
 

@@ -1,4 +1,4 @@
-"""The tokens that a model is tried on."""
+"""The tokens of the verification probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether attention in row blocks, and a fused kernel, give what the hooks show; tried before either is trusted."""
+"""Checks that attention in row blocks and the fused kernel agree with the hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mechattn.model.verify.verification import Check
 # Scores in the hundreds, as large models have, are rounded by 3e-5 in float32, and what a layer's rounding changes the
 # next ones enlarge: 4e-5 seen in the third of three wide layers. A wrong mask or scale is 0.01 at least.
 STREAMED = 2e-4
-_SILENT = "its attention is not computed by an exchangeable function"
+_SILENT = "its attention function cannot be replaced"
 
 
 def check_streaming(model: HookedModel) -> Check:

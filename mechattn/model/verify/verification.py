@@ -1,4 +1,4 @@
-"""The outcome of a verification: one line a check, with both figures, the tolerance and what to do."""
+"""The outcome of a verification: one line per check, with both figures, the tolerance and a remedy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _COLUMNS = ("check", "outcome", "layer", "hooked", "expected", "difference", "to
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison, with two figures of it.
+    """One check of a verification, with both figures.
 
-    A check that fails shows the figures of the place where they differ most. Where it passes, rounding chooses that
-    place, so another CPU shows another one: a passed check shows the largest figure of the last layer or position, and
-    its difference, which is rounding, prints as "within" the tolerance.
+    A failed check shows the figures at the place of the largest difference. For a passed check that place depends on
+    rounding, and so on the CPU. A passed check therefore shows the largest figure of the last layer or position, and
+    prints its difference as "within" the tolerance.
 
     Args:
-        name: What was checked, in a word.
-        outcome: "failed" makes the model unusable; "limited" only what needs this.
+        name: The name of the check.
+        outcome: The outcome; "failed" makes the model unusable, "limited" only the analyses that need this identity.
         layer: The layer of the figures; None for the model as a whole.
-        hooked: The figure of the hooked model there.
-        expected: The figure that it should be.
-        difference: The largest distance over all that was compared, in units of the tolerance's scale.
-        tolerance: How large the difference may be.
-        detail: What was compared, or why not.
+        hooked: The figure of the hooked model.
+        expected: The expected figure.
+        difference: The largest difference over everything compared, in units of the tolerance's scale.
+        tolerance: The largest allowed difference.
+        detail: What was compared, or why nothing could be.
         remedy: What to do about it.
     """
 
@@ -44,7 +44,7 @@ class Check:
 
     @property
     def apart(self) -> str:
-        """The difference as it is printed: "within" the tolerance, or the number, exact where none is tolerated."""
+        """The difference as printed: "within" the tolerance, or the number (exact if the tolerance is 0)."""
         return "within" if self.outcome == "passed" and self.tolerance else _number(self.difference)
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """Is the hooked model the model? Prints as a table."""
+    """The report of a verification of a hooked model; prints as a table."""
 
     model: str
     architecture: str
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed; a limited or unchecked one doesn't count as failed."""
+        """Whether no check failed; limited and unmade checks don't count as failed."""
         return not any(check.outcome == "failed" for check in self.checks)
 
     @property
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def limited(self) -> dict[str, str]:
-        """What analyses cannot use on this model, and why."""
+        """The checks that limit analyses of this model, with reasons."""
         return {check.name: check.detail for check in self.checks if check.outcome == "limited"}
 
     def __getitem__(self, name: str) -> Check:
@@ -94,17 +94,17 @@ class Report:
         raise OptionError(f"the report has no check {name!r}; it has {', '.join(check.name for check in self.checks)}")
 
     def require(self) -> None:
-        """Refuse a model whose check failed.
+        """Refuse a model with a failed check.
 
         Raises:
-            ModelError: With each failed check: layer, both figures, tolerance, remedy.
+            ModelError: Lists each failed check with its layer, both figures, tolerance and remedy.
         """
         failed = [check for check in self.checks if check.outcome == "failed"]
         if failed:
             said = "\n  ".join(map(str, failed))
             raise ModelError(
                 f"{self.model} as hooked is not the model itself:\n  {said}\n"
-                "load_model(…, verify=False) takes it all the same; every result then says verified: false"
+                "load_model(…, verify=False) loads it anyway; every result then records verified: false"
             )
 
     @property

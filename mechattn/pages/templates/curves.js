@@ -197,9 +197,9 @@ function wordsAt(lines, plot, event, wide, last) {
 function noteOf(model, condition, cut) {
   const none = condition !== "baseline" && !model.curves.inserted[condition];
   const parts = [
-    `Bands: ${model.curves.bands}; dotted: uniform attention; positions that too few prompts have are left out.`,
+    `Bands: ${model.curves.bands}; dotted: uniform attention; positions with too few prompts are left out.`,
     none
-      ? "What is inserted stands elsewhere in each prompt, or nothing is, so the original tokens alone are shown."
+      ? "Only the original tokens are shown, as nothing is inserted, or at different positions in each prompt."
       : "",
     cut ? `The first token is beyond the axis: ${cut}.` : "",
   ];

@@ -26,7 +26,7 @@ export function drawMap(place, model, made, measure, on) {
     viewBox: `0 0 ${wide} ${tall + 4}`,
     role: "grid",
     tabindex: 0,
-    "aria-label": `${words}. Arrows walk over heads.`,
+    "aria-label": `${words}. Use the arrow keys to move between heads.`,
     "aria-activedescendant": `${prefix}head-${on.index}`,
   });
   map.append(...lines(model, made, measure, width, height, on));

@@ -12,8 +12,8 @@ import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
 const PICKED =
-  "Changes are sorted by their size; a head that is picked as the largest on these prompts has an interval that is " +
-  'too optimistic (select="half" in result.compare gives an honest one).';
+  "Changes are sorted by their size; a head selected as the largest on these prompts has an interval that is " +
+  'too optimistic (select="half" in result.compare avoids this).';
 /** @type {any[]} */
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
@@ -184,7 +184,7 @@ function drawBeside(measure) {
   const other = models.findIndex((one) => one.name === state.beside),
     place = part("map-beside");
   const made = other < 0 ? undefined : measured(models[other], measure);
-  if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} has no such number.`);
+  if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} does not have this quantity.`);
   const there = indexOf(models[other], state.layer, state.head),
     drawn = html("div"),
     scale = html("p", { className: "scale" });
@@ -281,7 +281,7 @@ async function start() {
     part("heads").replaceChildren(
       html("p", {
         className: "note",
-        textContent: `There is no map of heads: ${why ?? "the run has measured no number of single heads"}.`,
+        textContent: `There is no map of heads: ${why ?? "the run measured no numbers per head"}.`,
       }),
     );
   }

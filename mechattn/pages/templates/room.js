@@ -162,16 +162,16 @@ function patterns(model, layer, head, condition) {
   if (at < 0)
     return html("p", {
       className: "note",
-      textContent: held.missing || `Patterns are held of layers ${held.layers.join(", ")} alone.`,
+      textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
     });
   const place = html("div");
   if (held.apart)
-    place.append(note("From a run of its own on a short prompt, with as many inserted tokens as it says."));
+    place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
   held.prompts.forEach((prompt, number) => {
     for (const name of new Set(["baseline", condition])) {
       const one = prompt[name];
       const about = `prompt ${number}, ${name}`;
-      if (!one) place.append(note(`No pattern is held of ${about}.`));
+      if (!one) place.append(note(`The page has no pattern of ${about}.`));
       else {
         const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
         const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
