@@ -161,11 +161,12 @@ def run_config(
 def merge(
     out: Annotated[str, typer.Argument(help="Where the result of all prompts goes: a .zarr folder or a .nc file.")],
     results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as of --shard.")],
+    copy: Annotated[bool, typer.Option("--copy", help="Copy large results too, in place of naming them.")] = False,
 ) -> None:
     """Merge the results of shards into one."""
     from mechattn.results.shards import merge_stored
 
-    merge_stored(out, results)
+    merge_stored(out, results, copy)
     _say(f"Wrote {out}")
 
 
