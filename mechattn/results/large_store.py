@@ -95,6 +95,13 @@ class Store:
         return str(filesystem(str(self.place))._strip_protocol(self.place)).rstrip("/")
 
 
+def attributes_of(place: str | Path) -> dict[str, Any]:
+    """What the root of a store says of itself; nothing where there is none."""
+    content = Store(place).get(ROOT)
+    found: dict[str, Any] = json.loads(content)["attributes"] if content else {}
+    return found
+
+
 def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | Path, where: object) -> Result:
     """A result whose regions are read when they are asked for.
 
@@ -184,11 +191,15 @@ def _which(array: Any, key: Key, name: str, where: object, error: Exception) -> 
     """The first chunk that cannot be read."""
     region, (prompts, *rest) = region_in(array), key
     rows = range(*prompts.indices(array.shape[0])) if isinstance(prompts, slice) else [prompts]
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
     for number in sorted({row // region.chunk for row in rows}):
         try:
             array[(slice(number * region.chunk, (number + 1) * region.chunk), *rest)]
         except Exception as found:
-            why = str(found).splitlines()[0] if str(found) else type(found).__name__
-            return damaged(where, name, number, region, why)
-    return f"{name} in the result at {where} cannot be read ({why})"
+            return damaged(where, name, number, region, _why(found))
+    return f"{name} in the result at {where} cannot be read ({_why(error)})"
+
+
+def _why(error: Exception) -> str:
+    """What a codec, a file or the network says, in a few words."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return "its checksum is another" if "checksum" in first else first

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, OutputError
 from mechattn.results.digest import layout
 from mechattn.results.large_store import OBJECTS, ROOT, SCHEMA, Store, seal_of
 from mechattn.results.lazy import Key, LazyArray, lazy_variable
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 REGIONS = "regions"  # with the objects in the provenance of a receipt, and of no result
 
 
-def write_chunk(store: Store, number: int, result: Result, chunk: int, half: bool) -> Result:
+def write_chunk(
+    store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None
+) -> Result:
     """Write what a chunk knows of each prompt into its regions; gives the rest, with what was written.
 
     Args:
@@ -36,9 +38,10 @@ def write_chunk(store: Store, number: int, result: Result, chunk: int, half: boo
         result: Of the chunk's prompts.
         chunk: Prompts a chunk.
         half: Keep numbers with a point in 16 bits.
+        known: Digests of objects that may not change.
 
     Raises:
-        OutputError: There is no room.
+        OutputError: There is no room, or an object came out otherwise than it is known.
         OptionError: A number is too large for 16 bits.
     """
     objects, regions, rest = {}, {}, {}
@@ -52,8 +55,13 @@ def write_chunk(store: Store, number: int, result: Result, chunk: int, half: boo
                 raise OptionError(f'{label} is too large for values="float16"; leave it out, which keeps float32')
             for at, content in encoded(values, region, number).items():
                 path = f"{name}/{label}/{at}"
-                store.put(path, content)
                 objects[path] = object_digest(content)
+                if known is not None and known.get(path) != objects[path]:
+                    raise OutputError(
+                        f"{path} comes out otherwise than when {store.place} was made, on another machine or with "
+                        "other threads perhaps: mend it there, or make all of it again (fresh=True)"
+                    )
+                store.put(path, content)
             regions[f"{name}/{label}"] = region.as_json()
         rest[name] = dataset.drop_vars(written)
     return Result(rest, {**result.provenance, OBJECTS: objects, REGIONS: regions})

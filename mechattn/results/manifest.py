@@ -11,7 +11,7 @@ from typing import Any
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.addresses import as_place, is_address
-from mechattn.results.large_store import ROOT, SCHEMA, Store
+from mechattn.results.large_store import ROOT, SCHEMA, Store, attributes_of
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 
@@ -50,7 +50,7 @@ def read_manifest(parts: Any, place: str | Path, load: Callable[[str | Path], Re
     for name, known in _checked(parts, place):
         where = _beside(place, name)
         result = load(where)
-        if _attributes(where).get(MANIFEST) is not None or _digest(where) != known:
+        if attributes_of(as_place(where)).get(MANIFEST) is not None or _digest(where) != known:
             raise OutputError(f"{where} was changed since it was made a part of {place}: merge them again")
         found.append(result)
     try:
@@ -77,7 +77,7 @@ def _is_beside(name: str) -> bool:
 
 def _names(out: str | Path, place: str | Path) -> list[str]:
     """A result as seen from the folder of the manifest."""
-    if (parts := _attributes(place).get(MANIFEST)) is not None:
+    if (parts := attributes_of(as_place(place)).get(MANIFEST)) is not None:
         return [name for of, _ in _checked(parts, place) for name in _names(out, _beside(place, of))]
     if is_address(place) != is_address(out):
         raise _elsewhere(place, out)
@@ -105,12 +105,6 @@ def _beside(place: str | Path, name: str) -> str | Path:
     return Path(as_place(place)).parent / name
 
 
-def _attributes(place: str | Path) -> dict[str, Any]:
-    content = Store(as_place(place)).get(ROOT)
-    found: dict[str, Any] = json.loads(content)["attributes"] if content else {}
-    return found
-
-
 def _digest(place: str | Path) -> str:
     """Of a whole store: of its small arrays, its provenance, its layout and all its objects."""
-    return str(_attributes(place).get("digest"))
+    return str(attributes_of(as_place(place)).get("digest"))

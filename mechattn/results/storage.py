@@ -75,13 +75,13 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     if str(path).endswith(".nc"):
         raise OutputError(f'"{path}" is one file, and results in regions are merged into a .zarr; name it so')
     if isinstance(place, str):
-        _clear(place)
+        clear(place)
         write_manifest(Store(place), path, places)
     else:
         write_whole(place, lambda new: write_manifest(Store(new), path, places))
 
 
-def _clear(address: str) -> None:
+def clear(address: str) -> None:
     """Delete what is at an address, which is a result of ours."""
     if (files := filesystem(address)).exists(address):
         files.rm(address, recursive=True)
@@ -123,7 +123,7 @@ def _save_at_address(result: Result, address: str) -> None:
 
     try:
         if is_lazy(result):
-            _clear(address)
+            clear(address)
             copied(result, Store(address))
             return _check_read_back(result, address)
         as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)

@@ -69,6 +69,23 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     sweep(path)
 
 
+def move_whole(new: Path, path: Path) -> None:
+    """Give a folder that is whole its name; what has the name goes away. A link is followed.
+
+    Killed between the two renames, the old one lies in a folder beside it and the new one where it was.
+
+    Raises:
+        OutputError: It cannot be renamed; it stays where it was.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        with _beside(path) as folder:
+            _rename(new, path, folder / _OLD)
+    except OSError as error:
+        raise OutputError(f"{new} could not be renamed to {path}: {error.strerror or error}") from error
+    sweep(path)
+
+
 def recover(path: Path) -> None:
     """Give a folder its name where a process was killed after it had written it, and had moved the old one away.
 
