@@ -143,8 +143,7 @@ class Result:
             random: What ``run_random`` gave for this run. Adds null_random (mean change of the layer's heads in models
                 with random weights), random_low and random_high (where a head of one more such model would lie),
                 p_random and q_random. A head with both q and q_random below 0.05 shows what training has made.
-            memory: What this may take. Where all layers don't fit they are gone through some at a time, whose numbers
-                are the same but for rounding.
+            memory: What this may take; where all layers don't fit it, they are gone through some at a time.
 
         Raises:
             OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them, or of
