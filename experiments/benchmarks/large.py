@@ -57,6 +57,7 @@ def block(result: ma.Result, places: range) -> ma.Result:
                     noise = 1 + 0.05 * generator.standard_normal(shape, dtype=np.float32)
                     dataset[label] = variable * noise.astype(variable.dtype)
         made[name] = dataset
+    made["sequences"] = made["sequences"].drop_vars("group", errors="ignore")
     made["sequences"]["place"] = xr.Variable("prompt", np.asarray(places), made["sequences"]["place"].attrs)
     about: dict[str, Any] = json.loads(json.dumps(result.provenance))
     about |= {"chunk": CHUNK, "prompts": about["prompts"] | {"count": len(places), "hash": f"{places.start:016x}"}}
@@ -115,11 +116,11 @@ def read(out: Path, step: str, resamples: int) -> None:
     begun = time.monotonic()
     result = ma.load_result(out / "large.zarr")
     if step == "compared":
-        result.compare("slash", resamples=resamples)
+        result.compare("slash", unit="prompt", resamples=resamples)  # they repeat, and so do their groups
     elif step == "heads":
-        result.heads("received")
+        result.heads("received", unit="prompt")
     elif step == "verdict":
-        result.verdict("slash")
+        result.verdict("slash", unit="prompt")
     elif step == "report":
         result.page(out / "large.html", force=True)
     say(step, f"{time.monotonic() - begun:.1f} s, peak {peak():.2f} GiB")

@@ -1,10 +1,11 @@
 """A result in regions of a sharded store is the same result, read lazily; several are one by a manifest."""
 
+import errno
 import json
 import re
 import shutil
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
+from mechattn.jobs.into import Into
+from mechattn.jobs.local import Local
 from mechattn.results.large_store import Store
 from mechattn.results.large_writing import copied, finish, write_chunk
 from mechattn.results.lazy import is_lazy
@@ -206,7 +209,7 @@ def test_what_stands_beside_the_objects_is_sealed(stored, change):
     else:
         array = path / RECEIVED / "zarr.json"
         array.write_text(array.read_text().replace('"shape": [\n    5,', '"shape": [\n    1000000000000,'))
-    with pytest.raises(OutputError, match="damaged"):
+    with pytest.raises(OutputError, match=r"damaged|conflicting sizes"):
         ma.load_result(path)
 
 
@@ -221,8 +224,15 @@ def test_a_region_that_is_cut_otherwise_is_refused(stored, old, new):
         ma.load_result(stored / "0.zarr")
 
 
-@pytest.mark.parametrize("target", ["all.zarr", "memory://large/all.zarr"])
-@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    ("target", "copy"),
+    [
+        ("all.zarr", False),
+        ("memory://large/all.zarr", False),
+        pytest.param("all.zarr", True, marks=pytest.mark.slow),
+        pytest.param("memory://large/copy.zarr", True, marks=pytest.mark.slow),
+    ],
+)
 def test_two_results_are_one(whole, stored, target, copy):
     where = target if "://" in target else str(stored / target)
     sources = [str(stored / f"{number}.zarr") for number in (1, 0)]
@@ -310,4 +320,112 @@ def test_processes_write_at_the_same_time(parts, folder, tmp_path):
 def test_netcdf_is_refused_for_a_manifest(stored):
     with pytest.raises(OutputError, match="name it so"):
         merge_stored(str(stored / "all.nc"), [str(stored / "0.zarr"), str(stored / "1.zarr")])
-    merge_stored(str(stored / "all.nc"), [str(stored / "0.zarr"), str(stored / "1.zarr")], copy=True)
+
+
+@pytest.fixture(scope="module")
+def job(prompts):
+    return ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
+
+
+@pytest.fixture(scope="module")
+def small(job, tmp_path_factory):
+    return ma.run_job(job, tmp_path_factory.mktemp("small") / "r.zarr")
+
+
+@dataclass
+class Asked:
+    """The local executor, which notes the chunks that it is asked for."""
+
+    chunks: list
+
+    def parts(self, job, chunks):
+        self.chunks.extend(chunks)
+        yield from Local().parts(job, chunks)
+
+
+@pytest.mark.parametrize("name", ["r.zarr", "memory://large-job/r.zarr"])
+def test_a_large_job_is_the_same_and_mends_a_chunk(job, small, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    large, asked = replace(job, large=True), []
+    result = ma.run_job(large, name, executor=Asked(asked))
+    assert is_lazy(result)
+    assert result.digest() == small.digest()
+    assert set(result.provenance) == set(small.provenance)
+    assert ma.run_job(large, name, executor=Asked(asked)).digest() == small.digest()
+    assert f"{name} is done" in capsys.readouterr().err
+    assert asked == [0, 1, 2]
+    store = Store(name if "://" in name else tmp_path / name)
+    lost, changed = f"{RECEIVED}/c/1/0/0/0/0", f"{RECEIVED}/c/2/0/0/0/0"
+    content = store.get(changed)
+    store.remove(lost)
+    store.put(changed, content[:9] + b"?" + content[10:])
+    assert ma.run_job(large, name, executor=Asked(asked)).digest() == small.digest()
+    assert asked == [0, 1, 2, 1, 2]
+    assert "2 of 3 chunks are computed again" in capsys.readouterr().err
+    assert store.get(changed) == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "://" in name else ["r.zarr"])
+
+
+def test_a_chunk_that_comes_out_otherwise_mends_nothing(job, tmp_path):
+    """Another machine's last digits are not put beside the others."""
+    large = replace(job, large=True)
+    ma.run_job(large, tmp_path / "r.zarr")
+    store = Store(tmp_path / "r.zarr")
+    store.remove(f"{RECEIVED}/c/1/0/0/0/0")
+    known = root_of(tmp_path / "r.zarr")["attributes"]["objects"]
+    into = Into(str(tmp_path / "r.zarr"), (0, 1, 2), 2, False, known)
+    other = ma.run("toy:llama", job.prompts[2:4], {"slash": ma.MeaninglessTokens(count=3)}, layers=[0], progress=False)
+    with pytest.raises(OutputError, match=r"comes out otherwise than when .* was made"):
+        into.write(1, other)
+    assert store.get(f"{RECEIVED}/c/1/0/0/0/0") is None
+
+
+def test_shards_of_a_large_job_end_as_one_run(job, small, tmp_path):
+    large = replace(job, large=True)
+    for shard in ("2/2", "1/2"):
+        ma.run_job(large, tmp_path / "s.zarr", shard=shard)
+    merge_stored(str(tmp_path / "all.zarr"), [str(path) for path in sorted(tmp_path.glob("s-*.zarr"))])
+    merged = ma.load_result(tmp_path / "all.zarr")
+    for name in ("received_by_segment", "mass_by_segment"):
+        np.testing.assert_array_equal(merged["received_attention"][name], small["received_attention"][name])
+    assert merged.compare("slash", resamples=99).equals(small.compare("slash", resamples=99))
+
+
+def test_files_of_somebody_stop_a_large_run(job, tmp_path):
+    kept = tmp_path / "r.zarr.parts" / "store" / "received_attention"
+    kept.mkdir(parents=True)
+    (kept / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds store/received_attention/notes\.txt, which mechattn did not write"):
+        ma.run_job(replace(job, large=True), tmp_path / "r.zarr")
+    assert (kept / "notes.txt").read_text() == "mine"
+
+
+def test_a_full_disk_keeps_the_chunks_before(job, small, tmp_path, monkeypatch):
+    put, left = Store.put, [20]
+
+    def full(self, name, content):
+        left[0] -= 1
+        if left[0] < 0:
+            monkeypatch.setattr(Path, "write_bytes", no_room)
+        put(self, name, content)
+
+    def no_room(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    large, asked = replace(job, large=True), []
+    monkeypatch.setattr(Store, "put", full)
+    with pytest.raises(OutputError, match=r"No space left on device\. The chunks before it are kept; make room"):
+        ma.run_job(large, tmp_path / "r.zarr")
+    monkeypatch.undo()
+    done = len(list((tmp_path / "r.zarr.parts").glob("*.zip")))
+    assert ma.run_job(large, tmp_path / "r.zarr", executor=Asked(asked)).digest() == small.digest()
+    assert done >= 1
+    assert asked == list(range(done, 3))
+
+
+@pytest.mark.parametrize("options", [{"values": "float64", "large": True}, {"values": "float16"}])
+def test_values_that_are_none(job, options):
+    with pytest.raises(OptionError, match=r"choose \"float32\" or \"float16\"|say large=True too"):
+        replace(job, **options)
+    with pytest.raises(OutputError, match="a large result is a Zarr folder"):
+        ma.run_job(replace(job, large=True), "r.nc")
