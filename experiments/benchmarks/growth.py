@@ -103,6 +103,27 @@ def main() -> None:
             row(f"{name}: a part of {chunk} prompts", [size / 2**20 for size in parts], "{:,.0f} MiB")
             row("all parts", [size * chunks / 2**30 for size in parts], "{:,.0f} GiB")
             row("merging them", [chunks * (PART_SECONDS + size / PART_RATE) / 60 for size in parts], "{:.0f} min")
+    large_rows("ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted)
+
+
+def large_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int) -> None:
+    """What ``Job(large=True)`` takes: receipts, the last step, and what a comparison of one quantity holds."""
+    for chunk in (64, 1024):
+        counted = [stored_bytes(analyses, m, chunk, conditions, length, inserted, "moments") for m in MODELS]
+        receipts = [count["moments by position"] * prompts / chunk for count in counted]
+        row(f"{name}, large, chunks of {chunk}: all receipts", [size / 2**30 for size in receipts], "{:,.1f} GiB")
+        row("the last step", [size / PART_RATE / 60 for size in receipts], "{:.1f} min")
+    row(
+        "prompt values read to compare one condition",
+        [2 * 4 * prompts * m.layers * m.heads * len(SEGMENTS) / 2**30 for m in MODELS],
+        "{:.1f} GiB",
+    )
+    row(
+        "draws of a comparison",
+        [prompts * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30 for m in MODELS],
+        "{:.1f} GiB",
+    )
+    row("a layer of a comparison", [8 * 12 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
 
 
 def row(name: str, values: list[float], form: str) -> None:

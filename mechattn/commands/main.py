@@ -173,11 +173,12 @@ def run_config(
 def merge(
     out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder or a .nc file.")],
     results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")],
+    copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
 ) -> None:
     """Merge the results of shards into one."""
     from mechattn.results.shards import merge_stored
 
-    merge_stored(out, results)
+    merge_stored(out, results, copy)
     _say(f"Wrote {out}")
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from mechattn.errors import OptionError
 from mechattn.functional.rows import BLOCK
+from mechattn.results.size import memory_bytes
 
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Scores, masked scores, pattern and the working copies of a reduction live at the same time, in float32.
 _SQUARES = 6
 _LARGEST_BATCH = 64
@@ -34,18 +32,6 @@ class Cost:
         """Bytes for one sequence."""
         attention = self.heads * length * (length * _SQUARES if self.square else BLOCK * 2)
         return 4 * (attention + length * self.width)
-
-
-def memory_bytes(memory: str) -> int:
-    """The number of bytes of a budget such as "2GiB".
-
-    Raises:
-        OptionError: The budget has another form.
-    """
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise OptionError(f'memory={memory!r}: give a size such as "2GiB" or "500MiB"')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()) -> list[list[int]]:

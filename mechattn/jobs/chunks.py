@@ -12,6 +12,7 @@ from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts, discard_parts, open_parts
+from mechattn.jobs.large import begun, check_large, finished, mend
 from mechattn.results.addresses import as_place, is_address
 from mechattn.results.merge import merge_results
 from mechattn.results.reading import load_result
@@ -74,14 +75,24 @@ def run_job(
 def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
     """The result of a job, stored; its parts are thrown away when the ``with`` ends well."""
     path = shard_place(path, shard)
+    check_large(job, path)
     check_result_place(path)
     chunks = _of_shard(job, shard)
+    if job.large and not fresh:
+        mend(job, path, chunks, lambda again, some: list(executor.parts(again, some)))
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
         say(f"{path} is done: it holds the result of this very run; nothing was computed again")
         yield Computed(stored, path, now=False)
         discard_parts(parts_folder(path), job)
         return
     with open_parts(parts_folder(path), job, fresh) as parts:
+        if job.large:
+            writing = begun(job, path, parts, chunks)
+            _compute(writing, chunks, parts, executor)
+            finished(writing, path, parts, chunks)
+            yield Computed(load_result(path), path, now=True)
+            parts.remove()
+            return
         _compute(job, chunks, parts, executor)
         result = merge_results([parts.read(chunk) for chunk in chunks])
         result = replace(result, provenance={**result.provenance, "job": job.fingerprint})

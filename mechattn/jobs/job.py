@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
 from mechattn.engine.run import Run, Sequences, make_plan
 from mechattn.errors import OptionError
+from mechattn.jobs.into import Into
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
 from mechattn.prompts.conditions import Condition
@@ -54,6 +55,11 @@ class Job:
         require: Is given the model and the layers when it is loaded, and refuses what it cannot be used for.
         command: Recorded with the result.
         paths: As for ``run``.
+        large: For a result larger than memory: each chunk is written straight into its region of one sharded Zarr
+            store, and ``load_result`` reads that a block at a time. Every worker must see the folder, or the address.
+        values: Of a large result, how each prompt's numbers are kept: "float32", or "float16" in half the room, with
+            an error of up to 0.05 % of a number.
+        into: Where workers write; set by ``run_job``.
     """
 
     model: str
@@ -73,11 +79,18 @@ class Job:
     require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
     command: str = field(default="", compare=False)
     paths: bool = field(default=False, compare=False)
+    large: bool = False
+    values: Literal["float32", "float16"] = "float32"
+    into: Into | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+        if self.values not in ("float32", "float16"):
+            raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
+        if self.values == "float16" and not self.large:
+            raise OptionError('values="float16" is for large results: say large=True too')
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property
@@ -93,6 +106,7 @@ class Job:
             **{name: repr(getattr(self, name)) for name in options},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
             **self._groups(),
+            **({"large": self.values} if self.large else {}),
             "weights": stored_hash(self.model),
             "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
             "analyses": identity(self.analyses),
@@ -149,7 +163,8 @@ class Worker:
         alone = len(self.job.chunks) == 1
         made = self.run.result(prompts, sequences, self.job.chunks[chunk], progress=alone)
         about = {"chunk": self.job.chunk, "command": self.job.command}
-        return packed(replace(made, provenance={**made.provenance, **about}))
+        made = replace(made, provenance={**made.provenance, **about})
+        return packed(made if self.job.into is None else self.job.into.write(chunk, made))
 
     def _prompts(self, chunk: int) -> list[Prompt]:
         return [self.job.prompts[place] for place in self.job.chunks[chunk]]

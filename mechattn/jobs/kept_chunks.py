@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.jobs.job import Job
 from mechattn.results.merge import merge_results
 from mechattn.results.ours import files_in, named
-from mechattn.results.packed import unpacked
+from mechattn.results.packed import opened, unpacked
 from mechattn.results.result import Result
 from mechattn.results.whole import say
 
 _JOB, _LOCK = "job.json", "lock"
 _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
-_OURS = re.compile(rf"{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
+_STORE = "store"  # of a large result, until it is whole
+_IN_STORE = r"(/(zarr\.json|[^/]+/(zarr\.json|[^/]+/(zarr\.json|c(/[0-9]+)*/?)?)?)?(\.new)?)?"
+_OURS = re.compile(rf"{_STORE}{_IN_STORE}|{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
 _FRESH = "throw them away and begin anew: mechattn run --fresh, in Python fresh=True"
 
 
@@ -79,6 +82,24 @@ class Parts:
                 return unpacked(content, path)
         raise OutputError(f"chunk {chunk} is no longer in {self.folder}; give the same command again")
 
+    def opened(self, chunk: int) -> Result:
+        """The result of a chunk that is whole, as ``results.packed.opened`` opens it."""
+        for path, (number, _) in self.chunks().items():
+            if number == chunk:
+                return opened(path)
+        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; give the same command again")
+
+    @property
+    def store(self) -> Path:
+        """Where the chunks of a large result write, until it gets its name."""
+        return self.folder / _STORE
+
+    def drop(self, chunk: int) -> None:
+        """Forget a chunk."""
+        for path, (number, _) in self.chunks().items():
+            if number == chunk:
+                path.unlink()
+
     def check_same(self, before: int, now: bytes) -> None:
         """A chunk that was kept before and one that is new belong together.
 
@@ -98,12 +119,16 @@ class Parts:
         chunks = self.chunks()
         for path in chunks:
             path.unlink()
+        if self.store.is_dir():
+            shutil.rmtree(self.store)
         return len(chunks)
 
     def remove(self) -> None:
         """Throw away what a run has written here, and then the folder, if nothing else is in it."""
         with suppress(OSError):
-            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+            if self.store.is_dir() and not _strangers(self.folder):
+                shutil.rmtree(self.store)
+            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path != self.store]
             for path in sorted(ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)):  # these two last
                 path.unlink(missing_ok=True)
             if left := _strangers(self.folder):

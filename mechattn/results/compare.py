@@ -10,7 +10,9 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.block_table import Blocks, Light, as_table, means_of, tested
 from mechattn.results.differences import Differences, Scale, aligned, differences
+from mechattn.results.layer_blocks import layer_blocks, of_layers
 from mechattn.results.quantities import Null, check_layer, variable_of
 from mechattn.results.random_null import beside_random, check_random
 from mechattn.results.units import shared_units, units_of
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from mechattn.results.result import Result
 
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03
-_COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
 def compare(
@@ -47,6 +48,7 @@ def compare(
     resamples: int,
     seed: int,
     random: Seq[Result] | None = None,
+    memory: str = "2GiB",
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
     _check_options(select, level, null, scale)
@@ -56,28 +58,46 @@ def compare(
         check_random(random, result, other, (condition, to))
     if matched:
         _check_lengths(result, condition, other, to)
-    made = differences(result, condition, other, to, quantity, by, segment, null, scale)
-    units = shared_units(result, other, made.ours.sizes["prompt"], unit)
+    layers = layer_blocks(result, quantity, by, segment, memory, resamples, resamples)
+    whole = len(layers) == 1
+
+    def differing(some: slice) -> Differences:
+        cut = of_layers(result, some)
+        theirs = cut if other is result else of_layers(other, some)
+        return differences(cut, condition, theirs, to, quantity, by, segment, null, scale, not whole)
+
+    units = shared_units(result, other, variable_of(result, quantity, by).sizes["prompt"], unit)
     finding, shown = _halves(units, select)
-    found = partial(_found, made, units, level=level, resamples=resamples, seed=seed)
-    cells = made.cells.copy()
-    if select == "half":
-        cells[cells] = found(cells, finding).q < 0.05
-    numbers = found(cells, shown)
-    table = _table(made, units, cells, shown, numbers)
+    if whole:
+        made = differences(result, condition, other, to, quantity, by, segment, null, scale)
+        found = partial(_found, made, units, level=level, resamples=resamples, seed=seed)
+        cells = made.cells.copy()
+        if select == "half":
+            cells[cells] = found(cells, finding).q < 0.05
+        numbers = found(cells, shown)
+        table = as_table(means_of(made, units, cells, shown), numbers, made.scale)
+        about = Light(made.null, made.scale, tuple(map(str, made.difference.dims[1:])))
+        left_out = made.left_out
+    else:
+        if random is not None:
+            raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
+        blocks = Blocks(differing, layers, units, level, resamples, seed)
+        found_in = blocks.table(quantity, finding, shown, select == "half")
+        numbers, about, left_out = found_in.numbers, found_in.last, found_in.left_out
+        table = as_table(found_in.means, numbers, about.scale)
     table.attrs = {
         "condition": condition,
         "to": to,
         "quantity": quantity,
         "segment": segment or "all",
-        "null": made.null,
-        "left_out": made.left_out,
+        "null": about.null,
+        "left_out": left_out,
         "level": level,
         "resamples": resamples,
         "seed": seed,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
-        **_family(made, units, int(cells.sum()), numbers.n, resamples),
+        **_family(about.dims, units, len(numbers.p), numbers.n, resamples),
     }
     if random is not None:
 
@@ -92,16 +112,15 @@ def _found(
     made: Differences, units: Units, cells: np.ndarray, some: np.ndarray, level: float, resamples: int, seed: int
 ) -> Paired:
     """Intervals and tests of some cells over some units."""
-    each = units.means(made.difference.values)[some][:, cells]
-    expected = None if made.expected is None else units.means(made.expected)[some][:, cells]
-    return paired(each, expected, level, resamples, seed, made.rounding(units, some)[cells])
+    each, expected, rounding = tested(made, units, cells, some)
+    return paired(each, expected, level, resamples, seed, rounding)
 
 
-def _family(made: Differences, units: Units, tests: int, n: int, resamples: int) -> dict[str, Any]:
+def _family(dims: Seq[str], units: Units, tests: int, n: int, resamples: int) -> dict[str, Any]:
     """What a table says of its tests."""
     can = resolution(n, max(1, tests), resamples=resamples, unit=units.unit)
     return {
-        "family": f"{tests} tests: {' × '.join(map(str, made.difference.dims[1:]))}",
+        "family": f"{tests} tests: {' × '.join(dims)}",
         "unit": units.unit,
         "smallest_q": can.smallest_p,  # where all tests reach it
         "resolution": str(can),
@@ -167,22 +186,6 @@ def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
     else:
         units.refuse_below(2 * FEWEST_TO_SELECT, ": below, no head can be found on one half of them (q < 0.05)")
     return (every, every) if select is None else (every[::2], every[1::2])
-
-
-def _table(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray, numbers: Paired) -> pd.DataFrame:
-    """One row a cell: its coordinates, the means, and all that ``paired`` found."""
-    import pandas as pd
-
-    index = np.argwhere(cells)
-    dims = made.difference.dims[1:]
-    labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(dims)}
-    each = (("value", made.ours), ("reference", made.theirs))
-    means = {name: units.means(of.values)[shown][:, cells].mean(0) for name, of in each}
-    table = pd.DataFrame(labels | means | {name: getattr(numbers, name) for name in _COLUMNS})
-    table = table.assign(n=numbers.n)
-    # What a table that is cut off should still show.
-    first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
-    return table[[*first, *(name for name in table if name not in first)]].assign(scale=made.scale)
 
 
 def overall_change(

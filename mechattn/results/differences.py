@@ -69,28 +69,41 @@ def differences(
     segment: str | None,
     null: Null = "uniform",
     scale: Scale | None = None,
+    part: bool = False,
 ) -> Differences:
     """What :meth:`mechattn.results.result.Result.compare` compares, which explains the arguments.
+
+    ``part``: the results have some of the layers alone; cells that are left out are nobody's loss until all are known.
 
     Raises:
         OptionError: There is nothing to compare, or results that were measured otherwise.
     """
-    parts = aligned(result, condition, other, to, quantity, by, segment, null)
+    parts = aligned(result, condition, other, to, quantity, by, segment, null, part)
     scale = scale or _own_scale(variable_of(result, quantity, by))
-    cells, left_out = _compared(parts, quantity, scale)
+    cells, left_out = _compared(parts, scale)
+    if not part:
+        check_cells(quantity, scale, cells.size, left_out, 4)
     difference, expected = _differences(*parts, scale)
     expected, words = _null(expected, parts, null, _alike(result, condition, other, to))
     return Differences(parts[0], parts[1], difference, expected, words, cells, left_out, scale)
 
 
 def aligned(
-    result: Result, condition: str, other: Result, to: str, quantity: str, by: str, segment: str | None, kind: Null
+    result: Result,
+    condition: str,
+    other: Result,
+    to: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    kind: Null,
+    part: bool = False,
 ) -> Parts:
     """Values and references, and the nulls of both, with the same coordinates."""
     import xarray as xr
 
-    ours, null = values_of(result, condition, quantity, by, segment, kind)
-    theirs, their_null = values_of(other, to, quantity, by, segment, kind)
+    ours, null = values_of(result, condition, quantity, by, segment, kind, part)
+    theirs, their_null = values_of(other, to, quantity, by, segment, kind, part)
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
@@ -112,7 +125,7 @@ def _own_scale(variable: xr.DataArray) -> Scale:
     return "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
 
 
-def _compared(parts: Parts, quantity: str, scale: Scale) -> tuple[np.ndarray, list[str]]:
+def _compared(parts: Parts, scale: Scale) -> tuple[np.ndarray, list[str]]:
     """The cells that have a difference in every prompt, and the names of those that are left out.
 
     A value that is 0 or negative has no ratio; one that is NaN in every prompt is not there at all in this layer.
@@ -126,7 +139,23 @@ def _compared(parts: Parts, quantity: str, scale: Scale) -> tuple[np.ndarray, li
     left_out = [
         " ".join(f"{dim} {label[i]}" for dim, label, i in zip(ours.dims[1:], labels, at)) for at in np.argwhere(~cells)
     ]
-    if not cells.any():
+    return cells, left_out
+
+
+def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], above: int) -> None:
+    """Refuse a comparison of no cell; warn where some are left out.
+
+    Args:
+        quantity: What is compared.
+        scale: By what.
+        cells: How many there are.
+        left_out: The names of those without a difference.
+        above: How many calls above this one the user's is.
+
+    Raises:
+        OptionError: All of them are left out.
+    """
+    if len(left_out) == cells:
         raise OptionError(
             f"{quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
             + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
@@ -134,11 +163,10 @@ def _compared(parts: Parts, quantity: str, scale: Scale) -> tuple[np.ndarray, li
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
         warnings.warn(
-            f"{len(left_out)} of {cells.size} cells are left out ({shown}): {quantity!r} is not there, or it is 0 or "
+            f"{len(left_out)} of {cells} cells are left out ({shown}): {quantity!r} is not there, or it is 0 or "
             'negative in some prompt and has no ratio, which scale="difference" needs not',
-            stacklevel=5,
+            stacklevel=above + 1,
         )
-    return cells, left_out
 
 
 def _differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import xarray as xr
 
+_BLOCK = 64 * 2**20  # bytes that are hashed at a time of what is not in memory
 TEXT = "TUO"  # kinds of arrays that hold texts
 
 
@@ -52,7 +54,8 @@ def _hashed(datasets: Mapping[str, xr.Dataset], provenance: str, numbers: Callab
         if variable.dtype.kind in TEXT:
             made.update(json.dumps([str(text) for text in variable.values.flat]).encode())
         else:
-            made.update(numbers(variable.values).data)
+            for block in blocks_of(variable):
+                made.update(numbers(block).data)
     return made.hexdigest()
 
 
@@ -78,6 +81,16 @@ def _nothing() -> xr.Variable:
     import xarray as xr
 
     return xr.Variable((), np.int8(0))
+
+
+def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
+    """The numbers of a variable, some rows of its first dimension at a time where they are not in memory."""
+    if variable._in_memory or not variable.ndim:
+        yield variable.values
+        return
+    rows = max(1, _BLOCK // max(1, variable.dtype.itemsize * prod(variable.shape[1:])))
+    for start in range(0, len(variable), rows):
+        yield variable[start : start + rows].values
 
 
 def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:

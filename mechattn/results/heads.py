@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from mechattn.errors import OptionError
+from mechattn.results.layer_blocks import layer_blocks, of_layers
 from mechattn.results.quantities import NULLS, values_of
 from mechattn.results.units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
@@ -27,6 +28,7 @@ def ranked_heads(
     select: Literal["half"] | None,
     unit: Unit,
     level: float,
+    memory: str = "2GiB",
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
     import pandas as pd
@@ -35,7 +37,37 @@ def ranked_heads(
         raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
     if select not in (None, "half") or not 0.5 <= level < 1:
         raise OptionError(f'select={select!r}, level={level}: give "half" or None, and a probability such as 0.95')
-    values, null = values_of(result, condition, quantity, "segment", segment, "uniform")
+    layers = layer_blocks(result, quantity, "segment", segment, memory)
+    made = [
+        _of_layers(result, some, len(layers) > 1, quantity, condition, segment, select, unit, level) for some in layers
+    ]
+    size = sum(len(one) for one in made)
+    table = pd.concat(made, ignore_index=True) if len(made) > 1 else made[0]
+    order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
+    order = order[table.there.to_numpy()[order]][:top]
+    null, unit_words = bool(made[0].attrs["null"]), made[0].attrs["unit"]
+    table = table.drop(columns=["finding", "there"]).iloc[order].reset_index(drop=True)
+    known = f", beside {NULLS['uniform']}" if null else ""
+    chosen = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
+    table.attrs = {"condition": condition, "segment": segment, "of": size, "ranked": chosen + known, "unit": unit_words}
+    return table
+
+
+def _of_layers(
+    result: Result,
+    some: slice,
+    part: bool,
+    quantity: str,
+    condition: str,
+    segment: str,
+    select: Literal["half"] | None,
+    unit: Unit,
+    level: float,
+) -> pd.DataFrame:
+    """The heads of some layers in their order, with what ranks them ("finding") and whether they are there."""
+    import pandas as pd
+
+    values, null = values_of(of_layers(result, some), condition, quantity, "segment", segment, "uniform", part)
     if set(values.dims) != {"prompt", "layer", "head"}:
         more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
         raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")
@@ -43,15 +75,14 @@ def ranked_heads(
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     each = units.means(values.values.reshape(units.prompts, -1))
-    order = np.argsort(-np.nan_to_num(each[finding].mean(0), nan=-np.inf), kind="stable")
-    order = order[~np.isnan(each[0, order])][:top]
-    mean = t_interval(each[shown][:, order], level)
+    every = np.arange(each.shape[1])
+    mean = t_interval(each[shown][:, every], level)
     uniform = (
         np.full(each.shape[1], np.nan)
         if null is None
         else units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)
     )
-    at = np.unravel_index(order, values.shape[1:])
+    at = np.unravel_index(every, values.shape[1:])
     made = pd.DataFrame(
         {
             "layer": values.layer.values[at[0]],
@@ -59,12 +90,11 @@ def ranked_heads(
             quantity: mean.estimate,
             "low": mean.low,
             "high": mean.high,
-            "uniform": uniform[order],
+            "uniform": uniform,
             "n": len(each[shown]),
+            "finding": each[finding].mean(0),
+            "there": ~np.isnan(each[0]),
         }
     )
-    known = "" if null is None else f", beside {NULLS['uniform']}"
-    chosen = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
-    made.attrs = {"condition": condition, "segment": segment, "of": each.shape[1], "ranked": chosen + known}
-    made.attrs["unit"] = units.unit
+    made.attrs = {"null": null is not None, "unit": units.unit}
     return made

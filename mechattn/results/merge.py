@@ -9,9 +9,12 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from xarray.core import indexing
 
 from mechattn.errors import OptionError
+from mechattn.results.lazy import stacked
 from mechattn.results.provenance import added_hash
+from mechattn.results.regions import widest
 from mechattn.results.result import Result
 from mechattn.stats.moments import Moments
 
@@ -135,8 +138,12 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     return xr.Dataset(variables, {"prompt": [ids[at] for at in order], **coords}, first.attrs)
 
 
-def _stacked(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], order: np.ndarray) -> np.ndarray:
-    """Each prompt's own values, padded to the longest, in the order of the whole."""
+def _stacked(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], order: np.ndarray) -> Any:
+    """Each prompt's own values, padded to the longest, in the order of the whole; read later where one array is."""
+    variables = [array.variable for array in arrays]
+    if not all(variable._in_memory for variable in variables) and variables[0].dims[0] == "prompt":
+        shape = (len(order), *(sizes[dim] for dim in variables[0].dims[1:]))
+        return indexing.LazilyIndexedArray(stacked(variables, shape, order, _FILL[variables[0].dtype.kind]))
     axis = arrays[0].get_axis_num("prompt")
     wide = [_padded(array.values, [sizes[dim] if dim != "prompt" else None for dim in array.dims]) for array in arrays]
     return np.take(np.concatenate(wide, axis=axis), order, axis=axis)
@@ -216,6 +223,8 @@ def _concatenated(one: Any, other: Any) -> list:
 _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda one, other: one + other,
     "prompts.hash": added_hash,
+    "objects": lambda one, other: {**(one or {}), **(other or {})},  # of chunks in a store, as are regions
+    "regions": widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
     "time": _span,
     "halved": _concatenated,

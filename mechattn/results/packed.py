@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.errors import OutputError
 from mechattn.results.digest import TEXT, digest, is_digest
+from mechattn.results.lazy import Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
 from mechattn.results.schema import read_errors
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _FORMAT = 1
+_LARGE = 2**16  # bytes
 
 
 def packed(result: Result) -> bytes:
@@ -61,6 +64,23 @@ def unpacked(content: bytes, where: object = "these bytes") -> Result:
         raise read_errors(where, error) from error
 
 
+def opened(path: Path) -> Result:
+    """As :func:`unpacked` of a file that is known to be whole; what is large, and of no prompt, is read when asked for.
+
+    Raises:
+        OutputError: It is not what :func:`packed` wrote.
+    """
+    try:
+        with zipfile.ZipFile(path) as stored:
+            header = json.loads(stored.read("header"))
+            if header["mechattn_packed"] != _FORMAT:
+                raise OutputError(f"{path} was written by another version of mechattn")
+            datasets = {name: _unpacked_dataset(one, stored, path) for name, one in header["datasets"].items()}
+        return Result(datasets, json.loads(header["provenance"]))
+    except Exception as error:
+        raise read_errors(path, error) from error
+
+
 def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
     variables = {}
     for name, variable in dataset.variables.items():
@@ -76,11 +96,14 @@ def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
     return {"variables": variables, "coords": list(dataset.coords), "attrs": dataset.attrs}
 
 
-def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile) -> xr.Dataset:
+def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None) -> xr.Dataset:
     import xarray as xr
 
-    made = {}
+    made: dict[str, Any] = {}
     for name, one in about["variables"].items():
+        if later is not None and _is_large(one, stored):
+            made[name] = _read_later(one, later)
+            continue
         content = stored.read(str(one["at"]))
         if one["dtype"] == "text":
             values = np.array(json.loads(content), dtype=np.dtypes.StringDType())
@@ -89,3 +112,17 @@ def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile) -> xr.Data
         made[name] = (one["dims"], values.reshape(one["shape"]), one["attrs"])
     coords = {name: made.pop(name) for name in about["coords"]}
     return xr.Dataset(made, coords, about["attrs"])
+
+
+def _is_large(one: dict[str, Any], stored: zipfile.ZipFile) -> bool:
+    alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1
+    return alone and stored.getinfo(str(one["at"])).file_size > _LARGE
+
+
+def _read_later(one: dict[str, Any], path: Path) -> xr.Variable:
+    def read(key: Key) -> np.ndarray:
+        with zipfile.ZipFile(path) as stored:
+            values = np.frombuffer(stored.read(str(one["at"])), dtype=np.dtype(one["dtype"]))
+        return values.reshape(one["shape"])[key].copy()
+
+    return lazy_variable(LazyArray(tuple(one["shape"]), np.dtype(one["dtype"]), read), one["dims"], one["attrs"])

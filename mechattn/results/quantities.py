@@ -50,9 +50,12 @@ def _is_null(name: str) -> bool:
 
 
 def values_of(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null, part: bool = False
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there."""
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there.
+
+    ``part``: the result has some of the layers alone, and none of these may have the quantity.
+    """
     if condition not in result.conditions:
         raise OptionError(
             f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
@@ -72,7 +75,7 @@ def values_of(
         others = [dim for dim in values.dims if dim not in ("prompt", "band")]
         values = values.isel(band=values.notnull().all("prompt").any(others).values)
     missing = values.isnull()
-    missing &= ~missing.all("prompt") | missing.all()  # a layer where no prompt has it is left out
+    missing &= ~missing.all("prompt") | (missing.all() & (not part))  # a layer where no prompt has it is left out
     if missing.any():
         bad = missing.any([dim for dim in values.dims if dim != "prompt"])
         raise OptionError(
@@ -86,13 +89,14 @@ def values_of(
 
 
 def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
-    chosen = variable.sel(condition=condition).astype(np.float64)
+    chosen = variable.sel(condition=condition)
     if "segment" in chosen.dims and segment is not None:
         if segment not in chosen.segment.values:
             raise OptionError(
                 f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}"
             )
         chosen = chosen.sel(segment=segment)
+    chosen = chosen.astype(np.float64)
     first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
     return chosen.transpose(*first, ...).reset_coords(drop=True)
 

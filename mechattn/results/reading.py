@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mechattn.errors import OutputError
 from mechattn.results.addresses import as_place, check_name, check_netcdf
 from mechattn.results.files import files_at, files_in
+from mechattn.results.large_store import OBJECTS, SCHEMA, check_objects
+from mechattn.results.manifest import MANIFEST, read_manifest
 from mechattn.results.netcdf_file import check_file
+from mechattn.results.regions import Region
 from mechattn.results.result import Result
 from mechattn.results.schema import COMPLETE, from_tree, read_errors
 from mechattn.results.seal import check_seal
@@ -19,6 +23,7 @@ from mechattn.results.zarr_folder import FORMAT, check_folder
 if TYPE_CHECKING:
     import xarray as xr
 
+Checked = tuple[dict[str, Any], Mapping[str, int], Mapping[str, Region]]
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
 _ZARR: dict[str, Any] = {"engine": "zarr", "zarr_format": FORMAT, "consolidated": False}
 _NETCDF: dict[str, Any] = {"engine": "h5netcdf"}
@@ -26,6 +31,9 @@ _NETCDF: dict[str, Any] = {"engine": "h5netcdf"}
 
 def load_result(path: str | Path, *, most: int | None = None) -> Result:
     """Read what ``Result.save`` wrote, here or with an earlier version. Nothing in it is run, whoever made it.
+
+    Of a result that a job with ``large=True`` wrote, and of a manifest of several, the metadata are read, and the
+    numbers of prompts a block at a time when they are asked for, each piece against its checksum.
 
     Args:
         path: Where it lies, here or at an address.
@@ -40,37 +48,46 @@ def load_result(path: str | Path, *, most: int | None = None) -> Result:
     if isinstance(place, Path):
         recover(place)
     try:
-        kind = _checked(place, path, most)
-        return _read(place, path, kind)
+        kind, files, regions = _checked(place, path, most)
+        return _read(place, path, kind, files, regions)
     except OutputError:
         raise
     except Exception as error:  # files, codecs and the network have errors of their own
         raise read_errors(path, error) from (None if isinstance(place, str) else error)  # it may tell a password
 
 
-def _checked(place: str | Path, path: str | Path, most: int | None) -> dict[str, Any]:
-    """How to open what lies at a place, when it is what it should be."""
+def _checked(place: str | Path, path: str | Path, most: int | None) -> Checked:
+    """How to open what lies at a place, when it is what it should be; its files, and its arrays in regions."""
     if isinstance(place, str):
         files = files_at(place)
     elif place.suffix == ".nc" and place.is_file():
         check_netcdf()
         check_seal(place)
         check_file(place, Size(path, place.stat().st_size, most))
-        return _NETCDF
+        return _NETCDF, {}, {}
     elif place.suffix != ".nc" and (place / "zarr.json").is_file():
         files = files_in(place)
     else:
         raise _nothing(place, path)
-    check_folder(files, Size(path, sum(files.sizes.values()), most))
-    return _ZARR
+    return _ZARR, files.sizes, check_folder(files, Size(path, sum(files.sizes.values()), most))
 
 
-def _read(place: str | Path, path: str | Path, kind: dict[str, Any]) -> Result:
+def _read(
+    place: str | Path,
+    path: str | Path,
+    kind: dict[str, Any],
+    sizes: Mapping[str, int],
+    regions: Mapping[str, Region],
+) -> Result:
     import xarray as xr
 
     with xr.open_datatree(place, **kind, **_OPEN) as tree:
         _check_complete(tree, place)
-        return from_tree(tree, path)
+        if MANIFEST in tree.attrs and tree.attrs.get("mechattn_schema") == SCHEMA:
+            return read_manifest(tree.attrs[MANIFEST], place, load_result)
+        if regions:
+            check_objects(tree.attrs.get(OBJECTS, {}), sizes, regions, path)
+        return from_tree(tree, path, place)
 
 
 def _nothing(place: Path, path: str | Path) -> OutputError:

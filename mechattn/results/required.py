@@ -126,7 +126,13 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         return "its sequences hold no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
         return "its sequences have groups that are not of prompts"
-    found = sequences.segment_index.values
+    if sequences.segment_index.variable._in_memory:  # others are looked at as they are read
+        return segments_problem(sequences.segment_index.values)
+    return None
+
+
+def segments_problem(found: np.ndarray) -> str | None:
+    """What is wrong with the numbers of segments."""
     if found.size and not _PADDING <= found.min() <= found.max() < len(SEGMENTS):
         return f"its sequences have the segment {found.max()}, and there are {len(SEGMENTS)}"
     return None

@@ -68,7 +68,12 @@ class Result:
         return name or others[0]
 
     def verdict(
-        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+        self,
+        condition: str | None = None,
+        segment: str = "question",
+        *,
+        unit: Literal["auto", "prompt"] = "auto",
+        memory: str = "2GiB",
     ) -> Verdict:
         """How the attention that a segment receives changed from the baseline, against its uniform null.
 
@@ -76,13 +81,14 @@ class Result:
             condition: Compared with the baseline; the first other condition by default.
             segment: One of the segments that every prompt has.
             unit: As for :meth:`compare`.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: No such condition or segment, or fewer than 3 prompts or groups of them.
         """
         from mechattn.results.verdict import verdict
 
-        return verdict(self, condition, segment, unit)
+        return verdict(self, condition, segment, unit, memory)
 
     def compare(
         self,
@@ -102,6 +108,7 @@ class Result:
         resamples: int = 9999,
         seed: int = 0,
         random: Seq[Result] | None = None,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
 
@@ -136,16 +143,17 @@ class Result:
             random: What ``run_random`` gave for this run. Adds null_random (mean change of the layer's heads in models
                 with random weights), random_low and random_high (where a head of one more such model would lie),
                 p_random and q_random. A head with both q and q_random below 0.05 shows what training has made.
+            memory: What this may take; where all layers don't fit it, they are gone through some at a time.
 
         Raises:
             OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them, or of
-                their groups; random models that are none, or of another run.
+                their groups; random models that are none, or of another run; a layer that doesn't fit the memory.
         """
         from mechattn.results.compare import compare
 
         return compare(
             self, condition, to, quantity, by, segment, other, select, matched, null, scale, unit, level, resamples,
-            seed, random,
+            seed, random, memory,
         )  # fmt: skip
 
     def resolution(
@@ -192,6 +200,7 @@ class Result:
         select: Literal["half"] | None = None,
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """The heads with the largest values of a quantity, with intervals over prompts, beside uniform attention.
 
@@ -207,13 +216,14 @@ class Result:
                 as the largest on the same prompts is too optimistic.
             unit: As for :meth:`compare`.
             level: Of the intervals.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: No such quantity, condition or segment; more than one number a head; too few prompts.
         """
         from mechattn.results.heads import ranked_heads
 
-        return ranked_heads(self, quantity, top, condition, segment, select, unit, level)
+        return ranked_heads(self, quantity, top, condition, segment, select, unit, level, memory)
 
     def stability(
         self,

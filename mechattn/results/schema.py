@@ -1,5 +1,6 @@
 """How a result is laid out when it is stored: a tree of datasets, a digest of what they hold, and the schema's number.
 
+Schema 4: a sharded store that is read lazily (``large_store.py``); ``objects`` has a digest of each object.
 Schema 3: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
 ``contents``, the names of all arrays, by which files of somebody else are told from ours.
 Schema 2 had the conditions in words alone.
@@ -9,12 +10,17 @@ Schema 1, of version 0.1 before results could be merged, had neither digests nor
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
 from mechattn.results.digest import TEXT, digest, is_digest, layout, plain_attributes
+from mechattn.results.large_store import SCHEMA as LARGE
+from mechattn.results.large_store import opened
 from mechattn.results.required import check_datasets, check_provenance
 from mechattn.results.result import Result
 from mechattn.results.stored_conditions import from_words
@@ -47,17 +53,23 @@ def as_tree(result: Result, text: Any) -> xr.DataTree:
     return tree
 
 
-def from_tree(tree: xr.DataTree, where: object) -> Result:
+def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None) -> Result:
     """A result from its tree, checked against its digest.
+
+    Args:
+        tree: What was opened.
+        where: What the user calls the place.
+        place: Where it is.
 
     Raises:
         OutputError: This is no result, one of another schema, or one that was changed after it was written.
     """
     found = tree.attrs.get("mechattn_schema")
+    readers = _READERS | {LARGE: partial(_read_large, place=where if place is None else place)}
     if found is None:
         raise OutputError(f"{where} holds no result of mechattn: it says no schema")
-    if not isinstance(found, (int, np.integer)) or found not in _READERS:
-        known = f"{min(_READERS)} to {max(_READERS)}"
+    if not isinstance(found, (int, np.integer)) or found not in readers:
+        known = f"{min(readers)} to {max(readers)}"
         raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
     try:
         about = json.loads(tree.attrs["provenance"])
@@ -67,7 +79,7 @@ def from_tree(tree: xr.DataTree, where: object) -> Result:
     if int(found) < SCHEMA and isinstance(written, dict):
         about["conditions"] = {name: from_words(words) for name, words in written.items() if isinstance(words, str)}
     check_provenance(about, where)
-    result = _READERS[int(found)](tree, about, where)
+    result = readers[int(found)](tree, about, where)
     check_datasets(result.datasets, about, where)
     return result
 
@@ -80,6 +92,10 @@ def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Res
     if not is_digest(tree.attrs.get("digest"), datasets, tree.attrs["provenance"]):
         raise OutputError(f"the result at {where} is damaged: its numbers are not those that were written; {_REDO}")
     return Result(datasets, about)
+
+
+def _read_large(tree: xr.DataTree, about: dict[str, Any], where: object, place: Any) -> Result:
+    return replace(opened(tree, _datasets(tree), place, where), provenance=about)
 
 
 def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:

@@ -7,19 +7,23 @@ from collections.abc import Sequence as Seq
 
 from mechattn.errors import OptionError
 from mechattn.results.addresses import as_place, is_address
+from mechattn.results.lazy import is_lazy
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.ours import named
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
-from mechattn.results.storage import check_result_place, save_result
+from mechattn.results.storage import check_result_place, save_manifest, save_result
 
 
-def merge_stored(out: str, places: Seq[str]) -> Result:
+def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
     """Merge stored results, and store what comes out of it.
+
+    Results in regions (``Job(large=True)``) are not copied: what is stored is a manifest that names them.
 
     Args:
         out: Where it goes; an earlier merge of these results, or of some of them, is replaced.
         places: Where the results are.
+        copy: Copy them all the same, a chunk at a time.
 
     Raises:
         OptionError: They don't belong together, or what is stored at ``out`` would be lost.
@@ -28,13 +32,17 @@ def merge_stored(out: str, places: Seq[str]) -> Result:
     check_result_place(out)
     if _real(out) in map(_real, places):
         raise OptionError(f"{out} is to be merged and is the target as well; name the target first, and a new one")
-    merged = merge_results([load_result(place) for place in places])
+    results = [load_result(place) for place in places]
+    merged, named_alone = merge_results(results), not copy and all(map(is_lazy, results))
     if _exists(out) and not is_part(load_result(out), merged):
         raise OptionError(
             f"{out} exists and is no merge of {named(places)}: it holds something else, which would be lost. The first "
             "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
         )
-    save_result(merged, out)
+    if named_alone:
+        save_manifest(out, places)
+    else:
+        save_result(merged, out)
     return merged
 
 

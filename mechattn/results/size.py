@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mechattn.errors import OutputError
+from mechattn.errors import OptionError, OutputError
 
 ALWAYS = 256 * 2**20  # bytes; what any machine that runs a model has
 TIMES = 1000  # of what is stored; the results of all analyses with all their padding are 20 to 60 times
 TEXT = 64  # bytes of a text in memory, beside its letters
+_BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Of one number of each kind that a result may hold.
 BYTES: Mapping[str, int] = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+
+
+def memory_bytes(memory: str) -> int:
+    """The number of bytes of a budget such as "2GiB".
+
+    Raises:
+        OptionError: It isn't written like that.
+    """
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
+    return int(float(match[1]) * _BUDGETS[match[2].upper()])
 
 
 @dataclass

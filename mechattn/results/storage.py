@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import numpy as np
 from mechattn.errors import OutputError
 from mechattn.results.addresses import as_place, check_name, check_netcdf, filesystem, is_address
 from mechattn.results.digest import digest
+from mechattn.results.large_store import Store
+from mechattn.results.large_writing import copied
+from mechattn.results.lazy import is_lazy
+from mechattn.results.manifest import write_manifest
 from mechattn.results.ours import check_ours, files_in
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
@@ -58,13 +63,44 @@ def save_result(result: Result, path: str | Path) -> None:
         write_whole(place, lambda new: _write(result, new))
 
 
+def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
+    """Write a manifest of stored results, which takes the place of their merge.
+
+    Raises:
+        OutputError: It cannot be written, or its name is not of a Zarr folder.
+        OptionError: One of the results lies elsewhere.
+    """
+    check_result_place(path)
+    place = as_place(path)
+    if str(path).endswith(".nc"):
+        raise OutputError(f'"{path}" is one file, and results in regions are merged into a .zarr; name it so')
+    if isinstance(place, str):
+        clear(place)
+        write_manifest(Store(place), path, places)
+    else:
+        write_whole(place, lambda new: write_manifest(Store(new), path, places))
+
+
+def clear(address: str) -> None:
+    """Delete what is at an address, which is a result of ours."""
+    if (files := filesystem(address)).exists(address):
+        files.rm(address, recursive=True)
+
+
 def _write(result: Result, new: Path) -> None:
     """Write a result, and read it again: a file system may take what it doesn't give back."""
     if new.suffix == ".nc":
         _write_netcdf(result, new)
     else:
-        as_tree(result, _text()).to_zarr(new, consolidated=False)
+        _write_zarr(result, new)
     _check_read_back(result, new)
+
+
+def _write_zarr(result: Result, new: Path) -> None:
+    if is_lazy(result):  # no memory may hold it
+        copied(result, Store(new))
+    else:
+        as_tree(result, _text()).to_zarr(new, consolidated=False)
 
 
 def _check_read_back(result: Result, place: str | Path) -> None:
@@ -86,6 +122,10 @@ def _save_at_address(result: Result, address: str) -> None:
     import zarr
 
     try:
+        if is_lazy(result):
+            clear(address)
+            copied(result, Store(address))
+            return _check_read_back(result, address)
         as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)
         zarr.open_group(address, mode="r+").attrs[COMPLETE] = True
     except Exception as error:  # each kind of address has errors of its own

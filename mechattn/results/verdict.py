@@ -8,34 +8,51 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.layer_blocks import layer_blocks
 from mechattn.results.units import units_of
-from mechattn.stats.comparison import Verdict, against_null
+from mechattn.stats.comparison import Block, Verdict, against_null_in_blocks
 from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import RESAMPLES
 from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from mechattn.results.result import Result
 
 
-def verdict(result: Result, condition: str | None, segment: str, unit: Unit) -> Verdict:
+def verdict(result: Result, condition: str | None, segment: str, unit: Unit, memory: str = "2GiB") -> Verdict:
     """See :meth:`mechattn.results.result.Result.verdict`, which explains the arguments."""
     condition = result.condition(condition)
     dataset = result["received_attention"]
     if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
         raise OptionError("this result lacks the attention of segments, or its null: it was changed since it was made")
-    if segment not in dataset.segment.values or dataset.received_by_segment.sel(segment=segment).isnull().any():
-        raise OptionError(f"not every prompt has received attention in the segment {segment!r}")
-    dataset = dataset.sel(segment=segment).transpose("prompt", "condition", "layer", ...)
+    if segment not in dataset.segment.values:
+        raise _missing(segment)
     units = units_of(result, dataset.sizes["prompt"], unit)
     units.refuse_below(FEWEST)
+    layers = layer_blocks(result, "received", "segment", segment, memory, signs=RESAMPLES)
+    heads = dataset.sizes["layer"] * dataset.sizes["head"]
+    return against_null_in_blocks((_block(dataset, condition, segment, some) for some in layers), heads, units)
+
+
+def _block(dataset: xr.Dataset, condition: str, segment: str, some: slice) -> Block:
+    """What is compared, of some layers."""
+    dataset = dataset.isel(layer=some).sel(segment=segment).transpose("prompt", "condition", "layer", ...)
 
     def values(quantity: str, of: str) -> np.ndarray:
-        return dataset[quantity].sel(condition=of).values.astype(np.float64)
+        found = dataset[quantity].sel(condition=of).values.astype(np.float64)
+        if quantity == "received_by_segment" and np.isnan(found).any():
+            raise _missing(segment)
+        return found
 
-    return against_null(
+    return (
         values("received_by_segment", condition),
         values("received_by_segment", BASELINE),
         values("received_by_segment_uniform", condition)[..., None],
         values("received_by_segment_uniform", BASELINE)[..., None],
-        units=units,
     )
+
+
+def _missing(segment: str) -> OptionError:
+    return OptionError(f"not every prompt has received attention in the segment {segment!r}")

@@ -69,8 +69,27 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     sweep(path)
 
 
+def move_whole(new: Path, path: Path) -> None:
+    """Give a folder that is whole its name; what has the name goes away. A link is followed.
+
+    Killed between the two renames, the new one lies where it was, and :func:`recover` puts the old one back.
+
+    Raises:
+        OutputError: It cannot be renamed; it stays where it was.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        with _beside(path) as folder:
+            _rename(new, path, folder / _OLD)
+    except OSError as error:
+        raise OutputError(f"{new} could not be renamed to {path}: {error.strerror or error}") from error
+    sweep(path)
+
+
 def recover(path: Path) -> None:
     """Give a folder its name where a process was killed after it had written it, and had moved the old one away.
+
+    Where the new one is to be found elsewhere (:func:`move_whole`), the old one gets its name back.
 
     Raises:
         OutputError: It cannot be renamed; the message says what to do.
@@ -80,18 +99,18 @@ def recover(path: Path) -> None:
         return
     for folder in _left_beside(path):
         new = folder / f"new{path.suffix}"
-        if not ((folder / _OLD).exists() and new.exists()):
+        if not (folder / _OLD).exists():
             continue
         try:
             with _locked(folder, _WAIT) as alone:
                 if alone and not os.path.lexists(path):
-                    os.replace(new, path)
+                    os.replace(new if new.exists() else folder / _OLD, path)
                     say(f"the result of {path} was found whole in {folder}, where a killed process had left it")
                     _remove(folder, path)
         except OSError as error:
             raise OutputError(
                 f"the result of {path} was found whole in {folder}, and cannot be put in its place "
-                f"({error.strerror or error}): rename {new} to {path}"
+                f"({error.strerror or error}): rename {new if new.exists() else folder / _OLD} to {path}"
             ) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mechattn.errors import OutputError
 from mechattn.results.files import Files
+from mechattn.results.regions import Region
 from mechattn.results.size import BYTES, TEXT, Size
 
 FORMAT = 3
@@ -19,31 +20,38 @@ _METADATA = "zarr.json"
 _LONGEST = 64 * 2**20  # bytes of a zarr.json
 _FEW = 10_000  # chunks
 _SMALL = 4096  # bytes of a chunk: Zarr itself makes them of 128 KiB and more
+_LARGEST = 2**30  # bytes of a piece of a region
+_KEYS = {"name": "default", "configuration": {"separator": "/"}}
+_ENDIAN: dict[bool, dict[str, Any]] = {True: {"configuration": {"endian": "little"}}, False: {}}
 _CHUNK = re.compile(r"c(/\d+)*")
 _HEADER = 18  # bytes of the longest header of a zstd frame
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def check_folder(files: Files, size: Size) -> None:
-    """Look at every array of a folder, without unpacking any.
+def check_folder(files: Files, size: Size) -> dict[str, Region]:
+    """Look at every array of a folder, without unpacking any; gives those that lie in regions, which are read lazily.
 
     Raises:
         OutputError: One of them is of another format, has codecs that mechattn does not write, or is too large.
     """
     if _METADATA not in files.sizes:
         raise OutputError(f"there is no stored result at {size.where}")
+    regions: dict[str, Region] = {}
     for path in sorted(path for path in files.sizes if path.rpartition("/")[2] == _METADATA):
         folder = path.removesuffix(_METADATA)
         try:
             about = _metadata(files, path)
-            if about["node_type"] == "array":
+            if about["node_type"] == "array" and about["codecs"][0]["name"] == "sharding_indexed":
+                regions[folder.rstrip("/")] = _region(about)
+            elif about["node_type"] == "array":
                 _check_array(files, folder, about, size)
             elif about["node_type"] != "group":
                 raise ValueError(f"node_type is {about['node_type']!r}")
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise OutputError(f"{path} in the result at {size.where} is not as mechattn writes it: {reason}") from None
     size.check()
+    return regions
 
 
 def frame_size(header: bytes) -> int | None:
@@ -94,12 +102,34 @@ def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -
     size.variables[folder.rstrip("/")] = max(declared, unpacked)
 
 
+def _region(about: dict[str, Any]) -> Region:
+    """An array in regions: cut as mechattn cuts, with the codecs that it writes, none of which packs anything."""
+    grid, (codec,) = about["chunk_grid"], about["codecs"]
+    shape, shard = _sizes(about["shape"]), _sizes(grid["configuration"]["chunk_shape"])
+    made = Region(tuple(about["dimension_names"]), tuple(shape), about["data_type"], shard[0], about["attributes"])
+    plain = [{"name": "bytes", **_ENDIAN[BYTES[made.dtype] > 1]}, {"name": "crc32c"}]
+    index = [{"name": "bytes", **_ENDIAN[True]}, {"name": "crc32c"}]
+    wanted = {"chunk_shape": list(made.piece), "codecs": plain, "index_codecs": index, "index_location": "end"}
+    if codec["configuration"] != wanted or grid["name"] != "regular" or about["chunk_key_encoding"] != _KEYS:
+        raise ValueError("it is cut otherwise")
+    if tuple(shard) != made.shard or made.dims[0] != "prompt" or 0 in shard or about.get("storage_transformers"):
+        raise ValueError(f"its objects are of shape {shard}, and it is of shape {shape}")
+    if prod_bytes(made) > _LARGEST:
+        raise ValueError(f"each of its pieces has {prod_bytes(made):,} bytes")
+    return made
+
+
+def prod_bytes(region: Region) -> int:
+    """Bytes of what is read at a time."""
+    return BYTES[region.dtype] * math.prod(region.piece)
+
+
 def _check_codecs(about: dict[str, Any]) -> None:
     """Only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
     names = [codec["name"] for codec in about["codecs"]]
     if names != ["vlen-utf8" if about["data_type"] == "string" else "bytes", "zstd"]:
         raise ValueError(f"it is stored with the codecs {names}")
-    if about["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}:
+    if about["chunk_key_encoding"] != _KEYS:
         raise ValueError(f"its chunks are named by {about['chunk_key_encoding']}")
     if about.get("storage_transformers"):
         raise ValueError("it has storage transformers")

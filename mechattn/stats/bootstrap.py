@@ -10,13 +10,19 @@ _SMALLEST_SPREAD = 0.1  # of the cell's standard deviation
 _ROUNDING = 1e-12  # of the cell's largest value: a standard deviation below is no spread
 _ROWS, _COLUMNS = 2000, 100  # resamples and cells that are held at a time
 
+_NUMBERS = 2**23  # that are held at a time, where there are many prompts
 Counts = list[np.ndarray]  # how often each prompt is in each resample [resample, prompt], in blocks of resamples
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
     """The bootstrap: n prompts with replacement."""
-    each = np.full(n, 1 / n)
-    return [generator.multinomial(n, each, rows).astype(np.int16) for rows in _blocks(resamples)]
+    each, made = np.full(n, 1 / n), []
+    for rows in _blocks(resamples):
+        counts = np.empty((rows, n), dtype=np.uint8)
+        for some in row_blocks(rows, n):
+            counts[some] = generator.multinomial(n, each, some.stop - some.start)
+        made.append(counts)
+    return made
 
 
 def resample_sequentially(n: int, resamples: int, generator: np.random.Generator) -> Counts:
@@ -32,7 +38,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     enough = int(n * (1 - np.exp(-1))) + 1
     made = []
     for rows in _blocks(resamples):
-        counts, distinct, live = np.zeros((rows, n), dtype=np.int16), np.zeros(rows, dtype=int), np.arange(rows)
+        counts, distinct, live = np.zeros((rows, n), dtype=np.uint8), np.zeros(rows, dtype=int), np.arange(rows)
         while live.size:
             prompt = generator.integers(n, size=live.size)
             distinct[live] += counts[live, prompt] == 0
@@ -44,6 +50,12 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
 
 def _blocks(resamples: int) -> list[int]:
     return [min(_ROWS, resamples - start) for start in range(0, resamples, _ROWS)]
+
+
+def row_blocks(rows: int, n: int) -> list[slice]:
+    """Rows of n numbers, as many at a time as take 64 MiB."""
+    step = max(1, _NUMBERS // n)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def spread(d: np.ndarray) -> np.ndarray:
@@ -77,11 +89,21 @@ def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarra
         Romano and Wolf 2005.
     """
     mean, error = d.mean(0), spread(d) / np.sqrt(len(d))
+    upper, lower = of_extremes(*extremes(d, counts), level)
+    return mean - upper * error, mean - lower * error
+
+
+def extremes(d: np.ndarray, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    """The largest and the smallest t* of each resample over all cells of d, or 0."""
     largest, smallest = (np.zeros(sum(map(len, counts))) for _ in range(2))
     for t in _studentised(d, counts):
         largest, smallest = np.maximum(largest, t.max(1)), np.minimum(smallest, t.min(1))
-    upper, lower = np.quantile(largest, (1 + level) / 2), np.quantile(smallest, (1 - level) / 2)
-    return mean - upper * error, mean - lower * error
+    return largest, smallest
+
+
+def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
+    """The t of the ends of intervals that hold for all cells at once: of the lower end, and of the upper one."""
+    return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
 
 
 def _studentised(d: np.ndarray, counts: Counts) -> Iterator[np.ndarray]:
@@ -94,7 +116,8 @@ def _studentised(d: np.ndarray, counts: Counts) -> Iterator[np.ndarray]:
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
     for start in range(0, d.shape[1], _COLUMNS):
         part = scaled[:, start : start + _COLUMNS]
-        yield np.concatenate([_t_of_block(part, block.astype(np.float64)) for block in counts])
+        t = [_t_of_block(part, block[r].astype(np.float64)) for block in counts for r in row_blocks(*block.shape)]
+        yield np.concatenate(t)
 
 
 def _t_of_block(scaled: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +10,10 @@ from scipy import stats
 
 from mechattn.errors import OptionError
 from mechattn.stats.intervals import Interval, t_interval
-from mechattn.stats.paired import RESAMPLES, enough, sign_flip, without_rounding
+from mechattn.stats.paired import RESAMPLES, drawn_signs, enough, flipped, without_rounding
 from mechattn.stats.units import Units
+
+Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # values, baseline, and both of the null
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,32 @@ def against_null(
     the groups that they are of; then everything is of the groups' means.
     """
     units = units or Units(len(values))
-    ratio = without_rounding(units.means(np.log(values / baseline) - np.log(null_values / null_baseline)))
-    if not np.isfinite(ratio).all():
-        raise OptionError("a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head")
-    difference = ratio.mean(axis=0)
-    each = ratio.reshape(len(ratio), -1)
-    p = sign_flip(each, enough(RESAMPLES, each.shape[1]), np.random.default_rng(0))
-    significant = (stats.false_discovery_control(p) < q).reshape(difference.shape)
-    flat = (values.mean(axis=(1, 2)), baseline.mean(axis=(1, 2)))
-    null = (null_values.mean(axis=(1, 2)), null_baseline.mean(axis=(1, 2)))
+    return against_null_in_blocks([(values, baseline, null_values, null_baseline)], values[0].size, units, q)
+
+
+def against_null_in_blocks(blocks: Iterable[Block], heads: int, units: Units, q: float = 0.05) -> Verdict:
+    """The same of layers that come some at a time; ``heads`` of all of them together."""
+    signs = list(drawn_signs(units.n, enough(RESAMPLES, heads), np.random.default_rng(0)))
+    p, differences = [], []
+    sums: list[np.ndarray | float] = [0.0] * 4
+    counts = [0] * 4
+    for block in blocks:
+        values, baseline, null_values, null_baseline = block
+        ratio = without_rounding(units.means(np.log(values / baseline) - np.log(null_values / null_baseline)))
+        if not np.isfinite(ratio).all():
+            raise OptionError(
+                "a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head"
+            )
+        differences.append(ratio.mean(axis=0))
+        p.append(flipped(ratio.reshape(len(ratio), -1), signs))
+        sums = [total + part.sum(axis=(1, 2)) for total, part in zip(sums, block)]
+        counts = [count + part[0].size for count, part in zip(counts, block)]
+    difference = np.concatenate(differences)
+    significant = (stats.false_discovery_control(np.concatenate(p)) < q).reshape(difference.shape)
+    means = [np.asarray(total / count) for total, count in zip(sums, counts)]
     return Verdict(
-        change=relative_change(*flat, units),
-        null=relative_change(*null, units),
+        change=relative_change(means[0], means[1], units),
+        null=relative_change(means[2], means[3], units),
         beyond=significant & (difference < 0),
         above=significant & (difference > 0),
         n=units.n,

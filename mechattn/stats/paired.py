@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 from scipy import stats
 
-from mechattn.stats.bootstrap import Counts, bootstrap_t, resample, resample_sequentially, simultaneous, spread
+from mechattn.stats.bootstrap import (
+    bootstrap_t,
+    extremes,
+    of_extremes,
+    resample,
+    resample_sequentially,
+    row_blocks,
+    spread,
+)
 from mechattn.stats.intervals import t_interval
 
 FEWEST_FOR_BOOTSTRAP = 20
@@ -17,6 +25,7 @@ RESAMPLES = 9999
 ROUNDING = 1e-5  # of a log-ratio: what float32 leaves of two computations of the same number
 EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
+Signs = list[np.ndarray]  # patterns of signs as bits, in blocks
 
 
 @dataclass(frozen=True)
@@ -99,21 +108,86 @@ def paired(
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
-    expected = np.broadcast_to(np.asarray(0.0 if null is None else null, dtype=np.float64), difference.shape)
-    tested = without_rounding(d - expected.reshape(d.shape), rounding)
-    generator = np.random.default_rng(seed)
-    # All cells share the draws, which keeps what their errors have in common: simultaneous intervals need that. There
-    # are two kinds, as the largest t of many cells is far off in plain resamples of few prompts (stats/bootstrap.py).
-    plain = resample(len(d), resamples, generator) if len(d) >= FEWEST_FOR_BOOTSTRAP else []
-    sequential = resample_sequentially(len(d), resamples, generator) if len(d) >= FEWEST_FOR_ALL else []
-    ends = _intervals(d, plain, sequential, level)
-    beyond = ends if np.array_equal(tested, d) else _intervals(tested, plain, sequential, level)
-    unknown = np.nan if null is None else 0.0
-    made = {"difference": d.mean(0)} | ends
-    made |= {"null": expected.mean(0).reshape(-1) + unknown, "beyond": tested.mean(0) + unknown}
-    made |= {f"beyond_{name}": end + unknown for name, end in beyond.items()}
-    made |= _test(tested, enough(resamples, d.shape[1]), generator)
-    return Paired(n=len(d), **{name: value.reshape(cells) for name, value in made.items()})
+    expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
+    stream = PairedStream(len(d), d.shape[1], level, resamples, seed)
+    stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
+    made = stream.made()
+    shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
+    return Paired(n=len(d), **shaped)
+
+
+class PairedStream:
+    """The same for cells that come some at a time, for which no memory has to hold them all.
+
+    All cells share the draws, which keeps what their errors have in common: simultaneous intervals need that. There are
+    two kinds, as the largest t of many cells is far off in plain resamples of few prompts (stats/bootstrap.py).
+
+    Args:
+        n: Prompts.
+        tests: How many cells there will be.
+        level: As for :func:`paired`.
+        resamples: As for :func:`paired`.
+        seed: As for :func:`paired`.
+    """
+
+    def __init__(self, n: int, tests: int, level: float, resamples: int, seed: int) -> None:
+        self.n, self.tests, self.level = n, tests, level
+        generator = np.random.default_rng(seed)
+        self._plain = resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
+        self._sequential = resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
+        self._signs = list(drawn_signs(n, enough(resamples, tests), generator))
+        self._blocks: list[dict[str, np.ndarray]] = []
+        self._extremes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
+        """Some cells [prompt, cell], with what the null expects; None where no null is known."""
+        none = expected is None
+        expected = np.zeros(d.shape) if expected is None else expected
+        tested = without_rounding(d - expected, rounding)
+        ends = self._ends("", d)
+        if np.array_equal(tested, d):
+            beyond = {f"beyond_{name}": end for name, end in ends.items()}
+            self._widen("beyond_", self._last)
+        else:
+            beyond = self._ends("beyond_", tested)
+        unknown = np.nan if none else 0.0
+        made = {"difference": d.mean(0)} | ends
+        made |= {"null": expected.mean(0) + unknown, "beyond": tested.mean(0) + unknown}
+        made |= {name: end + unknown for name, end in beyond.items()}
+        self._blocks.append(made | _test(tested, self._signs))
+
+    def made(self) -> Paired:
+        """All cells, in the order in which they came."""
+        made = {name: np.concatenate([block[name] for block in self._blocks]) for name in self._blocks[0]}
+        for of in ("", "beyond_"):
+            mean, error = made.pop(f"{of}mean"), made.pop(f"{of}error")
+            low, high = (np.full(mean.shape, np.nan) for _ in range(2))
+            if of in self._extremes and mean.size:
+                upper, lower = of_extremes(*self._extremes[of], self.level)
+                low, high = mean - upper * error, mean - lower * error
+            single = [made[f"{of}{end}"] for end in ("low", "low_bootstrap", "high", "high_bootstrap")]
+            made[f"{of}low_simultaneous"] = np.minimum(low, np.fmin(*single[:2]))  # never narrower than a single one
+            made[f"{of}high_simultaneous"] = np.maximum(high, np.fmax(*single[2:]))
+        p = made["p"]
+        return Paired(n=self.n, q=stats.false_discovery_control(p) if p.size else p, **made)
+
+    def _ends(self, of: str, d: np.ndarray) -> dict[str, np.ndarray]:
+        """Ends of the t and bootstrap-t intervals of the mean of each column; NaN where prompts are few."""
+        none = np.full(d.shape[1], np.nan)
+        _, low, high = t_interval(d, self.level)
+        own_low, own_high = bootstrap_t(d, self._plain, self.level) if self._plain else (none, none)
+        self._last = extremes(d, self._sequential) if self._sequential else None
+        self._widen(of, self._last)
+        ends = {"low": low, "high": high, "low_bootstrap": own_low, "high_bootstrap": own_high}
+        ends |= {"mean": d.mean(0), "error": spread(d) / np.sqrt(len(d))}
+        return {f"{of}{name}": end for name, end in ends.items()}
+
+    def _widen(self, of: str, found: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """The extremes of all cells so far."""
+        if found is None:
+            return
+        before = self._extremes.get(of, found)
+        self._extremes[of] = np.maximum(before[0], found[0]), np.minimum(before[1], found[1])
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
@@ -126,31 +200,14 @@ def enough(resamples: int, cells: int) -> int:
     return max(resamples, 20 * cells)
 
 
-def _intervals(d: np.ndarray, plain: Counts, sequential: Counts, level: float) -> dict[str, np.ndarray]:
-    """Ends of the t, bootstrap-t and simultaneous intervals of the mean of each column; NaN where prompts are few."""
-    none = np.full(d.shape[1], np.nan)
-    _, low, high = t_interval(d, level)
-    own_low, own_high = bootstrap_t(d, plain, level) if plain else (none, none)
-    all_low, all_high = simultaneous(d, sequential, level) if sequential else (none, none)
-    return {
-        "low": low,
-        "high": high,
-        "low_bootstrap": own_low,
-        "high_bootstrap": own_high,
-        "low_simultaneous": np.minimum(all_low, np.fmin(low, own_low)),  # never narrower than a single one
-        "high_simultaneous": np.maximum(all_high, np.fmax(high, own_high)),
-    }
-
-
-def _test(d: np.ndarray, resamples: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+def _test(d: np.ndarray, signs: Signs) -> dict[str, np.ndarray]:
     """Whether the mean of each column is 0, how large it is for its spread, and what could have been found."""
     n, mean, deviation = len(d), d.mean(0), spread(d)
-    p = sign_flip(d, resamples, generator)
+    p = flipped(d, signs)
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
     return {
         "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
         "p": p,
-        "q": stats.false_discovery_control(p) if p.size else p,
         "detectable": power * deviation / np.sqrt(n),
     }
 
@@ -161,19 +218,28 @@ def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> 
     All of them below 13 prompts; ``(1 + count) / (1 + resamples)`` of drawn ones beyond. Exact where differences are
     symmetric about 0.
     """
+    return flipped(d, drawn_signs(len(d), resamples, generator))
+
+
+def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
+    """The same with patterns of signs that are drawn."""
     observed = abs(d.mean(0)) * (1 - 1e-12)  # equal means, summed in another order, count
     count = np.zeros(d.shape[1])
     tried = 0
-    for signs in _signs(len(d), resamples, generator):
-        count += (abs(signs @ d) / len(d) >= observed).sum(0)
-        tried += len(signs)
+    for packed in signs:
+        for some in row_blocks(len(packed), len(d)):
+            pattern = 1.0 - 2.0 * np.unpackbits(packed[some], axis=1, count=len(d))
+            count += (abs(pattern @ d) / len(d) >= observed).sum(0)
+        tried += len(packed)
     return count / tried if len(d) <= EXACT else (1 + count) / (1 + tried)
 
 
-def _signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Patterns of signs [pattern, prompt], some at a time: all 2ⁿ, or drawn."""
+def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """Patterns of signs as bits, 1 for −1 [pattern, prompt / 8], some at a time: all 2ⁿ, or drawn."""
     if n <= EXACT:
-        yield 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+        yield np.packbits((np.arange(2**n)[:, None] >> np.arange(n)) & 1, axis=1)
         return
     for start in range(0, resamples, _CHUNK):
-        yield generator.choice([-1.0, 1.0], (min(_CHUNK, resamples - start), n))
+        rows = min(_CHUNK, resamples - start)
+        bits = [generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0 for r in row_blocks(rows, n)]
+        yield np.concatenate([np.packbits(some, axis=1) for some in bits])

@@ -71,6 +71,15 @@ def processes():
     return found
 
 
+def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local, tmp_path):
+    """Each writes its chunks straight into their regions; what comes of it is what one process makes."""
+    killed = []
+    result = ma.run_job(replace(job, large=True), tmp_path / "r.zarr", executor=Kills(killed))
+    assert killed
+    assert digest(result.datasets) == local
+    assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
+
+
 @pytest.mark.slow
 def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path):
     made = ma.run_job(job, tmp_path / "r.zarr", executor="ray", workers=2)

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -369,3 +369,42 @@ def test_with_a_real_sigkill(chunks, tmp_path):
     operations, left = done.stdout.split(maxsplit=1)
     assert int(operations) > 30
     assert left.strip() == "['r.zarr']"
+
+
+@dataclass(frozen=True)
+class Writing:
+    """An executor whose worker writes what it has computed before straight into its region."""
+
+    shards: list
+    asked: list
+
+    def parts(self, job, chunks):
+        self.asked.extend(chunks)
+        for chunk in chunks:
+            yield chunk, packed(job.into.write(chunk, self.shards[chunk]))
+
+
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_large_run(job, tmp_path, older):
+    """Killed at each operation: the older result or the new one; no chunk that was written is computed again."""
+    shards = []
+    for place in range(3):
+        made = one(place)
+        values = (("prompt", "x"), np.full((1, 2), place / 2), {"units": "1"})
+        shards.append(replace(made, datasets={"sequences": made["sequences"].assign(v=values)}))
+    path, expected = tmp_path / "r.zarr", numbers(ma.merge_results(shards))
+    job = replace(job, large=True)
+
+    def before():
+        emptied(tmp_path)
+        if older:
+            shards[0].save(path)
+
+    for _ in each_kill(tmp_path, before, lambda: ma.run_job(job, path, executor=Writing(shards, []))):
+        found = numbers(ma.load_result(path)) if older or path.exists() else None
+        assert found in (expected, numbers(shards[0]) if older else None)
+        have = 3 if found == expected else len(list(parts_folder(path).glob("*-*.zip")))
+        asked = []
+        assert numbers(ma.run_job(job, path, executor=Writing(shards, asked))) == expected
+        assert len(asked) == 3 - have
+        assert names(tmp_path) == ["r.zarr"]

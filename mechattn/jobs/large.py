@@ -1,0 +1,82 @@
+"""Runs whose result no memory holds: resumed, finished and mended in the store that their chunks are written to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+from mechattn.errors import OutputError
+from mechattn.jobs.into import Into
+from mechattn.jobs.job import Job
+from mechattn.jobs.kept_chunks import Parts
+from mechattn.results.addresses import as_place
+from mechattn.results.large_store import OBJECTS, ROOT, SCHEMA, Store, attributes_of
+from mechattn.results.large_writing import finish, unlike
+from mechattn.results.merge import merge_results
+from mechattn.results.storage import clear
+from mechattn.results.whole import move_whole, say
+
+Compute = Callable[[Job, list[int]], object]
+
+
+def check_large(job: Job, path: str | Path) -> None:
+    """Refuse a place that is no Zarr folder."""
+    if job.large and str(path).endswith(".nc"):
+        raise OutputError(f'"{path}" is one file, and a large result is a Zarr folder: name it ….zarr')
+
+
+def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
+    """The job with the store that its chunks go to; those that are kept, and are not what was written, are dropped."""
+    place = as_place(path)
+    store = Store(place if isinstance(place, str) else parts.store)
+    for chunk in parts.done():
+        if bad := unlike(store, parts.opened(chunk).provenance[OBJECTS]):
+            say(f"{bad[0]} of chunk {chunk} is damaged or gone: the chunk is computed again")
+            parts.drop(chunk)
+    if isinstance(place, str) and not parts.done():
+        clear(place)
+        root = {"zarr_format": 3, "node_type": "group", "attributes": {"mechattn_schema": SCHEMA, "begun": True}}
+        store.put(ROOT, json.dumps(root).encode())
+    return replace(job, into=Into(str(store.place), tuple(chunks), job.chunk, job.values == "float16"))
+
+
+def finished(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> None:
+    """Write the metadata of what all chunks have written, and give it its name."""
+    assert job.into is not None
+    receipt = merge_results([parts.opened(chunk) for chunk in chunks])
+    finish(job.into.store, receipt, {"job": job.fingerprint})
+    place = as_place(path)
+    if isinstance(place, Path):
+        move_whole(parts.store, place)
+
+
+def mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None:
+    """Compute those chunks of a stored result again that are not what was written; the others stay as they are.
+
+    Args:
+        job: Whose result it is; of another one nothing is changed.
+        path: Where it is.
+        chunks: The chunks that it holds.
+        compute: Computes some chunks of a job.
+
+    Raises:
+        OutputError: They come out otherwise than before: another machine, say.
+    """
+    place = as_place(path)
+    try:
+        about = attributes_of(place)
+        same = about.get("mechattn_schema") == SCHEMA and json.loads(about["provenance"])["job"] == job.fingerprint
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    objects = about.get(OBJECTS)
+    if not same or not isinstance(objects, dict):
+        return
+    bad = unlike(Store(place), objects)
+    numbers = sorted({int(name.partition("/c/")[2].partition("/")[0]) for name in bad})
+    if numbers:
+        say(f"{bad[0]} at {path} is damaged or gone: {len(numbers)} of {len(chunks)} chunks are computed again")
+        into = Into(str(place), tuple(chunks), job.chunk, job.values == "float16", objects)
+        compute(replace(job, into=into), [chunks[number] for number in numbers])

@@ -1,0 +1,157 @@
+"""The table of a comparison: of all cells at once, or of some layers after the others where memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mechattn.results.differences import Differences, Scale, check_cells
+from mechattn.stats.paired import Paired, PairedStream, enough
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What is compared, some layers at a time.
+
+    Args:
+        made: The differences of a block.
+        layers: The blocks.
+        units: The prompts, or their groups.
+        level: Of the intervals.
+        resamples: As for ``Result.compare``.
+        seed: As for ``Result.compare``.
+    """
+
+    made: Callable[[slice], Differences]
+    layers: Seq[slice]
+    units: Units
+    level: float
+    resamples: int
+    seed: int
+
+    def table(self, quantity: str, finding: np.ndarray, shown: np.ndarray, halves: bool) -> BlockTable:
+        """The table of the units that are shown; with ``halves`` of the cells that are found on the others.
+
+        Raises:
+            OptionError: No cell can be compared.
+        """
+        masks = None
+        if halves:
+            found = self._gone_through(finding, None)
+            masks = _taken_apart(found.numbers.q < 0.05, found.cells)
+        made = self._gone_through(shown, masks)
+        check_cells(quantity, made.last.scale, sum(mask.size for mask in made.cells), made.left_out, 4)
+        return made
+
+    def _gone_through(self, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:
+        """Once; twice where so many cells are left out that fewer patterns of signs are enough."""
+        expected = self._cells(self.made(self.layers[0])) if masks is None else sum(int(mask.sum()) for mask in masks)
+        made = self._pass(some, masks, expected)
+        tests = len(made.numbers.p)
+        if enough(self.resamples, tests) != enough(self.resamples, expected):
+            made = self._pass(some, masks, tests)
+        return made
+
+    def _cells(self, first: Differences) -> int:
+        """How many there are if none is left out."""
+        per_layer = first.cells.size // len(first.cells)
+        return per_layer * (self.layers[-1].stop - self.layers[0].start)
+
+    def _pass(self, some: np.ndarray, masks: Seq[np.ndarray] | None, tests: int) -> BlockTable:
+        stream = PairedStream(len(some), tests, self.level, self.resamples, self.seed)
+        rows, cells, left_out = [], [], []
+        for number, made in enumerate(self._blocks()):
+            chosen = made.cells if masks is None else masks[number]
+            stream.add(*tested(made, self.units, chosen, some))
+            rows.append(means_of(made, self.units, chosen, some))
+            cells.append(chosen)
+            left_out += made.left_out
+            last = made
+        import pandas as pd
+
+        return BlockTable(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, _light(last))
+
+    def _blocks(self) -> Iterator[Differences]:
+        for some in self.layers:
+            yield self.made(some)
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """What was found in all blocks.
+
+    Args:
+        means: One row a cell: its coordinates, and the means.
+        numbers: All that was found of the cells.
+        cells: Which cells of each block are there.
+        left_out: The names of those that have no difference.
+        last: The last block, without its numbers.
+    """
+
+    means: pd.DataFrame
+    numbers: Paired
+    cells: list[np.ndarray]
+    left_out: list[str]
+    last: Light = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Light:
+    """What all blocks have in common."""
+
+    null: str
+    scale: Scale
+    dims: tuple[str, ...]
+
+
+def _light(made: Differences) -> Light:
+    return Light(made.null, made.scale, tuple(map(str, made.difference.dims[1:])))
+
+
+def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
+    """Which cells of each block are chosen, from which of all that are there."""
+    made, start = [], 0
+    for mask in cells:
+        some = mask.copy()
+        some[some] = every[start : start + int(mask.sum())]
+        start += int(mask.sum())
+        made.append(some)
+    return made
+
+
+def tested(
+    made: Differences, units: Units, cells: np.ndarray, some: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Differences of some cells over some units, what the null expects, and what counts as 0."""
+    each = units.means(made.difference.values)[some][:, cells]
+    expected = None if made.expected is None else units.means(made.expected)[some][:, cells]
+    return each, expected, made.rounding(units, some)[cells]
+
+
+def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray) -> pd.DataFrame:
+    """One row a cell: its coordinates, and the means."""
+    import pandas as pd
+
+    index = np.argwhere(cells)
+    labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
+    each = (("value", made.ours), ("reference", made.theirs))
+    return pd.DataFrame(labels | {name: units.means(of.values)[shown][:, cells].mean(0) for name, of in each})
+
+
+def as_table(means: pd.DataFrame, numbers: Paired, scale: str) -> pd.DataFrame:
+    """The means with all that ``paired`` found beside them."""
+    labels = [str(name) for name in means if name not in ("value", "reference")]
+    table = means.assign(**{name: getattr(numbers, name) for name in _COLUMNS}, n=numbers.n)
+    # What a table that is cut off should still show.
+    first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
+    return table[[*first, *(name for name in table if name not in first)]].assign(scale=scale)

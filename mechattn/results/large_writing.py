@@ -1,0 +1,169 @@
+"""Writing a result into one sharded Zarr store, a chunk at a time, by as many processes as there are.
+
+Each chunk's own values go straight into their region (``regions.py``); what is small comes back as a result without
+them, a receipt, which says what objects were written and what is in them. Finishing merges the receipts and writes
+metadata: no number of a prompt is read or moved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OptionError, OutputError
+from mechattn.results.digest import layout
+from mechattn.results.large_store import OBJECTS, ROOT, SCHEMA, Store, seal_of
+from mechattn.results.lazy import Key, LazyArray, lazy_variable
+from mechattn.results.regions import Region, encoded, in_regions, object_digest, region_of
+from mechattn.results.result import Result
+from mechattn.results.schema import COMPLETE, as_tree
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+REGIONS = "regions"  # with the objects in the provenance of a receipt, and of no result
+
+
+def write_chunk(
+    store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None
+) -> Result:
+    """Write what a chunk knows of each prompt into its regions; gives the rest, with what was written.
+
+    Args:
+        store: Where all chunks go.
+        number: Of the chunk, among those of this store.
+        result: Of the chunk's prompts.
+        chunk: Prompts a chunk.
+        half: Keep numbers with a point in 16 bits.
+        known: Digests of objects that may not change.
+
+    Raises:
+        OutputError: There is no room, or an object came out otherwise than it is known.
+        OptionError: A number is too large for 16 bits.
+    """
+    objects, regions, rest = {}, {}, {}
+    for name, dataset in result.datasets.items():
+        written = [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
+        for label in written:
+            variable = dataset[label].variable
+            region = region_of(variable, chunk, half)
+            values = variable.values
+            if half and (abs(values) > np.finfo(np.float16).max).any() and variable.dtype.kind == "f":
+                raise OptionError(f'{label} is too large for values="float16"; leave it out, which keeps float32')
+            for at, content in encoded(values, region, number).items():
+                path = f"{name}/{label}/{at}"
+                objects[path] = object_digest(content)
+                if known is not None and known.get(path) != objects[path]:
+                    raise OutputError(
+                        f"{path} comes out otherwise than when {store.place} was made, on another machine or with "
+                        "other threads perhaps: mend it there, or make all of it again (fresh=True)"
+                    )
+                store.put(path, content)
+            regions[f"{name}/{label}"] = region.as_json()
+        rest[name] = dataset.drop_vars(written)
+    return Result(rest, {**result.provenance, OBJECTS: objects, REGIONS: regions})
+
+
+def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
+    """Which objects are not there, or are not what was written."""
+    return [name for name, known in objects.items() if object_digest(store.get(name) or b"") != known]
+
+
+def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
+    """Write what makes the objects of all chunks a result that anybody can open.
+
+    Args:
+        store: Where they are; anything else there is deleted.
+        receipt: Of all chunks, merged.
+        about: What is added to the provenance.
+    """
+    import zarr
+    from zarr.storage import MemoryStore
+
+    objects: dict[str, str] = dict(receipt.provenance[OBJECTS])
+    regions = _regions(receipt)
+    small = Result(receipt.datasets, _without(receipt.provenance) | dict(about))
+    for name in store.names():
+        if name not in objects:
+            store.remove(name)
+    tree = as_tree(small, np.dtypes.StringDType())
+    whole = {name: dataset.assign(_declared(name, regions)) for name, dataset in small.datasets.items()}
+    attrs: dict[str, Any] = {
+        **{str(name): value for name, value in tree.attrs.items()},
+        "mechattn_schema": SCHEMA,
+        "layout": layout(whole),
+        OBJECTS: objects,
+        COMPLETE: True,
+        "contents": sorted([*tree.attrs["contents"], *regions]),
+    }
+    tree.attrs = attrs | {"digest": seal_of(attrs, tree.attrs["digest"])}
+    made: dict[str, Any] = {}
+    memory = MemoryStore(made)
+    tree.to_zarr(memory, consolidated=False)
+    root = zarr.open_group(memory, mode="r+", zarr_format=3)
+    for name, region in regions.items():
+        group, _, label = name.partition("/")
+        region.create(root[group].store_path, label)
+    for name in sorted(made, key=lambda name: name == ROOT):  # which makes it a result, last
+        store.put(name, made[name].to_bytes())
+
+
+def pieces(result: Result, chunk: int) -> Iterator[Result]:
+    """Chunks of the prompts of a result, one after the other."""
+    count = result["sequences"].sizes["prompt"]
+    for start in range(0, count, chunk):
+        some = slice(start, start + chunk)
+        cut = {n: one.isel(prompt=some) if "prompt" in one.dims else one for n, one in result.datasets.items()}
+        yield replace(result, datasets=cut)
+
+
+def copied(result: Result, store: Store) -> None:
+    """Write a result into a store, a chunk at a time, so that no memory has to hold it."""
+    chunk, half = chunk_of(result), False
+    objects: dict[str, str] = {}
+    regions: dict[str, Any] = {}
+    for number, part in enumerate(pieces(result, chunk)):
+        made = write_chunk(store, number, part, chunk, half).provenance
+        objects |= made[OBJECTS]
+        regions = made[REGIONS]
+    count = result["sequences"].sizes["prompt"]
+    regions = {name: one | {"shape": [count, *one["shape"][1:]]} for name, one in regions.items()}
+    rest = {
+        n: one.drop_vars([v for v in one.variables if in_regions(one[v].variable)])
+        for n, one in result.datasets.items()
+    }
+    about = {**result.provenance, OBJECTS: objects, REGIONS: regions}
+    finish(store, Result(rest, about), {})
+
+
+def chunk_of(result: Result) -> int:
+    """Prompts a chunk of the job that made a result; 64 where none did."""
+    found = result.provenance.get("chunk")
+    return found if isinstance(found, int) and found > 0 else 64
+
+
+def _regions(receipt: Result) -> dict[str, Region]:
+    """Of all prompts, not of one chunk."""
+    count = receipt["sequences"].sizes["prompt"]
+    made = {name: Region.from_json(about) for name, about in receipt.provenance[REGIONS].items()}
+    return {name: replace(region, shape=(count, *region.shape[1:])) for name, region in made.items()}
+
+
+def _without(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in about.items() if name not in (OBJECTS, REGIONS)}
+
+
+def _declared(group: str, regions: Mapping[str, Region]) -> dict[str, xr.Variable]:
+    """The regions of a group as variables without numbers, for the hash of the layout."""
+
+    def none(key: Key) -> np.ndarray:
+        raise AssertionError("declared alone")
+
+    return {
+        name.partition("/")[2]: lazy_variable(LazyArray(of.shape, np.dtype(of.dtype), none), of.dims, of.attrs)
+        for name, of in regions.items()
+        if name.startswith(f"{group}/")
+    }
