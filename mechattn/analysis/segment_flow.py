@@ -31,7 +31,7 @@ class SegmentFlow(AnalysisBase):
         """The flow of attention, and the flow of values."""
         dims = ("head", "segment", "to_segment")
         flow = "attention of a query of the segment to all keys of to_segment together, mean over the queries"
-        by_value = "sum over keys of to_segment of A |v|, as a share of the sum over all keys, mean over the queries"
+        by_value = "sum over keys of to_segment of A |v|, divided by the sum over all keys, mean over the queries"
         return {
             "flow": Quantity(dims, "probability", flow),
             "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),

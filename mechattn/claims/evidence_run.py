@@ -79,7 +79,7 @@ class Work:
 
 
 def measured(work: Work) -> Evidence:
-    """All that is known of one model; of a share of it, where the work is a shard."""
+    """All evidence about one model, or about the part of the prompts that a shard measures."""
     missing = {"activations": work.cost.no_activations} if work.cost.no_activations else {}
     attention = _job(work, "attention", attention_conditions(work.cost.slash), ANALYSES, None)
     many = attention_conditions(work.cost.slash) | arm_conditions(work.cost.architecture)
@@ -129,7 +129,7 @@ def _job(
 
 
 def _draws(work: Work, model: Any, many: Mapping[str, Condition]) -> list[tuple[Result, Result | None]]:
-    """The same of random weights, draw by draw; none of a model that cannot be drawn anew."""
+    """The same for random weights, draw by draw; none for a model whose weights cannot be drawn again."""
     prompts, (number, of) = work.prompts("attention"), work.shard
     found = []
     for draw in range(number - 1, PROTOCOL.draws, of):
@@ -213,7 +213,7 @@ def _samples(work: Work, model: Any) -> Evaluation | None:
 def _evaluated(
     work: Work, model: Any, of: Any, name: str, conditions: Mapping[str, Condition], **options: Any
 ) -> Evaluation:
-    """Answers to a share of the problems, each kept as it comes; those of shards are put together."""
+    """Answers to the problems of a shard, each stored as it comes; those of all shards are combined."""
     prompts = work.prompts(of)
     options |= {"seed": work.settings.seed, "new_tokens": work.settings.new_tokens}
 

@@ -54,7 +54,7 @@ def line_words(part: Part) -> str:
 
 
 def detectable_words(found: JudgedPart) -> str:
-    """What so many units can tell: how far from the line the truth has to be."""
+    """What this number of units can tell: how far from the line the truth has to be."""
     kind, n = found.part.measure.kind, found.estimate.n
     if not math.isfinite(found.estimate.detectable):
         return f"{n} are too few to tell anything"

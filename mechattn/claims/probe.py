@@ -81,7 +81,7 @@ def check_model(name: str) -> None:
 
 
 def least_seconds(name: str, settings: Settings, prompts: Seq[Prompt], passes: int) -> float:
-    """What so many passes take at least, by the sizes in the config and how fast this machine multiplies matrices.
+    """The least time that these passes take, by the config's sizes and how fast this machine multiplies matrices.
 
     0 where that cannot be said without the model: on a GPU, and of a mixture of experts.
     """

@@ -125,7 +125,7 @@ def together(outcomes: Seq[Outcome]) -> Outcome:
 
 
 def estimated(values: np.ndarray, least: float = 0.0) -> Estimate:
-    """The mean of one value a unit, with its t interval, and what can be told with so many units.
+    """The mean of one value a unit, with its t interval, and what this number of units can tell.
 
     Args:
         values: One a unit.

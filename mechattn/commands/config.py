@@ -93,7 +93,7 @@ def made_conditions(config: Config, tokenizer: Callable[[], Any] | None = None) 
 
     Args:
         config: Its sections [conditions.NAME].
-        tokenizer: Gives that of the model, by which a count that nobody has given becomes one that can be reached.
+        tokenizer: Gives that of the model, by which a count that was not given becomes one that can be reached.
     """
     counts = _default_counts(config, tokenizer) if tokenizer else {}
     made: dict[str, kinds.Condition] = {}

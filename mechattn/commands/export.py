@@ -80,7 +80,7 @@ def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
 
 
 def _check_place(out: Path) -> None:
-    """Find out before the work whether the file can be written, and is nobody else's."""
+    """Find out before the work whether the file can be written, and was written by mechattn if it exists."""
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)

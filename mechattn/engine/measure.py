@@ -347,7 +347,7 @@ class _Mlps:
 
 
 def _on_the_way_to_cpu(value: Tensor) -> Tensor:
-    """There when the work queued before it is done, which nobody waits for yet; copies from a GPU are pinned."""
+    """There when the work queued before it is done, which is not waited for yet; copies from a GPU are pinned."""
     return value.to("cpu", non_blocking=value.is_cuda)
 
 

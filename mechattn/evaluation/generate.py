@@ -81,7 +81,7 @@ def answers(
     Args:
         model: A model of transformers.
         asked: What is wanted.
-        new_tokens: At most so many.
+        new_tokens: The largest number of tokens per answer.
         end: Tokens that end an answer.
         temperature: 0 takes the likeliest token.
         seed: Of the sampling.

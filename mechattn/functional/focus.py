@@ -88,7 +88,7 @@ def looking_back(
 
 
 def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
-    """The size of the smallest set of keys that holds a share of a query's attention to keys.
+    """The size of the smallest set of keys that holds a given fraction of a query's attention to keys.
 
     ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
     The share counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.

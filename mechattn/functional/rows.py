@@ -153,7 +153,7 @@ class Rows:
         pattern: Attention probabilities, float32 or better; 0 for unseen keys.
         queries: The positions of these rows.
         keys: The positions of the keys; the others are seen by none of these rows.
-        attention: Where other rows, and the values, can be had; None where nobody has asked for them.
+        attention: Where other rows, and the values, can be had; None where they were not asked for.
     """
 
     pattern: Float[Tensor, "batch head query key"]

@@ -49,7 +49,7 @@ def run_job(
     workers: int | None = None,
     fresh: bool = False,
 ) -> Result:
-    """Compute a job, keep it at a place, and return it. The same call goes on where another one was stopped.
+    """Compute a job, keep it at a place, and return it. The same call resumes where another one stopped.
 
     Where the result of this very job is stored already, it is said to be done, and that one is returned.
 
@@ -60,8 +60,8 @@ def run_job(
         executor: "local", "ray", or one of your own.
         address: Of a Ray cluster; a cluster of this machine is started without it.
         workers: How many there are in a cluster; one for each GPU, or core, without it.
-        fresh: Begin anew: a stored result is computed again, and chunks that are kept, of this job or of another one,
-            are thrown away.
+        fresh: Start again: a stored result is computed again, and chunks that are kept, of this job or of another one,
+            are discarded.
 
     Raises:
         MechattnError: Something cannot be used, the place is taken, or the work was interrupted.
@@ -73,7 +73,7 @@ def run_job(
 
 @contextmanager
 def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
-    """The result of a job, stored; its parts are thrown away when the ``with`` ends well."""
+    """The result of a job, stored; its parts are deleted when the ``with`` ends well."""
     path = shard_place(path, shard)
     check_large(job, path)
     check_result_place(path)

@@ -26,7 +26,7 @@ _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
 _STORE = "store"  # of a large result, until it is whole
 _IN_STORE = r"(/(zarr\.json|[^/]+/(zarr\.json|[^/]+/(zarr\.json|c(/[0-9]+)*/?)?)?)?(\.new)?)?"
 _OURS = re.compile(rf"{_STORE}{_IN_STORE}|{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
-_FRESH = "throw them away and begin anew: mechattn run --fresh, in Python fresh=True"
+_FRESH = "discard them and start again: mechattn run --fresh, in Python fresh=True"
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
                 )
         return
     if theirs is not None and (count := parts.forget()):
-        say(f"{count} chunks in {parts.folder} are thrown away, as was asked")
+        say(f"{count} chunks in {parts.folder} are discarded, as asked")
     new = parts.folder / f"{_JOB}.new"
     try:
         new.write_text(json.dumps(ours, indent=1), encoding="utf-8")
@@ -214,7 +214,7 @@ def _kept_job(parts: Parts) -> dict[str, Any] | None:
     """What the chunks are of; None where there are none and nothing says so.
 
     Raises:
-        OutputError: It cannot be read. Nothing is thrown away then: of what job the chunks are is not known.
+        OutputError: It cannot be read. Nothing is deleted then, as the job that the chunks belong to is not known.
     """
     path = parts.folder / _JOB
     try:
@@ -231,8 +231,8 @@ def _kept_job(parts: Parts) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         why = "it is damaged"
     raise OutputError(
-        f"{path} cannot be read ({why}), which says of what run the chunks beside it are. Nothing was thrown away: "
-        f"give the same command again when it can be read, or delete {parts.folder} to begin anew"
+        f"{path} cannot be read ({why}), which says which run the chunks beside it belong to. Nothing was deleted: "
+        f"give the same command again when it can be read, or delete {parts.folder} to start again"
     )
 
 

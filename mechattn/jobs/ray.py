@@ -95,7 +95,7 @@ class _Actors:
     def each(self, task: _Task, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
         """Do a task for every chunk; one at a time an actor, so that no results pile up.
 
-        Only an actor that has loaded the model gets a chunk: one that the cluster has no room for holds up nobody.
+        Only an actor that has loaded the model gets a chunk: one that the cluster has no room for delays no other.
         """
         waiting = list(reversed(chunks))
         while waiting or any(chunk is not None for _, chunk in self.busy.values()):

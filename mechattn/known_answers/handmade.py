@@ -52,7 +52,7 @@ def handmade_model() -> Any:
 
 
 def _undo(norm: torch.nn.LayerNorm, ones: int) -> None:
-    """A stream of so many ones and else zeros comes out as it went in."""
+    """A stream with this number of ones, and zeros elsewhere, comes out unchanged."""
     width = norm.weight.shape[0]
     mean = ones / width
     norm.weight.fill_((ones / width - mean**2 + norm.eps) ** 0.5)

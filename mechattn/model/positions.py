@@ -21,7 +21,7 @@ _SHIFT = 6
 
 @dataclass(frozen=True)
 class Boundary:
-    """So many positions are computed with the frequencies that a model has for short texts; more with others.
+    """Up to this number of positions a model computes with its frequencies for short texts; beyond, with others.
 
     Args:
         at: The largest number of positions of a short text.
@@ -33,7 +33,7 @@ class Boundary:
     kind: Literal["longrope", "dynamic"]
 
     def side(self, positions: int) -> Literal["short", "long"]:
-        """The factors for a row of so many positions."""
+        """The factors for a row of this length."""
         return "long" if positions > self.at else "short"
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ _lock, _wrapped = Lock(), False
 
 @contextmanager
 def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
-    """For the length of a ``with`` this thread does to a checkpoint what the user has allowed, and asks nothing.
+    """During a ``with`` this thread does with a checkpoint what the user has allowed, without asking on the terminal.
 
     Raises:
         ModelError: There is nothing but a pickle, and none is to be read.

@@ -23,7 +23,7 @@ VERDICT_COLUMNS = (
 
 
 def verdicts(result: Result) -> list[str]:
-    """A sentence for each condition, where received attention was measured; a control stands beside what it matches."""
+    """A sentence for each condition, where received attention was measured; a control comes with what it matches."""
     if "received_attention" not in result.datasets:
         return []
     try:

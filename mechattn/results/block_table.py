@@ -54,7 +54,7 @@ class Blocks:
         return made
 
     def _gone_through(self, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:
-        """Once; twice where so many cells are left out that fewer patterns of signs are enough."""
+        """Once; twice where enough cells are left out for fewer patterns of signs to suffice."""
         expected = self._cells(self.made(self.layers[0])) if masks is None else sum(int(mask.sum()) for mask in masks)
         made = self._pass(some, masks, expected)
         tests = len(made.numbers.p)

@@ -171,7 +171,7 @@ def _check_options(select: str | None, level: float, null: str, scale: str | Non
     if null == "random-weights":
         raise OptionError(
             'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random(model, '
-            "prompts, conditions) and pass random=…, whose columns stand beside those of the uniform null"
+            "prompts, conditions) and pass random=…, whose columns come with those of the uniform null"
         )
     for name, given, known in (("null", null, Null), ("scale", scale, Scale)):
         if given not in (*get_args(known), None):

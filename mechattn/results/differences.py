@@ -73,7 +73,7 @@ def differences(
 ) -> Differences:
     """What :meth:`mechattn.results.result.Result.compare` compares, which explains the arguments.
 
-    ``part``: the results have some of the layers alone; cells that are left out are nobody's loss until all are known.
+    ``part``: the results have some of the layers alone; cells that are left out are reported once all are known.
 
     Raises:
         OptionError: There is nothing to compare, or results that were measured otherwise.

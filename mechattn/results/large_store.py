@@ -112,7 +112,7 @@ def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | P
         where: What the user calls that.
 
     Raises:
-        OutputError: An object is missing or not whole, or what stands beside them was changed.
+        OutputError: An object is missing or not whole, or the files beside them were changed.
     """
     import zarr
 

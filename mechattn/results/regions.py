@@ -1,4 +1,4 @@
-"""The regions of a sharded Zarr array that chunks of a run are written to: one object a chunk, and nobody else's.
+"""The regions of a sharded Zarr array that chunks of a run are written to: one object per chunk, and no other chunk's.
 
 Along the prompts an object is as long as a chunk of the run. Within it the cells lie one after the other: each
 condition and layer is a piece of its own with a checksum (CRC-32C), so that one condition of some layers is read

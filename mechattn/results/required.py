@@ -21,7 +21,7 @@ _Several = str | list[str]  # of a merged result
 
 
 class _Part(BaseModel):
-    """A part of the provenance; what else it says is nobody's need."""
+    """A part of the provenance; other keys are not required."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 

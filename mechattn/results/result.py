@@ -128,8 +128,8 @@ class Result:
             by: With ``by="segment"`` "received" is ``received_by_segment``.
             segment: The segment it is about; None for all, which makes the family of tests larger.
             other: The result that holds ``to``, of the same prompts; this one by default.
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other: an interval
-                of a head that was chosen for its size on the same prompts does not cover.
+            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other. If a head
+                was selected for its effect on the same prompts, its interval is too narrow.
             matched: Refuse two conditions that insert different numbers of tokens.
             null: "uniform"; or "blind": softmax of what the model adds to its scores besides the content (ALiBi,
                 learned sinks), for the models that do.

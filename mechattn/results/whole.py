@@ -177,7 +177,7 @@ def _is_ours(folder: Path, path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path, wait: float) -> Iterator[bool]:
-    """Whether nobody else is at work in the folder; it is this process's for the length of a ``with`` then."""
+    """Whether no other process is at work in the folder; it is reserved for this one during the ``with`` then."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / _LOCK, timeout=wait)

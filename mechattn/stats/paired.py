@@ -196,7 +196,7 @@ def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUN
 
 
 def enough(resamples: int, cells: int) -> int:
-    """As many patterns of signs as the false discovery rate needs over so many cells: 20 for each, at least."""
+    """As many patterns of signs as the false discovery rate needs over this number of cells: at least 20 for each."""
     return max(resamples, 20 * cells)
 
 

@@ -61,7 +61,7 @@ class Resolution:
 def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
-    """What so many units can find among so many tests.
+    """What this number of units can find among this number of tests.
 
     Args:
         n: Units: prompts, or groups of them.

@@ -18,7 +18,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 @cache
 def jaccard_by_chance(one: int, other: int, of: int) -> float:
-    """The expected Jaccard index of two sets of these sizes that are drawn at random from so many.
+    """The expected Jaccard index of two sets of these sizes that are drawn at random from ``of``.
 
     ``Σ_i P(i) · i / (a + b − i)`` with i hypergeometric: how many of the second set are in the first. NaN where both
     are empty.

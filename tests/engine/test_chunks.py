@@ -165,7 +165,7 @@ def test_a_job_that_cannot_be_read_costs_no_chunk(job, undisturbed, tmp_path, wh
         about.write_text(content[: len(content) // 2])
     else:
         spoiled(monkeypatch, "job.json", OSError(116, why))
-    with pytest.raises(OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was thrown away"):
+    with pytest.raises(OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was deleted"):
         ma.run_job(job, path, fresh=fresh)
     assert sorted(p.name for p in parts_folder(path).glob("*.zip")) == before
     monkeypatch.undo()
@@ -283,7 +283,7 @@ def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path
 def test_parts_of_another_run_are_refused_by_name(job, tmp_path, change, field):
     path = tmp_path / "r.zarr"
     stopped(job, path, 1)
-    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*begin anew: mechattn run --fresh"):
+    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*start again: mechattn run --fresh"):
         ma.run_job(replace(job, **change), path)
     assert len(list(parts_folder(path).glob("*.zip"))) == 1
 

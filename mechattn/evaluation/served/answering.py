@@ -97,7 +97,7 @@ def served(
         model: Its tokenizer, and the model itself where it is loaded.
         prompts: The prompts.
         sequences: What each condition makes of them.
-        new_tokens: At most so many are written.
+        new_tokens: The largest number of tokens per answer.
         temperature: Of the sampling.
         before: What an earlier probe has found, of which this run is the continuation.
 

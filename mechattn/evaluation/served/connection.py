@@ -49,7 +49,7 @@ class Connection:
     longest: int | None
 
     def replies(self, asked: Iterable[tuple[Named, Asked]], at_once: int) -> Iterator[tuple[Named, Reply]]:
-        """Each reply as it comes, at most so many asked for at once.
+        """Each reply as it comes, with a bound on the requests under way.
 
         Raises:
             ServerError: One could not be had; after the others that were under way.

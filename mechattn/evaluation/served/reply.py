@@ -24,7 +24,7 @@ class Asked:
     Args:
         prompt: Token ids, or a text that gives them.
         read: How many tokens the model has to read.
-        new_tokens: At most so many are written.
+        new_tokens: The largest number of tokens per answer.
         temperature: 0 for the likeliest token.
         seed: Of the sampling.
         end: Tokens that end an answer.

@@ -30,7 +30,7 @@ _HOOKS_ALONE = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function needs to know about the layer that calls it; ``see`` is None where nobody looks."""
+    """What the attention function must know of the layer that calls it; ``see`` is None for a layer that is not looked at."""
 
     number: int
     window: int | None

@@ -2,7 +2,7 @@
 
 A probe of a few tokens compares patterns with the model's own, so whatever changes the pattern of a short text is found
 there, under whatever name. What it cannot show is what begins later: a window, a chunk, a choice of keys, a scale that
-depends on the position. Such a feature has a field, and a field that nobody here has looked at stops the model.
+depends on the position. Such a feature has a field, and a field that is not known here stops the model.
 """
 
 from __future__ import annotations
