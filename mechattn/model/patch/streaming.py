@@ -30,7 +30,7 @@ _HOOKS_ALONE = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function must know of the layer that calls it; ``see`` is None for a layer that is not looked at."""
+    """What the attention function must know of the layer that calls it; ``see`` is None for one that is not seen."""
 
     number: int
     window: int | None
