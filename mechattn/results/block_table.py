@@ -79,7 +79,7 @@ class Blocks:
             last = made
         import pandas as pd
 
-        return BlockTable(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, _light(last))
+        return BlockTable(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, light(last))
 
     def _blocks(self) -> Iterator[Differences]:
         for some in self.layers:
@@ -114,7 +114,7 @@ class Light:
     dims: tuple[str, ...]
 
 
-def _light(made: Differences) -> Light:
+def light(made: Differences) -> Light:
     return Light(made.null, made.scale, tuple(map(str, made.difference.dims[1:])))
 
 

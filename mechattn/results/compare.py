@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.results.block_table import Blocks, Light, as_table, means_of, tested
+from mechattn.results.block_table import Blocks, BlockTable, as_table, light, means_of, tested
 from mechattn.results.differences import Differences, Scale, aligned, differences
 from mechattn.results.layer_blocks import layer_blocks, of_layers
 from mechattn.results.quantities import Null, check_layer, variable_of
@@ -70,42 +69,46 @@ def compare(
     finding, shown = _halves(units, select)
     if whole:
         made = differences(result, condition, other, to, quantity, by, segment, null, scale)
-        found = partial(_found, made, units, level=level, resamples=resamples, seed=seed)
-        cells = made.cells.copy()
-        if select == "half":
-            cells[cells] = found(cells, finding).q < 0.05
-        numbers = found(cells, shown)
-        table = as_table(means_of(made, units, cells, shown), numbers, made.scale)
-        about = Light(made.null, made.scale, tuple(map(str, made.difference.dims[1:])))
-        left_out = made.left_out
+        found = _at_once(made, units, finding, shown, select, (level, resamples, seed))
+    elif random is not None:
+        raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
     else:
-        if random is not None:
-            raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
-        blocks = Blocks(differing, layers, units, level, resamples, seed)
-        found_in = blocks.table(quantity, finding, shown, select == "half")
-        numbers, about, left_out = found_in.numbers, found_in.last, found_in.left_out
-        table = as_table(found_in.means, numbers, about.scale)
+        found = Blocks(differing, layers, units, level, resamples, seed).table(
+            quantity, finding, shown, select == "half"
+        )
+    table, about = as_table(found.means, found.numbers, found.last.scale), found.last
     table.attrs = {
         "condition": condition,
         "to": to,
         "quantity": quantity,
         "segment": segment or "all",
         "null": about.null,
-        "left_out": left_out,
+        "left_out": found.left_out,
         "level": level,
         "resamples": resamples,
         "seed": seed,
         "select": select or "none",
         "models": ", ".join(sorted({_model(result), _model(other)})),
-        **_family(about.dims, units, len(numbers.p), numbers.n, resamples),
+        **_family(about.dims, units, len(found.numbers.p), found.numbers.n, resamples),
     }
-    if random is not None:
+    if random is None:
+        return table
 
-        def change(draw: Result) -> xr.DataArray:
-            return differences(draw, condition, draw, to, quantity, by, segment, scale=made.scale).difference
+    def change(draw: Result) -> xr.DataArray:
+        return differences(draw, condition, draw, to, quantity, by, segment, scale=made.scale).difference
 
-        return beside_random(table, random, made, change, units, shown, cells)
-    return table
+    return beside_random(table, random, made, change, units, shown, found.cells[0])
+
+
+def _at_once(
+    made: Differences, units: Units, finding: np.ndarray, shown: np.ndarray, select: str | None, how: tuple
+) -> BlockTable:
+    """The table of all cells as one block; ``how`` has level, resamples and seed."""
+    cells = made.cells.copy()
+    if select == "half":
+        cells[cells] = _found(made, units, cells, finding, *how).q < 0.05
+    numbers = _found(made, units, cells, shown, *how)
+    return BlockTable(means_of(made, units, cells, shown), numbers, [cells], made.left_out, light(made))
 
 
 def _found(

@@ -15,6 +15,7 @@ from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
     from mechattn.results.result import Result
 
@@ -68,20 +69,16 @@ def _of_layers(
     import pandas as pd
 
     values, null = values_of(of_layers(result, some), condition, quantity, "segment", segment, "uniform", part)
-    if set(values.dims) != {"prompt", "layer", "head"}:
-        more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
-        raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")
+    _check_one_number(values, quantity)
     units = units_of(result, values.sizes["prompt"], unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     each = units.means(values.values.reshape(units.prompts, -1))
     every = np.arange(each.shape[1])
     mean = t_interval(each[shown][:, every], level)
-    uniform = (
-        np.full(each.shape[1], np.nan)
-        if null is None
-        else units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)
-    )
+    uniform = np.full(each.shape[1], np.nan)
+    if null is not None:
+        uniform = units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)
     at = np.unravel_index(every, values.shape[1:])
     made = pd.DataFrame(
         {
@@ -98,3 +95,9 @@ def _of_layers(
     )
     made.attrs = {"null": null is not None, "unit": units.unit}
     return made
+
+
+def _check_one_number(values: xr.DataArray, quantity: str) -> None:
+    if set(values.dims) != {"prompt", "layer", "head"}:
+        more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
+        raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")

@@ -71,6 +71,7 @@ def processes():
     return found
 
 
+@pytest.mark.slow
 def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local, tmp_path):
     """Each writes its chunks straight into their regions; what comes of it is what one process makes."""
     killed = []

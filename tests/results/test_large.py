@@ -108,7 +108,7 @@ def test_it_opens_in_plain_xarray(parts, folder):
 
 
 @pytest.mark.parametrize("quantity", ["received", "mass", "scale", "near_zero"])
-@pytest.mark.parametrize("select", [None, "half"])
+@pytest.mark.parametrize("select", [None, pytest.param("half", marks=pytest.mark.slow)])
 def test_tables_are_the_same_to_the_bit(whole, folder, quantity, select):
     lazy = merge_results([ma.load_result(folder / f"{number}.zarr") for number in (1, 0)])
     expected = whole.compare("slash", quantity=quantity, select=select, resamples=99)
@@ -307,6 +307,7 @@ def written_elsewhere(place, source, number, some):
     return write_chunk(Store(Path(place)), number, replace(result, datasets=cut), 3, False).provenance["objects"]
 
 
+@pytest.mark.slow
 def test_processes_write_at_the_same_time(parts, folder, tmp_path):
     """Two processes, the chunks in turn; what they write is what one writes."""
     expected = root_of(folder / "1.zarr")["attributes"]["objects"]

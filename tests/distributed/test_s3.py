@@ -1,0 +1,47 @@
+"""A large result at an address of S3, on a server of this machine: written, mended, merged by a manifest, read lazily."""
+
+from dataclasses import replace
+
+import pytest
+
+import mechattn as ma
+from mechattn.results.large_store import Store
+from mechattn.results.lazy import is_lazy
+from mechattn.results.shards import merge_stored
+
+pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """An empty bucket of a server on the loopback address."""
+    import fsspec
+
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
+            patch.setenv(f"AWS_{name}", value)
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        fsspec.filesystem("s3").mkdir("large")
+        yield "s3://large"
+    server.stop()
+
+
+def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
+    small, large = ma.run_job(job, "small.zarr"), replace(job, large=True)
+    result = ma.run_job(large, f"{bucket}/r.zarr")
+    assert is_lazy(result)
+    assert result.digest() == small.digest()
+    Store(f"{bucket}/r.zarr").remove("received_attention/received_by_segment/c/1/0/0/0/0")
+    assert ma.run_job(large, f"{bucket}/r.zarr").digest() == small.digest()
+    for shard in ("2/2", "1/2"):
+        ma.run_job(large, f"{bucket}/s.zarr", shard=shard)
+    merge_stored(f"{bucket}/all.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)])
+    merged = ma.load_result(f"{bucket}/all.zarr")
+    assert merged.compare("slash", resamples=99).equals(small.compare("slash", resamples=99))
+    assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
