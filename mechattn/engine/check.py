@@ -28,6 +28,7 @@ from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.templates import TokenizedModel
 
 _PARTS = ("name", "options", "quantities", "problem", "start", "values")
 _KINDS = (RowAnalysis, PairAnalysis, ActivationAnalysis, CaptureAnalysis, FinalAnalysis)
@@ -143,7 +144,7 @@ def check_sequences(
 
 
 def made_sequences(
-    named: Mapping[str, Condition], prompts: Seq[Prompt], model: HookedModel, seed: int
+    named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
     """The sequence of each prompt under each condition, with unchanged original tokens.
 
@@ -163,7 +164,7 @@ def made_sequences(
     return made
 
 
-def _applied(name: str, condition: Condition, prompt: Prompt, model: HookedModel, seed: int) -> Sequence:
+def _applied(name: str, condition: Condition, prompt: Prompt, model: TokenizedModel, seed: int) -> Sequence:
     made = condition.apply(prompt, model, seed)
     if not isinstance(made, Sequence):
         raise ConditionError(

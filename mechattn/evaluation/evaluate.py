@@ -54,7 +54,7 @@ def evaluate(
     server: str | None = None,
     served_model: str | None = None,
     server_key: str | None = None,
-    server_timeout: float = 600.0,
+    server_timeout: int | float = 600.0,
     verify_server: bool = True,
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition and the baseline.

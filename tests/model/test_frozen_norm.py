@@ -62,5 +62,5 @@ def test_parts_add_up(kind):
 
 @pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity(), nn.Softmax(-1)])
 def test_what_is_no_norm_over_the_width_is_refused(module):
-    with pytest.raises(ModelError, match="a model: it is no norm of the form"):
+    with pytest.raises(ModelError, match="a model: it is not a norm of the form"):
         frozen_norm(_Model(), module, "it")

@@ -121,7 +121,7 @@ def connected(server: Server) -> Iterator[Connection]:
             portal.call(client.close)
 
 
-async def _client(server: Server, timeout: float, retries: int) -> Any:
+async def _client(server: Server, timeout: int | float, retries: int) -> Any:
     from openai import AsyncOpenAI
 
     made = AsyncOpenAI(base_url=server.address, api_key=server.key or "none", timeout=timeout, max_retries=retries)

@@ -25,7 +25,7 @@ class Server:
 
     address: str
     model: str | None
-    timeout: float
+    timeout: int | float
     verify: bool
     key: str | None = field(default=None, repr=False)
 
@@ -35,7 +35,7 @@ class Server:
 
 
 def server_given(
-    address: str | None, model: str | None, key_name: str | None, timeout: float, verify: bool
+    address: str | None, model: str | None, key_name: str | None, timeout: int | float, verify: bool
 ) -> Server | None:
     """The server that the arguments of ``evaluate`` name; None for none.
 
