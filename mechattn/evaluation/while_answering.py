@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.segment_flow import SegmentFlow
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
@@ -218,7 +218,7 @@ def _measured(
     written = [p for p in prompts if answers[p.id].text.strip()]
     if not written:
         raise OptionError(f"no answer under {name!r} has any text, so there is nothing to measure")
-    named = {} if name == "baseline" else {name: condition}
+    named = {} if name == BASELINE else {name: condition}
     result = run(
         model, evaluation.answered(written, name), named, SegmentFlow(), layers=layers, seed=seed, progress=progress
     )

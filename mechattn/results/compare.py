@@ -58,39 +58,27 @@ def compare(
     if matched:
         _check_lengths(result, condition, other, to)
     layers = layer_blocks(result, quantity, by, segment, memory, resamples, resamples)
-    whole = len(layers) == 1
+    if random is not None and len(layers) > 1:
+        raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
 
     def differing(some: slice) -> Differences:
         cut = of_layers(result, some)
         theirs = cut if other is result else of_layers(other, some)
-        return differences(cut, condition, theirs, to, quantity, by, segment, null, scale, not whole)
+        return differences(cut, condition, theirs, to, quantity, by, segment, null, scale, part=True)
 
     units = shared_units(result, other, variable_of(result, quantity, by).sizes["prompt"], unit)
     finding, shown = _halves(units, select)
-    if whole:
+    if len(layers) == 1:
         made = differences(result, condition, other, to, quantity, by, segment, null, scale)
         found = _at_once(made, units, finding, shown, select, (level, resamples, seed))
-    elif random is not None:
-        raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
     else:
-        found = Blocks(differing, layers, units, level, resamples, seed).table(
-            quantity, finding, shown, select == "half"
-        )
-    table, about = as_table(found.means, found.numbers, found.last.scale), found.last
-    table.attrs = {
-        "condition": condition,
-        "to": to,
-        "quantity": quantity,
-        "segment": segment or "all",
-        "null": about.null,
-        "left_out": found.left_out,
-        "level": level,
-        "resamples": resamples,
-        "seed": seed,
-        "select": select or "none",
-        "models": ", ".join(sorted({_model(result), _model(other)})),
-        **_family(about.dims, units, len(found.numbers.p), found.numbers.n, resamples),
-    }
+        blocks = Blocks(differing, layers, units, level, resamples, seed)
+        found = blocks.table(quantity, finding, shown, select == "half")
+    table = as_table(found.means, found.numbers, found.last.scale)
+    asked = dict(condition=condition, to=to, quantity=quantity, segment=segment or "all", select=select or "none")
+    models = ", ".join(sorted({_model(result), _model(other)}))
+    table.attrs = {**asked, "level": level, "resamples": resamples, "seed": seed, "models": models}
+    table.attrs |= _about(found, units, resamples)
     if random is None:
         return table
 
@@ -119,11 +107,14 @@ def _found(
     return paired(each, expected, level, resamples, seed, rounding)
 
 
-def _family(dims: Seq[str], units: Units, tests: int, n: int, resamples: int) -> dict[str, Any]:
-    """What a table says of its tests."""
+def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
+    """What a table says of its null and its tests."""
+    tests, n = len(found.numbers.p), found.numbers.n
     can = resolution(n, max(1, tests), resamples=resamples, unit=units.unit)
     return {
-        "family": f"{tests} tests: {' × '.join(dims)}",
+        "null": found.last.null,
+        "left_out": found.left_out,
+        "family": f"{tests} tests: {' × '.join(found.last.dims)}",
         "unit": units.unit,
         "smallest_q": can.smallest_p,  # where all tests reach it
         "resolution": str(can),

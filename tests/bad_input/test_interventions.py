@@ -92,7 +92,7 @@ def test_the_baseline_stays_the_baseline(no_forward):
         ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.ARM())}, progress=False)
 
 
-def both_refuse(model, message):
+def assert_both_refuse(model, message):
     with pytest.raises(ModelError, match=message):
         ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
     with pytest.raises(ModelError, match=message):
@@ -103,7 +103,9 @@ def both_refuse(model, message):
 def test_experts_in_a_form_that_is_not_known(tokenizer, flag):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     setattr(experts_of(mixture), flag, True)
-    both_refuse(mixture, r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know")
+    assert_both_refuse(
+        mixture, r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know"
+    )
 
 
 def test_experts_that_make_something_else_of_their_activations(tokenizer):
@@ -111,14 +113,14 @@ def test_experts_that_make_something_else_of_their_activations(tokenizer):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     experts_of(mixture).is_concatenated = False
     original_of(mixture).set_experts_implementation("eager")
-    both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not what the mixture gives")
+    assert_both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not what the mixture gives")
 
 
 def test_experts_that_are_not_called(tokenizer, monkeypatch):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     whole = mixture.blocks[0].mlp.original_component
     monkeypatch.setattr(whole, "forward", lambda x: x)
-    both_refuse(mixture, r"layer 0 has run without calling its experts")
+    assert_both_refuse(mixture, r"layer 0 has run without calling its experts")
 
 
 def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):

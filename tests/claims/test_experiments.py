@@ -55,7 +55,9 @@ def test_what_the_readme_says_is_what_is_stored():
     assert all(value < 0 for value in values("attention_falls").values())
     assert all(verdict["parts"][0]["low"] > 0 for verdict in by_key["more_than_dilution"].values()), "less than uniform"
     missed = values("affine_deeper").values()
-    assert f"an affine map leaves an error of {100 * min(missed):.0f} to {100 * max(missed):.0f} % of the norm" in readme
+    assert (
+        f"an affine map leaves an error of {100 * min(missed):.0f} to {100 * max(missed):.0f} % of the norm" in readme
+    )
     cosines = [abs(value) for value in values("arm_does_the_same").values()]
     assert f"(cosine {min(cosines):.2f} to {max(cosines):.2f})" in readme
     gains = by_key["tokens_help"]
