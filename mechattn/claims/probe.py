@@ -25,6 +25,7 @@ _TRIED = 2  # prompts
 _ANSWERED, _WORDS = 8, 16  # problems, and tokens of each
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
+_LOAD = 1.0  # seconds: no model of any size loads and starts faster
 _BATCH = 0.5  # of the time that an answer takes among eight, among thirty-two
 
 
@@ -81,19 +82,20 @@ def check_model(name: str) -> None:
 
 
 def least_seconds(name: str, settings: Settings, prompts: Seq[Prompt], passes: int) -> float:
-    """The least time that these passes take, by the config's sizes and how fast this machine multiplies matrices.
+    """A lower bound on the time of the first stage: loading, and passes by the config's sizes on this machine's CPU.
 
-    0 where that cannot be said without the model: on a GPU, and of a mixture of experts.
+    Only loading counts where the passes cannot be timed without the model: on a GPU, and for a mixture of experts.
     """
+    loads = _LOAD * (1 + PROTOCOL.draws)
     config = text_config(name)
     sizes = vars(config)
     on_gpu = settings.device not in (None, "cpu") or (settings.device is None and torch.cuda.is_available())
     if on_gpu or any(sizes.get(key) for key in _EXPERTS) or not isinstance(sizes.get("intermediate_size"), int):
-        return 0.0
+        return loads
     layers, width, inner = (int(sizes.get(part) or 0) for part in _SIZES)
     tokenizer = tokenizer_named(name)
     tokens = min(len(tokenizer(prompt.question)["input_ids"]) for prompt in prompts)
-    return layers * (2 * width**2 + 2 * width * inner) * tokens * passes / _speed()
+    return loads + layers * (2 * width**2 + 2 * width * inner) * tokens * passes / _speed()
 
 
 def probed(name: str, settings: Settings, prompts: Seq[Prompt]) -> Cost:

@@ -14,11 +14,11 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.lines import as_lines, replaceable
-from mechattn.evaluation.units import units_of
+from mechattn.evaluation.units import share_interval, units_of, within
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.whole import check_writable, write_whole
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
-from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit, Units
 
@@ -91,7 +91,7 @@ class Evaluation:
         return self._each(condition, lambda answer: answer.right).astype(bool)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Accuracy of each condition with Wilson's interval, or with a t interval over problems for several samples.
+        """Accuracy of each condition with Wilson's interval; for several samples, a t interval over problems.
 
         Where prompts share groups (``Prompt.group``; more than one in twenty or so), it is the mean over groups of each
         group's accuracy, with a t interval over groups; ``unit="prompt"`` uses single problems. ``table.attrs["unit"]``
@@ -106,22 +106,14 @@ class Evaluation:
         rows = []
         for name in self.conditions:
             right = self.right(name)
-            accuracy = float(right.mean())
+            share = share_interval(right, units, level)
             some = [a for a in self.answers if a.condition == name]
-            if self.samples == 1 and units.of is None:
-                low, high = wilson_interval(int(right.sum()), len(right), level)
-            elif units.of is not None and accuracy in (0, 1):  # no spread, and a t interval would be a point
-                low, high = wilson_interval(int(accuracy * units.n), units.n, level)
-            else:
-                made = _within(t_interval(units.means(right.mean(1)), level))
-                low, high = float(made.low), float(made.high)
-                accuracy = accuracy if units.of is None else float(made.estimate)
             rows.append(
                 {
                     "condition": name,
-                    "accuracy": accuracy,
-                    "low": low,
-                    "high": high,
+                    "accuracy": float(share.estimate),
+                    "low": float(share.low),
+                    "high": float(share.high),
                     "n": units.n,
                     "unread": sum(a.answer is None for a in some),
                     "unfinished": sum(not a.finished for a in some),
@@ -259,7 +251,7 @@ class Evaluation:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
             values = [distinct_ngrams(by_prompt[prompt], n) for prompt in self._problems() if prompt in by_prompt]
-            made = _within(t_interval(units_of(self, unit).means(np.array(values)), level))
+            made = within(t_interval(units_of(self, unit).means(np.array(values)), level))
             rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
         return pd.DataFrame(rows)
 
@@ -285,7 +277,7 @@ class Evaluation:
             for each in [k] if isinstance(k, (int, float, str)) else k:
                 if isinstance(each, bool) or not isinstance(each, int):
                     raise OptionError(f"k={each!r}: give whole numbers of answers")
-                made = _within(t_interval(units_of(self, unit).means(values(name, each)), level))._asdict()
+                made = within(t_interval(units_of(self, unit).means(values(name, each)), level))._asdict()
                 rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
         return pd.DataFrame(rows)
 
@@ -380,11 +372,6 @@ class Evaluation:
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
-
-
-def _within(made: Interval) -> Interval:
-    """A share's interval ends at 0 and at 1."""
-    return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.evaluation.units import units_of
-from mechattn.stats.intervals import t_interval, wilson_interval
+from mechattn.evaluation.units import share_interval, units_of
 from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:
@@ -40,17 +39,12 @@ def follows(
     chance = [
         float(np.mean([made[p] == answer for answer in some])) if some else np.nan for p, some in zip(apart, others)
     ]
-    share = float(units.means(followed).mean())
-    if units.of is None or share in (0, 1):
-        low, high = wilson_interval(round(share * units.n), units.n, level)
-    else:
-        interval = t_interval(units.means(followed), level)
-        low, high = max(float(interval.low), 0.0), min(float(interval.high), 1.0)
+    share = share_interval(followed[:, None], units, level)
     return {
         "condition": condition,
-        "followed": share,
-        "low": low,
-        "high": high,
+        "followed": float(share.estimate),
+        "low": float(share.low),
+        "high": float(share.high),
         "kept": float(np.mean([made[p] == own[p] for p in apart])),
         "by_chance": float(np.nanmean(chance)) if len(own) > 2 else float("nan"),
         "n": units.n,

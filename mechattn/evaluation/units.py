@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mechattn.stats.intervals import FEWEST
+import numpy as np
+
+from mechattn.stats.intervals import FEWEST, Interval, t_interval, wilson_interval
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
@@ -32,3 +34,26 @@ def units_of(evaluation: Evaluation, unit: Unit) -> Units:
         return Units(len(problems))
     units.refuse_below(FEWEST)
     return units
+
+
+def share_interval(values: np.ndarray, units: Units, level: float) -> Interval:
+    """The share of answers of which something holds, with its interval within 0 and 1.
+
+    Wilson's for one answer per problem, and where all answers agree, since a t interval would then be a point;
+    otherwise a t interval over the units.
+
+    Args:
+        values: 1 where it holds, otherwise 0 [problem, sample].
+        units: The problems, or their groups.
+        level: The probability that the interval covers the share.
+    """
+    share = float(units.means(values.mean(1)).mean())
+    if share in (0, 1) or (units.of is None and values.shape[1] == 1):
+        low, high = wilson_interval(round(share * units.n), units.n, level)
+        return Interval(np.array(share), np.array(low), np.array(high))
+    return within(t_interval(units.means(values.mean(1)), level))
+
+
+def within(made: Interval) -> Interval:
+    """The same interval, cut off at 0 and 1."""
+    return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))

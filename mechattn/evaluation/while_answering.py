@@ -16,11 +16,13 @@ from mechattn.engine.check import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.units import units_of
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
+from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +41,7 @@ class WhileAnswering:
         right: By condition, whether each answer is right [prompt].
         tokens: By condition, the length of each answer in tokens [prompt].
         layers: The layers.
+        units: The problems, or their groups.
         about: The model.
     """
 
@@ -47,6 +50,7 @@ class WhileAnswering:
     right: Mapping[str, np.ndarray]
     tokens: Mapping[str, np.ndarray]
     layers: tuple[int, ...]
+    units: Units
     about: str
 
     @property
@@ -60,7 +64,9 @@ class WhileAnswering:
         ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention. The rest is over
         pairs of a right and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2
         tokens at most, each answer once): ``difference`` (right minus wrong), its ``null``, and ``beyond`` (difference
-        minus null) with a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs.
+        minus null) with a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs. Where problems share
+        groups (``Prompt.group``), both answers of a pair are from one group, and intervals and ``p`` are over groups;
+        ``table.attrs["unit"]`` says which.
 
         Args:
             to: The segment of the keys.
@@ -77,9 +83,10 @@ class WhileAnswering:
             row: dict[str, Any] = {"condition": name}
             for said, which in (("right", self.right[name]), ("wrong", ~self.right[name])):
                 some = which & ~np.isnan(flow)
-                made = t_interval(flow[some][:, None], level) if some.sum() >= FEWEST else None
+                each = self._units(np.flatnonzero(some)).means(flow[some])
+                made = t_interval(each[:, None], level) if len(each) >= FEWEST else None
                 row |= {
-                    said: float(flow[some].mean()) if some.any() else np.nan,
+                    said: float(each.mean()) if some.any() else np.nan,
                     f"{said}_low": np.nan if made is None else float(made.low[0]),
                     f"{said}_high": np.nan if made is None else float(made.high[0]),
                     f"{said}_uniform": float(null[some].mean()) if some.any() else np.nan,
@@ -88,7 +95,9 @@ class WhileAnswering:
                 }
             found = self._matched(name, flow[:, None], null[:, None], level)
             rows.append({**row, **{column: values[0] for column, values in found.items()}})
-        return pd.DataFrame(rows)
+        table = pd.DataFrame(rows)
+        table.attrs = {"unit": self.units.unit}
+        return table
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """One row per head: right minus wrong over pairs of answers of similar length, with ``q`` over all heads.
@@ -105,10 +114,11 @@ class WhileAnswering:
         flow, null = (self._to(part[condition], to) for part in (self.flow, self.uniform))
         heads = flow.shape[2]
         found = self._matched(condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level)
-        if found["pairs"][0] < FEWEST:
+        if np.isnan(found["beyond"]).all():
+            within = "" if self.units.of is None else f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
                 f"{found['pairs'][0]} pairs of a right and a wrong answer of about the same length under "
-                f"{condition!r}: at least {FEWEST} are needed; evaluate more problems"
+                f"{condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
             )
         places = {"layer": np.repeat(self.layers, heads), "head": np.tile(np.arange(heads), len(self.layers))}
         return pd.DataFrame({**places, **found}).sort_values("q", kind="stable", ignore_index=True)
@@ -121,14 +131,20 @@ class WhileAnswering:
     def _matched(self, name: str, flow: np.ndarray, null: np.ndarray, level: float) -> dict[str, np.ndarray]:
         """Right less wrong, of pairs of about the same length [cell]."""
         there = ~np.isnan(flow).any(1)
-        pairs = matched_pairs(self.tokens[name], self.right[name] & there, ~self.right[name] & there)
+        right = self.right[name]
+        pairs = matched_pairs(self.tokens[name], right & there, ~right & there, self.units.of)
         names = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p", "q")
-        if len(pairs) < FEWEST:
+        first, second = pairs.T
+        units = self._units(first)
+        if units.n < FEWEST:
             empty = np.full(flow.shape[1], np.nan)
             return {**dict.fromkeys(names, empty), "pairs": np.full(flow.shape[1], len(pairs))}
-        first, second = pairs.T
-        made = paired(flow[first] - flow[second], null[first] - null[second], level)
+        made = paired(units.means(flow[first] - flow[second]), units.means(null[first] - null[second]), level)
         return {**{each: getattr(made, each) for each in names}, "pairs": np.full(flow.shape[1], len(pairs))}
+
+    def _units(self, some: np.ndarray) -> Units:
+        """The units of some prompts, by their places."""
+        return Units(len(some)) if self.units.of is None else Units.grouped(self.units.of[some].astype(str).tolist())
 
     def __str__(self) -> str:
         first = f"{self.about}: attention of the tokens of its own answers to the question, mean over heads and layers"
@@ -136,19 +152,24 @@ class WhileAnswering:
         return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
 
 
-def matched_pairs(tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+def matched_pairs(
+    tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
     """Pairs of a right and a wrong answer of about the same length [pair 2]: as many as can be, as alike as can be.
 
     Args:
         tokens: The length of each answer.
         right: Which may be the first of a pair.
         wrong: Which may be the second.
+        groups: The group of each, if both answers of a pair must be from one group.
     """
     first, second = np.flatnonzero(right), np.flatnonzero(wrong)
     if not len(first) or not len(second):
         return np.zeros((0, 2), dtype=int)
     apart = np.abs(tokens[first][:, None] - tokens[second])
     allowed = apart <= np.maximum(_CALIPER * np.maximum(tokens[first][:, None], tokens[second]), 2)
+    if groups is not None:
+        allowed &= groups[first][:, None] == groups[second]
     forbidden = 1.0 + apart.max() * min(apart.shape)  # dearer than all allowed pairs together
     rows, columns = linear_sum_assignment(np.where(allowed, apart, forbidden))
     kept = allowed[rows, columns]
@@ -198,7 +219,8 @@ def while_answering(
     ]
     flow, uniform, right, tokens, read = zip(*measured, strict=True)
     flows, nulls, verdicts, lengths = (dict(zip(named, part, strict=True)) for part in (flow, uniform, right, tokens))
-    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], str(model.cfg.model_name))
+    units = units_of(evaluation._of([prompt.id for prompt in prompts]), "auto")
+    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], units, str(model.cfg.model_name))
 
 
 def _measured(

@@ -23,6 +23,11 @@ def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Te
     return rearrange(shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads)
 
 
+def kv_heads_of(model: HookedModel) -> int:
+    """How many heads of a layer have keys and values of their own."""
+    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
+
+
 def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
     """What hook_v shows as [batch pos kv_head d_head]; with latent attention heads come before positions."""
     if v.ndim == 4 and is_latent(model, layer):

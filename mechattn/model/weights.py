@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.heads import output_projection
+from mechattn.model.heads import kv_heads_of, output_projection
 from mechattn.model.hooked import HookedModel, config_of
 from mechattn.model.values import norm_before_output
 from mechattn.model.verify.facts import facts_of
@@ -54,9 +54,8 @@ def score_biases(
     """b_Q and b_K of each head; zeros where the model has none."""
     attention = model.blocks[layer].attn
     heads, width = int(model.cfg.n_heads), int(model.cfg.d_head)
-    kv_heads = int(getattr(model.cfg, "n_key_value_heads", None) or heads)
     made = []
-    for name, count in (("b_Q", heads), ("b_K", kv_heads)):
+    for name, count in (("b_Q", heads), ("b_K", kv_heads_of(model))):
         bias = getattr(attention, name, None)
         made.append(
             torch.zeros(count, width, device=next(model.parameters()).device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mechattn.axes import BASELINE
 from mechattn.engine.check import made_sequences, with_baseline
 from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
@@ -28,7 +29,7 @@ from mechattn.patching.checks import (
     chosen_heads,
 )
 from mechattn.patching.metrics import Measured, Metric, metric_of
-from mechattn.patching.runs import Part, Run, Where, Z, kv_heads_of, patched_logits, read, read_with_gradients
+from mechattn.patching.runs import Part, Run, Where, Z, patched_logits, read, read_with_gradients
 from mechattn.patching.table import CONTROLS, HeadPatching, LayerPatching, SetPatching
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts

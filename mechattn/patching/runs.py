@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.model.heads import split_heads
+from mechattn.model.heads import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
 from mechattn.model.patch.head_outputs import changing_z
@@ -85,11 +85,6 @@ def _by_query(change: Callable[[Tensor], Tensor], module: Any, given: Any, patte
         change(rearrange(pattern, "batch head query key -> batch query head key")),
         "batch query head key -> batch head query key",
     )
-
-
-def kv_heads_of(model: HookedModel) -> int:
-    """How many heads of a layer have keys and values of their own."""
-    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
 
 
 def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, stream: Tensor) -> Tensor:

@@ -69,6 +69,12 @@ class Patching:
             }
         )
 
+    def _every(self, level: float) -> pd.DataFrame:
+        """One row for each cell, in order."""
+        _check_level(level)
+        self.units.refuse_below(FEWEST)
+        return self._table(slice(None), slice(None), level, None, ranked=False)
+
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
         """The requested values [unit cell], and the layer (and head) of each cell."""
         there = ~np.isnan(self.effects.effect.values).any(0)
@@ -96,9 +102,7 @@ class LayerPatching(Patching):
         Raises:
             OptionError: There are too few prompts, or ``level`` is not a probability.
         """
-        _check_level(level)
-        self.units.refuse_below(FEWEST)
-        return self._table(slice(None), slice(None), level, None, ranked=False)
+        return self._every(level)
 
     def __str__(self) -> str:
         return "\n".join(self._lines(self.layers() if self.units.n >= FEWEST else None))
@@ -114,9 +118,7 @@ class SetPatching(Patching):
         Raises:
             OptionError: There are too few prompts, or ``level`` is not a probability.
         """
-        _check_level(level)
-        self.units.refuse_below(FEWEST)
-        made = self._table(slice(None), slice(None), level, None, ranked=False)
+        made = self._every(level)
         return made.rename(columns={"set": "heads", "q": "p"})  # one test: nothing to adjust
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from mechattn.claims import probe
+from mechattn.claims.paper import paper
 from mechattn.claims.plan import keep_plan, kept_plan, planned, words
 from mechattn.claims.probe import Cost
 from mechattn.claims.register import CLAIMS
@@ -128,9 +129,16 @@ def test_the_least_that_passes_take_is_a_bound_of_the_sizes(monkeypatch):
     monkeypatch.setattr(probe, "_speed", lambda: 1e6)
     asked = Settings(("toy:llama",), Path("out"), device="cpu")
     found = probe.least_seconds("toy:llama", asked, prompts, 10)
-    assert found == pytest.approx(layers * 2 * (width**2 + width * inner) * tokens * 10 / 1e6)
-    assert 0 < found <= 2 * in_layers * tokens * 10 / 1e6
-    assert probe.least_seconds("toy:llama", replace(asked, device="cuda"), prompts, 10) == 0.0
+    loads = 4.0  # a second for the model, and for each of its three copies with random weights
+    assert found - loads == pytest.approx(layers * 2 * (width**2 + width * inner) * tokens * 10 / 1e6)
+    assert 0 < found - loads <= 2 * in_layers * tokens * 10 / 1e6
+    assert probe.least_seconds("toy:llama", replace(asked, device="cuda"), prompts, 10) == loads
     config.num_experts = 4
     monkeypatch.setattr(probe, "text_config", lambda name: config)
-    assert probe.least_seconds("toy:llama", asked, prompts, 10) == 0.0
+    assert probe.least_seconds("toy:llama", asked, prompts, 10) == loads
+
+
+def test_a_budget_below_the_loading_is_refused_before_a_weight_is_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("mechattn.claims.paper.probed", lambda *given: pytest.fail("a model was loaded"))
+    with pytest.raises(OptionError, match=r"a budget of 8 s is too small: toy:llama needs at least .* 4 models share"):
+        paper(["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"], out=tmp_path, budget="8s")

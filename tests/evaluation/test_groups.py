@@ -84,6 +84,13 @@ def test_no_spread_between_groups_is_no_certainty():
     assert np.isnan([compared["low"], compared["high"]]).all()
 
 
+def test_all_right_in_every_sample_is_no_certainty():
+    alone = made_up(grouped=False)
+    twice = [replace(answer, right=True, sample=sample) for answer in alone.answers for sample in (0, 1)]
+    low = stats.binomtest(40, 40).proportion_ci(method="wilson").low
+    assert Evaluation(tuple(twice), alone.provenance).accuracy().low.tolist() == pytest.approx([low, low])
+
+
 def test_a_few_problems_of_one_group_leave_the_problem_the_unit():
     alone = made_up(grouped=False)
     for pairs, unit in ((2, "prompts"), (4, "groups (36 of 40 prompts)")):

@@ -1,15 +1,18 @@
 """Attention while a model writes its own answers, right against wrong, in pairs of the same length."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.while_answering import WhileAnswering, matched_pairs
+from mechattn.stats.units import Units
 
 QUESTION = SEGMENTS.index("question")
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
@@ -33,8 +36,6 @@ def measured(toy, prompts):
 
 def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts):
     """Query by query, from the pattern of the hooked model."""
-    from dataclasses import replace
-
     prompt = replace(prompts[2], answer=TEXTS[2])
     sequence = SLASH["slash"].apply(prompt, toy)
     _, cache = toy.run_with_cache(sequence.tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
@@ -74,16 +75,21 @@ def _quality(tokens, pairs):
     return len(apart), -sum(apart)
 
 
-def made_up(effect, confounded, count=60):
+def made_up(effect, confounded, count=60, groups=None, seed=1, shared=0.0):
     """Wrong answers are longer; attention to the question falls with length, and in right ones is larger by an effect."""
-    draw = np.random.default_rng(1)
+    draw = np.random.default_rng(seed)
     right = np.arange(count) % 2 == 0
     tokens = draw.integers(20, 40, count) + (0 if not confounded else 8 * ~right)
     null = np.zeros((count, 2, 3, 6))
     null[..., QUESTION] = (20 / tokens)[:, None, None]
     flow = null + draw.normal(0, 0.01, null.shape)
     flow[..., QUESTION] += effect * right[:, None, None]
-    return WhileAnswering({"a": flow}, {"a": null}, {"a": right}, {"a": tokens}, (0, 1), "made up")
+    if groups is None:
+        units = Units(count)
+    else:  # in each, right answers differ from wrong ones by as much, in either direction
+        units = Units.grouped([str(i % groups) for i in range(count)])
+        flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.of] * right)[:, None, None]
+    return WhileAnswering({"a": flow}, {"a": null}, {"a": right}, {"a": tokens}, (0, 1), units, "made up")
 
 
 def test_an_effect_is_found_and_length_is_not_taken_for_one():
@@ -97,6 +103,39 @@ def test_an_effect_is_found_and_length_is_not_taken_for_one():
     heads = made_up(effect=0.05, confounded=False).heads("a")
     assert len(heads) == 6
     assert (heads.q < 0.05).all()
+
+
+def test_pairs_are_made_within_groups_which_are_the_unit():
+    measured = made_up(effect=0.05, confounded=False, groups=5, shared=0.01)
+    table = measured.table()
+    assert table.attrs["unit"] == "groups (5 of 60 prompts)"
+    flow, null, right = (getattr(measured, name)["a"] for name in ("flow", "uniform", "right"))
+    beyond = (flow - null)[..., QUESTION].mean((1, 2))
+    by_group = []
+    for group in range(5):
+        of = np.flatnonzero(np.arange(60) % 5 == group)
+        pairs = of[matched_pairs(measured.tokens["a"][of], right[of], ~right[of])]
+        by_group.append(np.mean([beyond[a] - beyond[b] for a, b in pairs]))
+    assert table.beyond[0] == pytest.approx(np.mean(by_group))
+    half = stats.t.ppf(0.975, 4) * np.std(by_group, ddof=1) / np.sqrt(5)
+    assert table.beyond_high[0] == pytest.approx(np.mean(by_group) + half)
+    assert table.right[0] == pytest.approx(
+        np.mean([flow[g:60:5][right[g:60:5]][..., QUESTION].mean() for g in range(5)])
+    )
+    with pytest.raises(OptionError, match="both from one group, in at least 3 groups"):
+        made_up(effect=0.05, confounded=False, groups=2).heads("a")
+
+
+def test_what_a_group_shares_is_not_taken_for_an_effect():
+    """60 evaluations in which groups differ in either direction; as single problems, they give false findings."""
+    grouped = [made_up(0.0, False, groups=5, seed=seed, shared=0.05) for seed in range(60)]
+    single = [replace(one, units=Units(60)) for one in grouped]
+    covered = []
+    for some in (grouped, single):
+        tables = [one.table() for one in some]
+        covered.append(np.mean([table.beyond_low[0] <= 0 <= table.beyond_high[0] for table in tables]))
+    assert covered[0] > 0.9
+    assert covered[1] < 0.7, "negative control"
 
 
 def test_what_cannot_be_compared(measured, toy, prompts):
