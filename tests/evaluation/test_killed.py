@@ -13,10 +13,14 @@ RUN = """
 import sys
 import mechattn as ma
 
-made = ma.evaluate(
-    "toy:llama", ma.load_prompts("word-problems", limit=12), {"slash": ma.MeaninglessTokens("/", 20)},
-    new_tokens=40, batch=2, samples=2, out=sys.argv[1], progress=False,
-)
+def run(path):
+    return ma.evaluate(
+        "toy:llama", ma.load_prompts("word-problems", limit=12), {"slash": ma.MeaninglessTokens("/", 20)},
+        new_tokens=40, batch=2, samples=2, out=path, progress=False,
+    )
+
+if __name__ == "__main__":
+    run(sys.argv[1])
 """
 
 
@@ -32,9 +36,11 @@ def by_question(path):
 def test_killed_and_continued(tmp_path):
     """Each time when so many answers more were written."""
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    assert start(whole).wait(120) == 0
+    here: dict = {}
+    exec(RUN, here)
+    here["run"](whole)
     had = 1
-    for more in (3, 11, 20):
+    for more in (3, 25):
         run = start(part)
         until = time.monotonic() + 120
         while run.poll() is None and time.monotonic() < until:
