@@ -1,10 +1,8 @@
 """A large result at an address of S3, on a server of this machine: written, mended, merged by a manifest, read lazily.
 
-s3fs and moto[server] bring forty packages that nothing else needs, so the dev environment has not got them. To run it:
-pip install s3fs "moto[server]", then MECHATTN_S3=1 pytest tests/distributed/test_s3.py, which fails where they are missing.
+`make test-extra` puts s3fs and moto, which nothing else needs, on the path; without them this file fails.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -13,8 +11,6 @@ import mechattn as ma
 from mechattn.results.large_store import Store
 from mechattn.results.lazy import is_lazy
 from mechattn.results.shards import merge_stored
-
-pytestmark = pytest.mark.skipif("MECHATTN_S3" not in os.environ, reason="asked for by MECHATTN_S3=1 alone")
 
 
 @pytest.fixture(scope="module")
