@@ -424,9 +424,18 @@ def test_a_full_disk_keeps_the_chunks_before(job, small, tmp_path, monkeypatch):
     assert asked == list(range(done, 3))
 
 
-@pytest.mark.parametrize("options", [{"values": "float64", "large": True}, {"values": "float16"}])
-def test_values_that_are_none(job, options):
-    with pytest.raises(OptionError, match=r"choose \"float32\" or \"float16\"|say large=True too"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"values": "float64", "large": True}, 'choose "float32" or "float16"'),
+        ({"values": "float16", "large": False}, "leave large=False out"),
+        ({"large": "yes"}, "large='yes': say True, False, or None"),
+        ({"large": 1}, "large=1: say True"),
+    ],
+)
+def test_values_that_are_none(job, options, message):
+    with pytest.raises(OptionError, match=message):
         replace(job, **options)
+    assert replace(job, values="float16").large
     with pytest.raises(OutputError, match="a large result is a Zarr folder"):
         ma.run_job(replace(job, large=True), "r.nc")
