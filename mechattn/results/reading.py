@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mechattn.errors import OutputError
 from mechattn.results.addresses import as_place, check_name, check_netcdf
@@ -19,9 +19,6 @@ from mechattn.results.seal import check_seal
 from mechattn.results.size import Size
 from mechattn.results.whole import recover
 from mechattn.results.zarr_folder import FORMAT, check_folder
-
-if TYPE_CHECKING:
-    pass
 
 Checked = tuple[dict[str, Any], Mapping[str, int], Mapping[str, Region]]
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time

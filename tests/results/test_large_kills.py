@@ -263,6 +263,8 @@ def test_two_runs_at_one_address(job, shards, here, monkeypatch, ends):
     monkeypatch.chdir(here / "one")
     with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr since"):
         ma.run_job(job, place, executor=Meanwhile(shards, [another]))
+    if ends:
+        assert numbers(ma.load_result(place)) == numbers(ma.merge_results(others))
     monkeypatch.chdir(here / "two")
     assert numbers(ma.run_job(job, place, executor=Writing(others, []))) == numbers(ma.merge_results(others))
     assert names(here / "two") == []
