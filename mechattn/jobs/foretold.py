@@ -84,7 +84,7 @@ def foretold(job: Job) -> int | None:
     return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[TOKENS]
 
 
-def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: bool) -> Job:
+def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: bool, seen: bool = True) -> Job:
     """The job in the form that is asked for; else in that in which it was begun, or stored; else as its size asks for.
 
     Args:
@@ -92,6 +92,7 @@ def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: b
         path: Where its result goes; what is no Zarr folder is never a store.
         kept: What the folder of its finished chunks says of their job.
         fresh: Neither what is kept nor what is stored counts.
+        seen: All workers are known to see that place; a cluster's may each have folders of their own.
     """
     if job.large is not None:
         return job
@@ -104,7 +105,7 @@ def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: b
         for form in forms:
             if form.fingerprint == stored:
                 return form
-    return forms[(foretold(job) or 0) >= LARGE]
+    return forms[seen and (foretold(job) or 0) >= LARGE]
 
 
 def announced(job: Job, path: str | Path) -> str | None:
@@ -117,7 +118,7 @@ def announced(job: Job, path: str | Path) -> str | None:
         return f"{path}: {about}each chunk is written straight into one Zarr store, which is read block by block"
     return (
         f"{path}: {about}all of it is held in memory when the chunks are merged, and when it is loaded; large=True "
-        "(in a config large = true) avoids that, and needs a name that ends with .zarr"
+        "(in a config large = true) avoids that, and needs a .zarr that every worker sees"
     )
 
 

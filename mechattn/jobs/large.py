@@ -17,6 +17,7 @@ from mechattn.results.addresses import as_place
 from mechattn.results.large_store import OBJECTS, SCHEMA, Store, attributes_of, check_begun
 from mechattn.results.large_writing import finish, unlike
 from mechattn.results.merge import merge_results
+from mechattn.results.packed import unpacked
 from mechattn.results.provenance import digest
 from mechattn.results.whole import move_whole, say
 
@@ -41,6 +42,22 @@ def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
         store.begin(_owner(job, parts))
     owner = _owner(job, parts) if isinstance(place, str) else None
     return replace(job, into=Into(str(store.place), tuple(chunks), job.chunk, job.values == "float16", owner=owner))
+
+
+def check_arrived(job: Job, chunk: int, content: bytes) -> None:
+    """Refuse a chunk that a worker has written to another folder of the same name, on a machine of its own.
+
+    Raises:
+        OutputError: It is not here.
+    """
+    if job.into is None or isinstance(place := job.into.store.place, str):
+        return
+    lost = [name for name in unpacked(content).provenance[OBJECTS] if not (place / name).is_file()]
+    if lost:
+        raise OutputError(
+            f"a worker has written chunk {chunk}, but there is no {lost[0]} in {place}: a large result needs a folder "
+            'that every worker sees, or an address such as "s3://bucket/result.zarr"; large=False needs neither'
+        )
 
 
 def finished(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> None:

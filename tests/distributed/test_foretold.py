@@ -123,6 +123,31 @@ def test_what_was_begun_goes_on_as_it_was_begun(job, small, tmp_path, monkeypatc
     assert is_lazy(ma.run_job(job, path, fresh=True)) is (first == "small")
 
 
+@dataclass
+class Elsewhere:
+    """An executor whose worker sees other folders than this process does, and says where its cluster is."""
+
+    folder: str
+    address: str = "ray://head:10001"
+
+    def parts(self, job, chunks):
+        into = job.into and replace(job.into, place=self.folder)
+        yield from Local().parts(replace(job, into=into), chunks)
+
+
+def test_workers_that_see_other_folders(job, small, tmp_path, from_one_byte_on):
+    """By itself nothing is written there; asked for, it is refused at the first chunk."""
+    elsewhere, path = Elsewhere(str(tmp_path / "elsewhere")), tmp_path / "r.zarr"
+    made = ma.run_job(job, path, executor=elsewhere)
+    assert not is_lazy(made)
+    assert made.digest() == small[0].digest()
+    with pytest.raises(
+        ma.MechattnError, match=r"chunk 0, but there is no \S+ in .*: a large result needs a folder that"
+    ):
+        ma.run_job(replace(job, large=True), path, executor=elsewhere)
+    assert ma.load_result(path).digest() == made.digest()
+
+
 def test_by_a_config_and_by_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (
