@@ -5,6 +5,7 @@
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
+# make test-extra   a large result on an S3 server of the loopback address, and in dask
 # make test-all   those and every test, including the slow ones
 # Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
 # figures need only mechattn (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
@@ -23,7 +24,10 @@ TYPED := $(addprefix tests/,analysis engine evaluation functional identities int
 # Two processes of one thread each are faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: figures selftest paper test test-compat test-all fuzz lint docs cards bench lock clean
+# What needs a folder of packages of its own on the path.
+ELSEWHERE := --ignore tests/compat --ignore tests/extra
+
+.PHONY: figures selftest paper test test-compat test-extra test-all fuzz lint docs cards bench lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -39,17 +43,27 @@ paper: .venv/core
 	$(BIN)/mechattn paper $(if $(MODELS),--models $(MODELS)) --out out/paper
 
 test: .venv/dev
-	$(PYTEST) -m "not slow" tests --ignore tests/compat --jaxtyping-packages=mechattn.functional,beartype.beartype
+	$(PYTEST) -m "not slow" tests $(ELSEWHERE) --jaxtyping-packages=mechattn.functional,beartype.beartype
 
-test-all: .venv/dev test-compat
+test-all: .venv/dev test-compat test-extra
 	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
-	$(PYTEST) tests --ignore tests/compat $(addprefix --ignore ,$(TYPED))
+	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED))
 
 # It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev
 	$(INSTALL) --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
 	PYTHONPATH=out/compat $(PYTEST) tests/compat
+
+# s3fs, moto and dask, with what they bring; the versions of botocore and multidict are those that aiobotocore takes.
+test-extra: .venv/dev
+	$(INSTALL) --no-deps --upgrade --target out/extra \
+	  s3fs==2026.9.0 aiobotocore==3.10.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aioitertools==0.13.0 aiosignal==1.4.0 \
+	  botocore==1.43.117 frozenlist==1.8.0 jmespath==1.1.0 multidict==7.2.1 propcache==0.5.4 wrapt==2.5.2 yarl==1.25.1 \
+	  moto==5.2.5 blinker==1.9.0 boto3==1.43.117 cffi==2.1.1 cryptography==50.0.2 flask==3.1.3 flask-cors==6.0.5 \
+	  itsdangerous==2.2.0 py-partiql-parser==0.6.3 pycparser==3.12 responses==0.26.3 s3transfer==0.19.3 werkzeug==3.1.9 \
+	  xmltodict==1.0.4 dask==2026.8.0 cloudpickle==3.1.2 locket==1.0.0 partd==1.4.2 toolz==1.2.0
+	PYTHONPATH=out/extra $(PYTEST) tests/extra
 
 fuzz: .venv/dev
 	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.engine.null import BLIND, with_nulls
+from mechattn.jobs.foretold import stored_bytes
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
@@ -37,40 +36,6 @@ class Model:
 MODELS = (Model("Llama-3.1-8B", 8.0e9, 32, 32, 4096), Model("a 70B (Llama-3.1)", 70.6e9, 80, 64, 8192))
 
 
-def stored_bytes(
-    analyses: Sequence[Any], model: Model, prompts: int, conditions: int, length: int, inserted: int, positions: str
-) -> dict[str, int]:
-    """Bytes of the arrays in memory, by what they are; compression on disk comes on top.
-
-    Args:
-        analyses: Whose quantities are counted.
-        model: Layers and heads.
-        prompts: All of the same length.
-        conditions: With the baseline.
-        length: Tokens of a prompt without insertion.
-        inserted: Tokens that the longest condition inserts.
-        positions: As for ``run``.
-    """
-    sizes = {"head": model.heads, "segment": len(SEGMENTS), "to_segment": len(SEGMENTS), "other_condition": conditions}
-    longest = length + inserted
-    found = {"each prompt's values": 0, "moments by position": 0, "each prompt's positions": 0}
-    for analysis in analyses:
-        sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
-        for name, quantity in with_nulls(analysis).items():
-            if name.endswith(BLIND):  # in models with ALiBi or learned sinks alone
-                continue
-            cells = conditions * model.layers * prod(sizes[dim] for dim in quantity.dims if dim != "key")
-            if "key" not in quantity.dims:
-                wide = 8 if "other_condition" in quantity.dims else 4  # products of changes are summed in float64
-                found["each prompt's values"] += wide * prompts * cells
-                continue
-            found["moments by position"] += 3 * 8 * cells * (longest + length)
-            if positions == "prompts":
-                found["each prompt's positions"] += 4 * prompts * cells * (longest + length)
-    found["the tokens that were read"] = prompts * (3 * 4 * conditions * longest + 8)
-    return found
-
-
 def seconds(model: Model, tokens: float) -> float:
     """Of all GPUs together: 2 FLOP a parameter and token; at some hundred tokens attention's own adds a percent."""
     return RATIO * 2 * model.parameters * tokens / (PEAK * SHARE)
@@ -91,13 +56,16 @@ def main() -> None:
     row("GPU hours", [seconds(model, tokens) / 3600 for model in MODELS], "{:.1f} h")
     row(f"on {GPUS} GPUs", [seconds(model, tokens) / 3600 / GPUS for model in MODELS], "{:.1f} h")
     for name, analyses in sets.items():
-        counted = [stored_bytes(analyses, m, prompts, conditions, length, inserted, "prompts") for m in MODELS]
+        counted = [
+            stored_bytes(analyses, m.layers, m.heads, prompts, conditions, length, inserted, "prompts") for m in MODELS
+        ]
         for part in counted[0]:
             row(f"{name}: {part}", [count[part] / 2**30 for count in counted], "{:.3g} GiB")
     for chunk in (64, 1024):
         for name, analyses in sets.items():
             parts = [
-                sum(stored_bytes(analyses, m, chunk, conditions, length, inserted, "moments").values()) for m in MODELS
+                sum(stored_bytes(analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments").values())
+                for m in MODELS
             ]
             chunks = prompts / chunk
             row(f"{name}: a part of {chunk} prompts", [size / 2**20 for size in parts], "{:,.0f} MiB")
@@ -109,7 +77,9 @@ def main() -> None:
 def large_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int) -> None:
     """What ``Job(large=True)`` takes: receipts, the last step, and what a comparison of one quantity holds."""
     for chunk in (64, 1024):
-        counted = [stored_bytes(analyses, m, chunk, conditions, length, inserted, "moments") for m in MODELS]
+        counted = [
+            stored_bytes(analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments") for m in MODELS
+        ]
         receipts = [count["moments by position"] * prompts / chunk for count in counted]
         row(f"{name}, large, chunks of {chunk}: all receipts", [size / 2**30 for size in receipts], "{:,.1f} GiB")
         row("the last step", [size / PART_RATE / 60 for size in receipts], "{:.1f} min")

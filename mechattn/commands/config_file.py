@@ -112,7 +112,8 @@ class Config(_Section):
 
     ``chunk``: the number of prompts computed and stored together. ``threads``: torch threads in each worker.
     ``device``: a torch device, such as "cuda:1". ``executor``, ``address``, ``workers``: where to compute, which
-    changes no number. ``paths``: record full paths of checkpoints and configs, not only their names.
+    changes no number. ``large``, ``values``: as for ``Job``. ``paths``: record full paths of checkpoints and configs,
+    not only their names.
     """
 
     model: str | list[str]
@@ -133,6 +134,8 @@ class Config(_Section):
     executor: Literal["local", "ray"] = "local"
     address: str | None = None
     workers: _Int | None = PydanticField(None, ge=1)
+    large: bool | None = None
+    values: Literal["float32", "float16"] = "float32"
     paths: bool = False
     evaluation: EvaluationSection | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from mechattn.axes import BASELINE
 from mechattn.commands import config as configs
@@ -38,6 +39,8 @@ def run_from_config(
     executor: ExecutorName | None = None,
     address: str | None = None,
     workers: int | None = None,
+    large: bool | None = None,
+    values: Literal["float32", "float16"] | None = None,
     fresh: bool = False,
     force: bool = False,
 ) -> list[Path | str]:
@@ -50,6 +53,8 @@ def run_from_config(
         executor: Overrides the config's executor; ``address`` and ``workers`` likewise.
         address: Of a cluster.
         workers: In a cluster.
+        large: Overrides the config's; ``values`` likewise.
+        values: Of a large result.
         fresh: Compute again what is stored or kept, as for ``run_job``.
         force: Replace a page that mechattn did not write.
 
@@ -57,6 +62,8 @@ def run_from_config(
         MechattnError: The config, the prompts, the model or the output cannot be used; raised before the run.
     """
     config = configs.read_config(path)
+    given = {name: value for name, value in (("large", large), ("values", values)) if value is not None}
+    config = config.model_copy(update=given)
     command = command_of(words, config.paths) if words else ""
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
@@ -109,6 +116,8 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
         verify=config.verify,
         chunk=config.chunk,
         threads=config.threads,
+        large=config.large,
+        values=config.values,
         require=partial(_check_all_shown, shown),
         command=command,
         paths=config.paths,

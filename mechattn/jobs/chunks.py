@@ -10,9 +10,10 @@ from pathlib import Path, PurePosixPath
 
 from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
+from mechattn.jobs.foretold import announced, settled
 from mechattn.jobs.job import Job
-from mechattn.jobs.kept_chunks import Parts, discard_parts, open_parts
-from mechattn.jobs.large import begun, check_large, finished, mend
+from mechattn.jobs.kept_chunks import Parts, discard_parts, kept_job, open_parts
+from mechattn.jobs.large import begun, check_arrived, check_large, finished, mend
 from mechattn.results.addresses import as_place, is_address
 from mechattn.results.merge import merge_results
 from mechattn.results.reading import load_result
@@ -78,6 +79,8 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     check_large(job, path)
     check_result_place(path)
     chunks = _of_shard(job, shard)
+    seen = is_address(path) or getattr(executor, "address", None) is None
+    job = settled(job, path, kept_job(parts_folder(path)), fresh, seen)
     if job.large and not fresh:
         mend(job, path, chunks, lambda again, some: list(executor.parts(again, some)))
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
@@ -85,6 +88,8 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
         yield Computed(stored, path, now=False)
         discard_parts(parts_folder(path), job)
         return
+    if words := announced(job, path):
+        say(words)
     with open_parts(parts_folder(path), job, fresh) as parts:
         if job.large:
             writing = begun(job, path, parts, chunks)
@@ -158,6 +163,7 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
             for chunk, content in executor.parts(job, todo):
                 if before:
                     parts.check_same(before.pop(), content)
+                check_arrived(job, chunk, content)
                 parts.write(chunk, content)
                 bar.update()
     except KeyboardInterrupt:

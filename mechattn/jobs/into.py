@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mechattn.results.addresses import is_address
-from mechattn.results.large_store import Store
+from mechattn.results.large_store import Store, check_begun
 from mechattn.results.large_writing import write_chunk
 from mechattn.results.result import Result
 
@@ -22,6 +22,7 @@ class Into:
         chunk: Prompts a chunk.
         half: Keep numbers with a point in 16 bits.
         known: Digests of objects that are there already and may not change: a damaged chunk is written again.
+        owner: Who has begun to write to an address; another one may have since.
     """
 
     place: str
@@ -29,6 +30,7 @@ class Into:
     chunk: int
     half: bool
     known: Mapping[str, str] | None = None
+    owner: str | None = None
 
     @property
     def store(self) -> Store:
@@ -36,5 +38,11 @@ class Into:
         return Store(self.place if is_address(self.place) else Path(self.place))
 
     def write(self, chunk: int, result: Result) -> Result:
-        """Write the result of a chunk; gives what is small of it, and what was written."""
+        """Write the result of a chunk; gives what is small of it, and what was written.
+
+        Raises:
+            OutputError: There is no room, or another run has begun to write to the same address.
+        """
+        if self.owner is not None:
+            check_begun(self.store, self.owner)
         return write_chunk(self.store, self.chunks.index(chunk), result, self.chunk, self.half, self.known)

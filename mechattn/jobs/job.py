@@ -57,8 +57,9 @@ class Job:
         paths: As for ``run``.
         large: For a result larger than memory: each chunk is written straight into its region of one sharded Zarr
             store, and ``load_result`` reads that a block at a time. Every worker must see the folder, or the address.
+            None does so where the values of single prompts are about 1 GiB or more, and goes on as it was begun.
         values: Of a large result, how each prompt's numbers are kept: "float32", or "float16" in half the room, with
-            an error of up to 0.05 % of a number.
+            an error of up to 0.05 % of a number, which makes the result a large one.
         into: Where workers write; set by ``run_job``.
     """
 
@@ -79,7 +80,7 @@ class Job:
     require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
     command: str = field(default="", compare=False)
     paths: bool = field(default=False, compare=False)
-    large: bool = False
+    large: bool | None = None
     values: Literal["float32", "float16"] = "float32"
     into: Into | None = field(default=None, repr=False, compare=False)
 
@@ -89,8 +90,12 @@ class Job:
                 raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
         if self.values not in ("float32", "float16"):
             raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
-        if self.values == "float16" and not self.large:
-            raise OptionError('values="float16" is for large results: say large=True too')
+        if self.large is not None and not isinstance(self.large, bool):
+            raise OptionError(f"large={self.large!r}: say True, False, or None, by which the size decides")
+        if self.values == "float16" and self.large is False:
+            raise OptionError('values="float16" is for large results: leave large=False out')
+        if self.values == "float16":
+            object.__setattr__(self, "large", True)
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property

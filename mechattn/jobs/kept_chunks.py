@@ -166,6 +166,14 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
         ) from None
 
 
+def kept_job(folder: Path) -> dict[str, Any] | None:
+    """What the job of the chunks in a folder was; None where nothing there says so."""
+    try:
+        return _kept_job(Parts(folder))
+    except (MechattnError, OSError):  # said where the folder is opened
+        return None
+
+
 def discard_parts(folder: Path, job: Job) -> None:
     """Throw away what is kept of a job that is done; what is not its own stays as it is."""
     if folder.is_dir():

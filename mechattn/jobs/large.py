@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,10 +14,11 @@ from mechattn.jobs.into import Into
 from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts
 from mechattn.results.addresses import as_place
-from mechattn.results.large_store import OBJECTS, ROOT, SCHEMA, Store, attributes_of
+from mechattn.results.large_store import OBJECTS, SCHEMA, Store, attributes_of, check_begun
 from mechattn.results.large_writing import finish, unlike
 from mechattn.results.merge import merge_results
-from mechattn.results.storage import clear
+from mechattn.results.packed import unpacked
+from mechattn.results.provenance import digest
 from mechattn.results.whole import move_whole, say
 
 Compute = Callable[[Job, list[int]], object]
@@ -37,15 +39,32 @@ def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
             say(f"{bad[0]} of chunk {chunk} is damaged or gone: the chunk is computed again")
             parts.drop(chunk)
     if isinstance(place, str) and not parts.done():
-        clear(place)
-        root = {"zarr_format": 3, "node_type": "group", "attributes": {"mechattn_schema": SCHEMA, "begun": True}}
-        store.put(ROOT, json.dumps(root).encode())
-    return replace(job, into=Into(str(store.place), tuple(chunks), job.chunk, job.values == "float16"))
+        store.begin(_owner(job, parts))
+    owner = _owner(job, parts) if isinstance(place, str) else None
+    return replace(job, into=Into(str(store.place), tuple(chunks), job.chunk, job.values == "float16", owner=owner))
+
+
+def check_arrived(job: Job, chunk: int, content: bytes) -> None:
+    """Refuse a chunk that a worker has written to another folder of the same name, on a machine of its own.
+
+    Raises:
+        OutputError: It is not here.
+    """
+    if job.into is None or isinstance(place := job.into.store.place, str):
+        return
+    lost = [name for name in unpacked(content).provenance[OBJECTS] if not (place / name).is_file()]
+    if lost:
+        raise OutputError(
+            f"a worker has written chunk {chunk}, but there is no {lost[0]} in {place}: a large result needs a folder "
+            'that every worker sees, or an address such as "s3://bucket/result.zarr"; large=False needs neither'
+        )
 
 
 def finished(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> None:
     """Write the metadata of what all chunks have written, and give it its name."""
     assert job.into is not None
+    if job.into.owner is not None:
+        check_begun(job.into.store, job.into.owner)
     receipt = merge_results([parts.opened(chunk) for chunk in chunks])
     finish(job.into.store, receipt, {"job": job.fingerprint})
     place = as_place(path)
@@ -80,3 +99,8 @@ def mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None
         say(f"{bad[0]} at {path} is damaged or gone: {len(numbers)} of {len(chunks)} chunks are computed again")
         into = Into(str(place), tuple(chunks), job.chunk, job.values == "float16", objects)
         compute(replace(job, into=into), [chunks[number] for number in numbers])
+
+
+def _owner(job: Job, parts: Parts) -> str:
+    """Who writes to an address: this job, whose finished chunks are kept in this folder of this machine."""
+    return digest([job.fingerprint, platform.node(), str(parts.folder.absolute())])

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SCHEMA = 4
 ROOT = "zarr.json"
 OBJECTS = "objects"  # in the attributes of the root
+BEGUN = "begun"  # there, at an address: who is writing
+A_COPY = "copy"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,16 @@ class Store:
             return [str(name).removeprefix(root) for name in files.find(self._root)]
         return [name for name in files_in(self.place) if not name.endswith("/")] if self.place.is_dir() else []
 
+    def begin(self, who: str) -> None:
+        """Say at an address that something of ours begins here, and then delete all else that is there.
+
+        Killed at any moment there is a root that says so: what is there can be told from what is somebody's.
+        """
+        about = {"mechattn_schema": SCHEMA, BEGUN: who}
+        self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())
+        if others := [f"{self._root}/{name}" for name in self.names() if name != ROOT]:
+            filesystem(str(self.place)).rm(others)
+
     def remove(self, name: str) -> None:
         """Delete one."""
         if isinstance(self.place, str):
@@ -100,6 +112,19 @@ def attributes_of(place: str | Path) -> dict[str, Any]:
     content = Store(place).get(ROOT)
     found: dict[str, Any] = json.loads(content)["attributes"] if content else {}
     return found
+
+
+def check_begun(store: Store, who: str) -> None:
+    """Refuse to write to an address where another one has begun since; no lock holds there.
+
+    Raises:
+        OutputError: It is somebody else's now.
+    """
+    if attributes_of(store.place).get(BEGUN) not in (who, True):  # an earlier version did not say who
+        raise OutputError(
+            f"another run has begun to write to {store.place} since this one did: wait for it, give this one another "
+            "output, or begin it again (mechattn run --fresh, in Python fresh=True)"
+        )
 
 
 def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | Path, where: object) -> Result:

@@ -87,7 +87,7 @@ def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
     regions = _regions(receipt)
     small = Result(receipt.datasets, _without(receipt.provenance) | dict(about))
     for name in store.names():
-        if name not in objects:
+        if name not in objects and name != ROOT:  # which says at an address that all this is ours, and is written last
             store.remove(name)
     tree = as_tree(small, np.dtypes.StringDType())
     whole = {name: dataset.assign(_declared(name, regions)) for name, dataset in small.datasets.items()}

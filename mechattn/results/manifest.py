@@ -59,6 +59,17 @@ def read_manifest(parts: Any, place: str | Path, load: Callable[[str | Path], Re
         raise OutputError(f"the results that {place} names are not of one run: {error}") from None
 
 
+def is_manifest_of(out: str | Path, places: Seq[str | Path]) -> bool:
+    """Whether a manifest of some of these results, and of no others, lies there, whatever has become of them since."""
+    parts = attributes_of(as_place(out)).get(MANIFEST)
+    if parts is None:
+        return False
+    try:
+        return {name for name, _ in _checked(parts, out)} <= {name for place in places for name in _names(out, place)}
+    except OptionError:  # one lies elsewhere
+        return False
+
+
 def _checked(parts: Any, place: str | Path) -> Iterator[tuple[str, str]]:
     """Names and digests; a name is of what lies beside the manifest, as somebody else's could fetch from anywhere."""
     if not isinstance(parts, list) or not parts:

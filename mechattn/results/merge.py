@@ -104,6 +104,8 @@ def _check_datasets(one: Result, other: Result) -> None:
             where = f"{name}.{variable}"
             _agree(f"the dimensions of {where}", ours[variable].dims, theirs[variable].dims)
             _agree(f"the attributes of {where}", ours[variable].attrs, theirs[variable].attrs)
+            if "prompt" in ours[variable].dims and ours[variable].dtype.kind == "f":  # values="float16" of one alone
+                _agree(f"the type of {where}", str(ours[variable].dtype), str(theirs[variable].dtype))
         for dim in ours.dims:
             if dim != "prompt" and dim not in _GROW:
                 _agree(f"{dim} of {name}", _labels(ours, dim), _labels(theirs, dim))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mechattn.errors import OutputError
 from mechattn.results.addresses import as_place, check_name, check_netcdf
 from mechattn.results.files import files_at, files_in
-from mechattn.results.large_store import OBJECTS, SCHEMA, check_objects
+from mechattn.results.large_store import OBJECTS, SCHEMA, attributes_of, check_objects
 from mechattn.results.manifest import MANIFEST, read_manifest
 from mechattn.results.netcdf_file import check_file
 from mechattn.results.regions import Region
@@ -19,9 +19,6 @@ from mechattn.results.seal import check_seal
 from mechattn.results.size import Size
 from mechattn.results.whole import recover
 from mechattn.results.zarr_folder import FORMAT, check_folder
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 Checked = tuple[dict[str, Any], Mapping[str, int], Mapping[str, Region]]
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
@@ -60,6 +57,7 @@ def _checked(place: str | Path, path: str | Path, most: int | None) -> Checked:
     """How to open what lies at a place, when it is what it should be; its files, and its arrays in regions."""
     if isinstance(place, str):
         files = files_at(place)
+        _check_complete(attributes_of(place), place)
     elif place.suffix == ".nc" and place.is_file():
         check_netcdf()
         check_seal(place)
@@ -82,7 +80,6 @@ def _read(
     import xarray as xr
 
     with xr.open_datatree(place, **kind, **_OPEN) as tree:
-        _check_complete(tree, place)
         if MANIFEST in tree.attrs and tree.attrs.get("mechattn_schema") == SCHEMA:
             return read_manifest(tree.attrs[MANIFEST], place, load_result)
         if regions:
@@ -98,6 +95,7 @@ def _nothing(place: Path, path: str | Path) -> OutputError:
     return OutputError(f"there is no stored result at {path}{there}{hint}")
 
 
-def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
-    if isinstance(place, str) and tree.attrs.get("mechattn_schema") != 1 and not tree.attrs.get(COMPLETE):
+def _check_complete(root: Mapping[str, Any], place: str) -> None:
+    """The mark that is written last at an address is there, if anything of ours is."""
+    if root.get("mechattn_schema") not in (None, 1) and not root.get(COMPLETE):
         raise OutputError(f"the result at {place} was not written to its end; write it again")

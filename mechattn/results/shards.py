@@ -7,7 +7,9 @@ from collections.abc import Sequence as Seq
 
 from mechattn.errors import OptionError
 from mechattn.results.addresses import as_place, is_address
+from mechattn.results.large_store import A_COPY, BEGUN, attributes_of
 from mechattn.results.lazy import is_lazy
+from mechattn.results.manifest import is_manifest_of
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.ours import named
 from mechattn.results.reading import load_result
@@ -34,7 +36,7 @@ def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
         raise OptionError(f"{out} is to be merged and is the target as well; name the target first, and a new one")
     results = [load_result(place) for place in places]
     merged, named_alone = merge_results(results), not copy and all(map(is_lazy, results))
-    if _exists(out) and not is_part(load_result(out), merged):
+    if _exists(out) and not _holds_nothing_else(out, places) and not is_part(load_result(out), merged):
         raise OptionError(
             f"{out} exists and is no merge of {named(places)}: it holds something else, which would be lost. The first "
             "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
@@ -44,6 +46,13 @@ def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
     else:
         save_result(merged, out)
     return merged
+
+
+def _holds_nothing_else(out: str, places: Seq[str]) -> bool:
+    """Whether it names some of these results alone, or is what a merge has left that was killed at this address."""
+    if out.endswith(".nc"):
+        return False
+    return is_manifest_of(out, places) or (is_address(out) and attributes_of(out).get(BEGUN) == A_COPY)
 
 
 def _real(place: str) -> str:

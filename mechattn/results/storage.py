@@ -12,7 +12,7 @@ import numpy as np
 from mechattn.errors import OutputError
 from mechattn.results.addresses import as_place, check_name, check_netcdf, filesystem, is_address
 from mechattn.results.digest import digest
-from mechattn.results.large_store import Store
+from mechattn.results.large_store import A_COPY, Store
 from mechattn.results.large_writing import copied
 from mechattn.results.lazy import is_lazy
 from mechattn.results.manifest import write_manifest
@@ -75,16 +75,11 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     if str(path).endswith(".nc"):
         raise OutputError(f'"{path}" is one file, and results in regions are merged into a .zarr; name it so')
     if isinstance(place, str):
-        clear(place)
-        write_manifest(Store(place), path, places)
+        store = Store(place)
+        store.begin(A_COPY)
+        write_manifest(store, path, places)
     else:
         write_whole(place, lambda new: write_manifest(Store(new), path, places))
-
-
-def clear(address: str) -> None:
-    """Delete what is at an address, which is a result of ours."""
-    if (files := filesystem(address)).exists(address):
-        files.rm(address, recursive=True)
 
 
 def _write(result: Result, new: Path) -> None:
@@ -123,8 +118,9 @@ def _save_at_address(result: Result, address: str) -> None:
 
     try:
         if is_lazy(result):
-            clear(address)
-            copied(result, Store(address))
+            store = Store(address)
+            store.begin(A_COPY)
+            copied(result, store)
             return _check_read_back(result, address)
         as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)
         zarr.open_group(address, mode="r+").attrs[COMPLETE] = True

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.jobs.foretold import stored_bytes
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "benchmarks" / "growth.py"
 
@@ -23,7 +24,7 @@ def growth():
 
 
 @pytest.mark.parametrize("positions", ["moments", "prompts"])
-def test_the_bytes_are_those_of_a_result(growth, toy, positions):
+def test_the_bytes_are_those_of_a_result(toy, positions):
     analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus()]
     tokens = torch.arange(5, 5 + 3 * 20).reshape(3, 20)  # prompts of one length
     tokens[:, 0] = toy.tokenizer.bos_token_id
@@ -35,8 +36,7 @@ def test_the_bytes_are_those_of_a_result(growth, toy, positions):
         for name in dataset
         if dataset[name].dtype.kind in "fi"
     )
-    model = growth.Model("toy", 1e6, toy.cfg.n_layers, toy.cfg.n_heads, toy.cfg.d_model)
-    foretold = growth.stored_bytes(analyses, model, 3, 2, 20, 7, positions)
+    foretold = stored_bytes(analyses, toy.cfg.n_layers, toy.cfg.n_heads, 3, 2, 20, 7, positions)
     assert sum(foretold.values()) == real
 
 

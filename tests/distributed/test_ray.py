@@ -3,9 +3,12 @@
 import os
 import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
@@ -13,6 +16,8 @@ import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.ray import Ray
 from mechattn.results.digest import digest
+from mechattn.results.large_store import attributes_of
+from mechattn.results.shards import merge_stored
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,46 @@ def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local,
     assert killed
     assert digest(result.datasets) == local
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
+
+
+def a_shard(job, place, shard):
+    """What one job of an array does, in a process of its own."""
+    ma.run_job(job, place, shard=shard)
+
+
+def objects(place, chunks):
+    """What is known of each object, by its array and the number of its chunk in the whole run."""
+    found = {}
+    for name, known in attributes_of(place)["objects"].items():
+        array, _, at = name.partition("/c/")
+        number, _, rest = at.partition("/")
+        found[array, chunks[int(number)], rest] = known
+    return found
+
+
+@pytest.mark.slow
+def test_a_cluster_and_two_jobs_of_an_array_write_at_the_same_time(cluster, job, local, tmp_path):
+    """Of each prompt all of them write the same bytes; moments are merged in another order by a manifest."""
+    large, count = replace(job, large=True), len(job.chunks)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        shards = [pool.submit(a_shard, large, tmp_path / "s.zarr", f"{number}/2") for number in (1, 2)]
+        made = ma.run_job(large, tmp_path / "r.zarr", executor=Ray(workers=2))
+        for shard in shards:
+            shard.result()
+    assert digest(made.datasets) == local
+    one = objects(tmp_path / "r.zarr", range(count))
+    parts = [objects(tmp_path / f"s-{n}-of-2.zarr", range(n - 1, count, 2)) for n in (1, 2)]
+    assert parts[0] | parts[1] == one
+    assert not parts[0].keys() & parts[1].keys()
+    merge_stored(str(tmp_path / "all.zarr"), [str(tmp_path / f"s-{n}-of-2.zarr") for n in (1, 2)])
+    merged = ma.load_result(tmp_path / "all.zarr")
+    assert merged.compare("slash", resamples=99).equals(made.compare("slash", resamples=99))
+    for name, dataset in made.datasets.items():
+        for label, variable in dataset.variables.items():
+            if "prompt" in variable.dims:
+                assert merged[name][label].variable.equals(variable), label
+            elif variable.dtype.kind == "f":
+                np.testing.assert_allclose(merged[name][label], variable, rtol=1e-10)
 
 
 @pytest.mark.slow

@@ -264,6 +264,33 @@ def test_what_a_manifest_names_was_changed_or_is_gone(stored):
         ma.load_result(stored / "all.zarr")
 
 
+def test_a_part_that_was_made_again_is_merged_again(stored, whole):
+    """The manifest holds names alone, so nothing is lost; one that names something else stays."""
+    places = [str(stored / "0.zarr"), str(stored / "1.zarr")]
+    merge_stored(str(stored / "all.zarr"), places)
+    again = ma.load_result(places[1])
+    again.provenance["seconds"] = 7.0
+    copied(again, Store(stored / "new.zarr"))
+    shutil.rmtree(places[1])
+    (stored / "new.zarr").rename(places[1])
+    with pytest.raises(OutputError, match=r"1\.zarr was changed since .* merge them again"):
+        ma.load_result(stored / "all.zarr")
+    merge_stored(str(stored / "all.zarr"), places)
+    assert ma.load_result(stored / "all.zarr").digest() == whole.digest()
+    with pytest.raises(OptionError, match="is no merge of"):
+        merge_stored(str(stored / "all.zarr"), places[:1])
+    with pytest.raises(OptionError, match="is no merge of"):
+        merge_stored(str(stored / "all.zarr"), places[:1], copy=True)
+
+
+def test_half_of_it_in_half_the_room_is_refused(parts, stored):
+    shutil.rmtree(stored / "1.zarr")
+    about = write_chunk(Store(stored / "1.zarr"), 0, parts[1], 8, half=True)
+    finish(Store(stored / "1.zarr"), about, {})
+    with pytest.raises(OptionError, match=r"the type of \S+ is 'float(32|16)' in one and 'float(32|16)' in another"):
+        merge_stored(str(stored / "all.zarr"), [str(stored / f"{number}.zarr") for number in (0, 1)])
+
+
 def test_results_elsewhere_are_copied_or_refused(stored, folder):
     with pytest.raises(OptionError, match=r"does not lie beside .*mechattn merge --copy"):
         merge_stored(str(stored / "all.zarr"), [str(folder / "0.zarr"), str(stored / "1.zarr")])
@@ -424,9 +451,18 @@ def test_a_full_disk_keeps_the_chunks_before(job, small, tmp_path, monkeypatch):
     assert asked == list(range(done, 3))
 
 
-@pytest.mark.parametrize("options", [{"values": "float64", "large": True}, {"values": "float16"}])
-def test_values_that_are_none(job, options):
-    with pytest.raises(OptionError, match=r"choose \"float32\" or \"float16\"|say large=True too"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"values": "float64", "large": True}, 'choose "float32" or "float16"'),
+        ({"values": "float16", "large": False}, "leave large=False out"),
+        ({"large": "yes"}, "large='yes': say True, False, or None"),
+        ({"large": 1}, "large=1: say True"),
+    ],
+)
+def test_values_that_are_none(job, options, message):
+    with pytest.raises(OptionError, match=message):
         replace(job, **options)
+    assert replace(job, values="float16").large
     with pytest.raises(OutputError, match="a large result is a Zarr folder"):
         ma.run_job(replace(job, large=True), "r.nc")

@@ -1,20 +1,17 @@
 """A large result at an address of S3, on a server of this machine: written, mended, merged by a manifest, read lazily.
 
-s3fs and moto[server] bring forty packages that nothing else needs, so the dev environment has not got them. To run it:
-pip install s3fs "moto[server]", then MECHATTN_S3=1 pytest tests/distributed/test_s3.py, which fails where they are missing.
+`make test-extra` puts s3fs and moto, which nothing else needs, on the path; without them this file fails.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 
 import mechattn as ma
+from mechattn.errors import OutputError
 from mechattn.results.large_store import Store
 from mechattn.results.lazy import is_lazy
 from mechattn.results.shards import merge_stored
-
-pytestmark = pytest.mark.skipif("MECHATTN_S3" not in os.environ, reason="asked for by MECHATTN_S3=1 alone")
 
 
 @pytest.fixture(scope="module")
@@ -49,4 +46,36 @@ def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
     merge_stored(f"{bucket}/all.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)])
     merged = ma.load_result(f"{bucket}/all.zarr")
     assert merged.compare("slash", resamples=99).equals(small.compare("slash", resamples=99))
+    for _ in range(2):  # the second one replaces the first
+        merge_stored(f"{bucket}/copy.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)], copy=True)
+    assert ma.load_result(f"{bucket}/copy.zarr").digest() == merged.digest()
+    assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
+
+
+class Killed(BaseException):
+    """In place of SIGKILL."""
+
+
+@pytest.mark.parametrize("objects", [3, 40])
+def test_a_run_that_was_killed_goes_on(bucket, prompts, tmp_path, monkeypatch, objects):
+    """Over an older result, of which nothing is mixed in."""
+    monkeypatch.chdir(tmp_path)
+    job = ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
+    expected, place = ma.run_job(job, "small.zarr").digest(), f"{bucket}/killed-{objects}.zarr"
+    ma.run_job(replace(job, seed=1, large=True, layers=[1]), place)
+    put, left = Store.put, [objects]
+
+    def dying(self, name, content):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        put(self, name, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", dying)
+        with pytest.raises(Killed):
+            ma.run_job(replace(job, large=True), place)
+    with pytest.raises(OutputError, match="was not written to its end"):
+        ma.load_result(place)
+    assert ma.run_job(replace(job, large=True), place).digest() == expected
     assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
