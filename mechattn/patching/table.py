@@ -117,7 +117,7 @@ class SetPatching(Patching):
         _check_level(level)
         self.units.refuse_below(FEWEST)
         made = self._table(slice(None), slice(None), level, None, ranked=False)
-        return made.rename(columns={"set": "heads", "q": "p"})  # one test: nothing to adjust
+        return made.rename(columns={"set": "heads", "q": "p"})  # a single test, so nothing to adjust
 
     def __str__(self) -> str:
         named = ", ".join(f"{layer}.{head}" for layer, head in self.about["heads"])
