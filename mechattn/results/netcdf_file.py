@@ -1,4 +1,4 @@
-"""What a NetCDF file declares, looked at before any of it is read: nothing outside of it, and nothing that unpacks."""
+"""Checks what a NetCDF file declares before reading it: no references to other files, nothing compressed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from mechattn.errors import OutputError
 from mechattn.results.size import BYTES, TEXT, TIMES, Size
 from mechattn.shown import plain
 
-_TEXTS = TIMES  # that an attribute holds at most: each may be all of the file
-_DESCRIPTOR = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a text in an HDF5 file
+_TEXTS = TIMES  # most texts in an attribute: each may be as long as the file
+_DESCRIPTOR = np.dtype(
+    [("length", "<u4"), ("address", "<u8"), ("index", "<u4")]
+)  # bytes of a text's reference in an HDF5 file
 
 
 def check_file(path: Path, size: Size) -> None:
-    """Look at every variable of a file, without reading one.
+    """Check every variable of a file, without reading any.
 
     Raises:
-        OutputError: The file refers to others, or one of its variables is packed, or is larger than what is stored.
+        OutputError: The file refers to others, or a variable is compressed or larger than what is stored.
     """
     import h5py
 
@@ -32,7 +34,7 @@ def check_file(path: Path, size: Size) -> None:
 
 
 def _check_group(group: Any, size: Size, path: Path, depth: int) -> None:
-    """One group, and those within; ours lie in the root."""
+    """Check a group and its subgroups; ours are in the root."""
     import h5py
 
     _check_attributes(group)
@@ -51,7 +53,7 @@ def _check_group(group: Any, size: Size, path: Path, depth: int) -> None:
 
 
 def _check_variable(variable: Any, size: Size, path: Path) -> None:
-    """One variable lies in the file as it is; of texts the lengths are added up."""
+    """Check that a variable is stored plainly in the file; for texts, add up the lengths."""
     import h5py
 
     _check_attributes(variable)
@@ -71,14 +73,14 @@ def _check_variable(variable: Any, size: Size, path: Path) -> None:
 
 
 def _letters(path: Path, at: int | None, count: int) -> int:
-    """How many bytes some texts have, several of which may be one text of the file."""
+    """The number of bytes of some texts, several of which may share one text in the file."""
     if at is None:
         return 0
     return int(np.fromfile(path, _DESCRIPTOR, count, offset=at)["length"].sum(dtype=np.uint64))
 
 
 def _check_attributes(of: Any) -> None:
-    """Attributes are read with the file; several of their texts can be one long text of it."""
+    """Check attributes, which are read with the file; several of their texts can share one long text."""
     import h5py
 
     for name in of.attrs:

@@ -1,4 +1,4 @@
-"""What every stored result has, so that all that reads one can rely on it: somebody else's may lack anything."""
+"""The required parts of a stored result. They are checked once, since someone else's file may lack anything."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class _Provenance(_Part):
 
 
 def check_provenance(about: Any, where: object) -> None:
-    """Refuse a provenance that lacks what is read from it.
+    """Refuse a provenance that lacks a required entry.
 
     Raises:
-        OutputError: Something is missing, or of another kind.
+        OutputError: Something is missing or has the wrong type.
     """
     try:
         _Provenance.model_validate(about)
@@ -126,13 +126,13 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         return "its sequences hold no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
         return "its sequences have groups that are not of prompts"
-    if sequences.segment_index.variable._in_memory:  # others are looked at as they are read
+    if sequences.segment_index.variable._in_memory:  # arrays not in memory are checked when they are read
         return segments_problem(sequences.segment_index.values)
     return None
 
 
 def segments_problem(found: np.ndarray) -> str | None:
-    """What is wrong with the numbers of segments."""
+    """What is wrong with the segment indices, if anything."""
     if found.size and not _PADDING <= found.min() <= found.max() < len(SEGMENTS):
         return f"its sequences have the segment {found.max()}, and there are {len(SEGMENTS)}"
     return None
@@ -141,7 +141,7 @@ def segments_problem(found: np.ndarray) -> str | None:
 def _others_problem(
     datasets: Mapping[str, xr.Dataset], labels: Mapping[str, list[str]], layers: list[int]
 ) -> str | None:
-    """Dimensions of all analyses: the same prompts, conditions, layers and segments."""
+    """What is wrong with the analyses' dimensions, if anything: prompts, conditions, layers, segments must agree."""
     expected: dict[str, list[Any]] = {**labels, "layer": layers, "segment": list(SEGMENTS)}
     for name, dataset in datasets.items():
         for dim, wanted in expected.items():

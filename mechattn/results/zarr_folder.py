@@ -1,6 +1,6 @@
-"""What a Zarr folder declares, looked at before Zarr reads it: our own format and codecs, and how large it unpacks.
+"""Checks what a Zarr folder declares before Zarr reads it: our own format and codecs, and the unpacked size.
 
-Zarr takes a folder for the older format 2 where it finds no ``zarr.json``, and that has a codec that runs code.
+Without a ``zarr.json`` Zarr assumes its older format 2, which has a codec that runs code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMAT = 3
 _METADATA = "zarr.json"
 _LONGEST = 64 * 2**20  # bytes of a zarr.json
 _FEW = 10_000  # chunks
-_SMALL = 4096  # bytes of a chunk: Zarr itself makes them of 128 KiB and more
+_SMALL = 4096  # bytes of a chunk: Zarr's own start at 128 KiB
 _LARGEST = 2**30  # bytes of a piece of a region
 _KEYS = {"name": "default", "configuration": {"separator": "/"}}
 _ENDIAN: dict[bool, dict[str, Any]] = {True: {"configuration": {"endian": "little"}}, False: {}}
@@ -29,10 +29,10 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def check_folder(files: Files, size: Size) -> dict[str, Region]:
-    """Look at every array of a folder, without unpacking any; gives those that lie in regions, which are read lazily.
+    """Check every array of a folder without unpacking any; return those in regions, which are read lazily.
 
     Raises:
-        OutputError: One of them is of another format, has codecs that mechattn does not write, or is too large.
+        OutputError: An array has another format or codecs that mechattn does not write, or is too large.
     """
     if _METADATA not in files.sizes:
         raise OutputError(f"there is no stored result at {size.where}")
@@ -55,7 +55,7 @@ def check_folder(files: Files, size: Size) -> dict[str, Region]:
 
 
 def frame_size(header: bytes) -> int | None:
-    """How many bytes a frame of zstd unpacks to, from its first 18; None where it does not say, or is no frame.
+    """The number of bytes that a zstd frame unpacks to, from its first 18; None if not stated or not a frame.
 
     Source:
         RFC 8878, section 3.1.1.1.
@@ -81,7 +81,7 @@ def _metadata(files: Files, path: str) -> dict[str, Any]:
 
 
 def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -> None:
-    """One array: what it declares, and what its chunks say that they unpack to."""
+    """Check one array: what it declares, and the sizes that its chunks say they unpack to."""
     shape, chunk = _sizes(about["shape"]), _sizes(about["chunk_grid"]["configuration"]["chunk_shape"])
     _check_codecs(about)
     if about["chunk_grid"]["name"] != "regular" or len(shape) != len(chunk) or 0 in chunk:
@@ -103,7 +103,7 @@ def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -
 
 
 def _region(about: dict[str, Any]) -> Region:
-    """An array in regions: cut as mechattn cuts, with the codecs that it writes, none of which packs anything."""
+    """Check an array in regions: it must be divided as mechattn does, with its codecs, none of which compress."""
     grid, (codec,) = about["chunk_grid"], about["codecs"]
     shape, shard = _sizes(about["shape"]), _sizes(grid["configuration"]["chunk_shape"])
     made = Region(tuple(about["dimension_names"]), tuple(shape), about["data_type"], shard[0], about["attributes"])
@@ -120,12 +120,12 @@ def _region(about: dict[str, Any]) -> Region:
 
 
 def prod_bytes(region: Region) -> int:
-    """Bytes of what is read at a time."""
+    """The number of bytes that are read at a time."""
     return BYTES[region.dtype] * math.prod(region.piece)
 
 
 def _check_codecs(about: dict[str, Any]) -> None:
-    """Only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
+    """Allow only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
     names = [codec["name"] for codec in about["codecs"]]
     if names != ["vlen-utf8" if about["data_type"] == "string" else "bytes", "zstd"]:
         raise ValueError(f"it is stored with the codecs {names}")

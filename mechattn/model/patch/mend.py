@@ -71,7 +71,7 @@ def _count_alibi_once(attention: Any) -> None:
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out ``alibi`` if the mask contains it already: a mask alone is never positive, ALiBi at later keys always is.
+    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is.
 
     So nothing changes with a version of transformers that keeps the two separate.
     """

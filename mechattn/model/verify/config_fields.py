@@ -61,7 +61,7 @@ _REASONS: Mapping[str, str] = {
     """,
 }
 KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-# Fields that change which keys a query sees, or its scores, in an unsupported way; each with the values that turn it off.
+# Fields that change which keys a query sees, or its scores, in an unsupported way; with the values that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
     "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),
