@@ -130,7 +130,7 @@ def check_pattern(
 
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
-    """The score of each head's learned sink (GPT-OSS), which takes a share of every row."""
+    """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
     attention = getattr(model.blocks[layer], "attn", None)
     sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
     return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None

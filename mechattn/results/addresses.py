@@ -23,7 +23,7 @@ def as_place(path: str | Path) -> str | Path:
         OutputError: It is neither an address nor a path.
     """
     if not isinstance(path, (str, Path)):
-        raise OutputError(f'{path!r} is no path: give one such as "out/llama.zarr"')
+        raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
     return str(path) if is_address(path) else Path(here).absolute()
 
@@ -36,11 +36,11 @@ def check_name(path: str | Path) -> None:
     """
     text = str(path)
     if "\0" in text:
-        raise OutputError(f'"{text[:80]}" holds a NUL, which no file\'s name does; leave it out')
+        raise OutputError(f'"{text[:80]}" contains a NUL, which is not allowed in file names; remove it')
     stored = text.encode("utf-8", "surrogatepass")
     if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
         raise OutputError(
-            f'"{text[:40]}…" is too long: file systems take {_NAME} bytes for a name and {_PATH:,} for all of a path'
+            f'"{text[:40]}…" is too long: file systems allow {_NAME} bytes for a name and {_PATH:,} for a path'
         )
 
 

@@ -66,16 +66,16 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
     if isinstance(tables, pd.DataFrame) or not isinstance(tables, Seq) or isinstance(tables, str):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
     if not tables:
-        raise OptionError("there are no tables; give a list of what Result.compare gives, one at least")
+        raise OptionError("there are no tables; give a list of tables from Result.compare")
     for number, table in enumerate(tables):
         if not isinstance(table, pd.DataFrame):
-            raise OptionError(f"table {number} is of type {type(table).__name__}; give what Result.compare gives")
+            raise OptionError(f"table {number} is of type {type(table).__name__}; give tables from Result.compare")
         if "p" not in table or not table.p.between(0, 1).all():
-            why = "has p-values that are none" if "p" in table else "has no column p"
-            raise OptionError(f"table {number} {why}; give what Result.compare gives")
+            why = "has invalid p-values" if "p" in table else "has no column p"
+            raise OptionError(f"table {number} {why}; give tables from Result.compare")
         if "table" in table:
-            raise OptionError(f"table {number} was adjusted already; give the tables that it was made of, all at once")
+            raise OptionError(f"table {number} is already adjusted; give all of the original tables at once")
         for before in range(number):
             if tables[before] is table or (tables[before].attrs == table.attrs and tables[before].equals(table)):
-                raise OptionError(f"table {number} is table {before} again; every test counts once")
+                raise OptionError(f"table {number} is the same as table {before}; give every table once")
     return list(tables)

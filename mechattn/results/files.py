@@ -45,7 +45,7 @@ def files_in(folder: Path) -> Files:
                     waiting.append(path)
                     continue
                 if not entry.is_file(follow_symlinks=False):
-                    raise OutputError(f"{path} is {_kind(path)}, and a stored result holds plain files alone")
+                    raise OutputError(f"{path} is {_kind(path)}, but a stored result contains only plain files")
                 sizes[path.relative_to(folder).as_posix()] = entry.stat(follow_symlinks=False).st_size
 
     def heads(names: Seq[str], count: int) -> list[bytes]:
@@ -66,7 +66,7 @@ def files_at(address: str) -> Files:
     root, sizes = root.rstrip("/") + "/", {}
     for path, about in system.find(root, detail=True).items():
         if about.get("type") != "file" or about.get("islink"):
-            raise OutputError(f"{path} at {address} is no plain file, and a stored result holds nothing else")
+            raise OutputError(f"{path} at {address} is not a plain file, but a stored result contains only plain files")
         _check_name(path.removeprefix(root))
         sizes[path.removeprefix(root)] = int(about.get("size") or 0)
 
@@ -80,7 +80,9 @@ def files_at(address: str) -> Files:
 def _check_name(name: str) -> None:
     """Refuse control characters in names, which libraries print in their own warnings."""
     if plain(name) != name:
-        raise OutputError(f'a file in this result is called "{name}", with control characters, and none of ours is')
+        raise OutputError(
+            f'a file in this result is called "{name}", with control characters, so mechattn did not write it'
+        )
 
 
 def _head(path: Path, count: int) -> bytes:

@@ -39,10 +39,10 @@ def merge_results(results: Seq[Result]) -> Result:
             prompt.
     """
     if not results:
-        raise OptionError("there are no results to merge; give one at least")
+        raise OptionError("there are no results to merge; give at least one")
     for result in results:
         if not isinstance(result, Result):
-            raise OptionError(f"{result!r} is no result; load it first: ma.load_result({str(result)!r})")
+            raise OptionError(f"{result!r} is not a result; load it first: ma.load_result({str(result)!r})")
     if len(results) == 1:
         return results[0]
     results = sorted(results, key=lambda result: _keys(result)[0])
@@ -88,8 +88,8 @@ def _check_prompts(results: Seq[Result]) -> None:
         ids = [str(prompt) for prompt in result["sequences"].prompt.values]
         if twice := [prompt for prompt in ids if prompt in seen]:
             raise OptionError(
-                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); every prompt "
-                "counts once: give each result its own prompts, with ids of their own"
+                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); give each "
+                "result different prompts, with different ids"
             )
         seen.update(ids)
 
@@ -174,7 +174,7 @@ def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) ->
     made = [_padded(array.values, [sizes[dim] for dim in array.dims]) for array in arrays]
     if name != _FIRST and not all(np.array_equal(made[0], other, equal_nan=True) for other in made[1:]):
         raise OptionError(
-            f"{name} has no dimension prompt, and differs between the results: what it is of all prompts is not known"
+            f"{name} has no dimension prompt, and differs between the results, so its value for all prompts is unknown"
         )
     return made[0]
 

@@ -29,7 +29,9 @@ def check_file(path: Path, size: Size) -> None:
         try:
             _check_group(stored, size, path, 0)
         except (KeyError, TypeError, ValueError) as error:
-            raise OutputError(f"the result at {size.where} is not as mechattn writes it: {error}") from None
+            raise OutputError(
+                f"the result at {size.where} is not in the format that mechattn writes: {error}"
+            ) from None
     size.check()
 
 
@@ -40,16 +42,16 @@ def _check_group(group: Any, size: Size, path: Path, depth: int) -> None:
     _check_attributes(group)
     for name in group:
         if plain(name) != name:
-            raise ValueError(f"{name} is no name")
+            raise ValueError(f"{name} is not a valid name")
         link, kind = group.get(name, getlink=True), group.get(name, getclass=True)
         if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{name} is a link to somewhere else")
+            raise ValueError(f"{name} is a link to another place")
         if kind is h5py.Group and depth == 0:
             _check_group(group[name], size, path, depth + 1)
         elif kind is h5py.Dataset:
             _check_variable(group[name], size, path)
         else:
-            raise ValueError(f"{name} is no variable")
+            raise ValueError(f"{name} is not a variable")
 
 
 def _check_variable(variable: Any, size: Size, path: Path) -> None:
@@ -58,16 +60,16 @@ def _check_variable(variable: Any, size: Size, path: Path) -> None:
 
     _check_attributes(variable)
     if variable.external is not None or variable.is_virtual or variable.chunks is not None:
-        raise ValueError(f"{variable.name} lies in another file, or is packed")
+        raise ValueError(f"{variable.name} is in another file, or is compressed")
     text = h5py.check_string_dtype(variable.dtype) is not None
     if not text and variable.dtype.newbyteorder("=").name not in BYTES:
-        raise ValueError(f"{variable.name} holds neither numbers nor texts")
+        raise ValueError(f"{variable.name} contains neither numbers nor texts")
     each = _DESCRIPTOR.itemsize if text else variable.dtype.itemsize
     at, held = variable.id.get_offset(), variable.id.get_storage_size()
     if at is not None and (held != each * variable.size or at + held > size.stored):
         raise ValueError(f"{variable.name} is larger than what is stored")
     if at is None and text and variable.size:
-        raise ValueError(f"{variable.name} is filled with a text")
+        raise ValueError(f"{variable.name} has a text as its fill value")
     in_memory = TEXT * variable.size + _letters(path, at, variable.size) if text else each * variable.size
     size.variables[variable.name] = in_memory
 

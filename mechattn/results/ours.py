@@ -27,7 +27,7 @@ def check_ours(place: str | Path, files: Collection[str], read: Callable[[str], 
     """
     root = _attributes(files, read)
     if "mechattn_schema" not in root:
-        raise OutputError(f"{place} exists and is no stored result; choose another name, or move it away")
+        raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")
     written = _written(root)
     if strangers := sorted(name for name in files if not written.fullmatch(name)):
         raise OutputError(

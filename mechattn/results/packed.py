@@ -52,7 +52,9 @@ def unpacked(content: bytes, where: object = "these bytes") -> Result:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.infolist()):
-                raise OutputError(f"{where} is packed, which mechattn never does: some bytes could fill the memory")
+                raise OutputError(
+                    f"{where} is compressed, which mechattn never does: a few bytes could unpack to fill the memory"
+                )
             header = json.loads(stored.read("header"))
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")

@@ -66,8 +66,8 @@ def values_of(
     null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
     if null is None and kind == "blind":
         raise OptionError(
-            f'{quantity!r} has no null="blind": it is there in models that add something to their scores (ALiBi, '
-            'learned sinks), for quantities made of attention; elsewhere it is null="uniform"'
+            f'{quantity!r} has no null="blind": it exists only in models that add something to their scores (ALiBi, '
+            'learned sinks), for quantities made of attention; otherwise use null="uniform"'
         )
     for dim in ("segment", "to_segment"):
         values = values.dropna(dim, how="all") if dim in values.dims else values

@@ -95,10 +95,10 @@ def _nothing(place: Path, path: str | Path) -> OutputError:
     """The error if there is no result, with a hint at what is there instead."""
     within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
     hint = f"; there is {', '.join(within)} in it" if within else ""
-    there = ": what is there is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
+    there = ": it is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
     return OutputError(f"there is no stored result at {path}{there}{hint}")
 
 
 def _check_complete(tree: xr.DataTree, place: str | Path) -> None:
     if isinstance(place, str) and tree.attrs.get("mechattn_schema") != 1 and not tree.attrs.get(COMPLETE):
-        raise OutputError(f"the result at {place} was not written to its end; write it again")
+        raise OutputError(f"the result at {place} is incomplete; write it again")

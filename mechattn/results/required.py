@@ -87,7 +87,7 @@ def check_provenance(about: Any, where: object) -> None:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "it"
         raise OutputError(
-            f"the result at {where} says not where it comes from ({name}: {first['msg']}): it is damaged"
+            f"the result at {where} lacks its provenance ({name}: {first['msg']}): it is damaged"
         ) from None
 
 
@@ -111,7 +111,7 @@ def _problem(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> st
             return f"its sequences have no {dim}s"
         labels[dim] = [str(value) for value in sequences[dim].values]
         if not labels[dim] or len(set(labels[dim])) < len(labels[dim]):
-            return f"two of its {dim}s have one name, or there is none"
+            return f"two of its {dim}s have the same name, or there are none"
     if labels["condition"][0] != BASELINE:
         return "its first condition is not the baseline"
     return _sequences_problem(sequences) or _others_problem(datasets, labels, about["measured_layers"])
@@ -121,11 +121,11 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
     for name in _TOKENS:
         found = sequences.get(name)
         if found is None or found.dims != ("prompt", "condition", "pos") or found.dtype.kind != "i":
-            return f"its sequences hold no {name}"
+            return f"its sequences have no {name}"
     if "first_prompt_text" not in sequences or sequences.first_prompt_text.dims != ("condition", "pos"):
-        return "its sequences hold no first_prompt_text"
+        return "its sequences have no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
-        return "its sequences have groups that are not of prompts"
+        return "its sequences have groups without the dimension prompt"
     if sequences.segment_index.variable._in_memory:  # arrays not in memory are checked when they are read
         return segments_problem(sequences.segment_index.values)
     return None
@@ -148,7 +148,7 @@ def _others_problem(
             if dim not in dataset.dims:
                 continue
             if dim not in dataset.coords or not _equal(dataset[dim].values, wanted):
-                return f"{name} is of other {dim}s"
+                return f"{name} has other {dim}s"
     return None
 
 

@@ -66,14 +66,14 @@ def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None)
     found = tree.attrs.get("mechattn_schema")
     readers = _READERS | {LARGE: partial(_read_large, place=where if place is None else place)}
     if found is None:
-        raise OutputError(f"{where} holds no result of mechattn: it says no schema")
+        raise OutputError(f"{where} is not a result of mechattn: it has no schema")
     if not isinstance(found, (int, np.integer)) or found not in readers:
         known = f"{min(readers)} to {max(readers)}"
         raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
     try:
         about = json.loads(tree.attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise OutputError(f"the result at {where} says not where it comes from ({error!r}): it is damaged") from None
+        raise OutputError(f"the result at {where} lacks its provenance ({error!r}): it is damaged") from None
     written = about.get("conditions") if isinstance(about, dict) else None
     if int(found) < SCHEMA and isinstance(written, dict):
         about["conditions"] = {name: from_words(words) for name, words in written.items() if isinstance(words, str)}
@@ -104,7 +104,7 @@ def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     return Result(datasets, about | {"stored_schema": 1})
 
 
-_REDO = "run it again, or take it from a copy"
+_REDO = "run it again, or restore a copy"
 _READERS = {1: _read_1, 2: _read_sealed, 3: _read_sealed}
 
 

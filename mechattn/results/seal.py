@@ -35,7 +35,9 @@ def check_seal(path: Path) -> None:
         OutputError: The checksum is missing or does not match.
     """
     if not is_sealed(path):
-        raise OutputError(f"the result at {path} is damaged, or was not written by mechattn: its checksum is another")
+        raise OutputError(
+            f"the result at {path} is damaged or not mechattn's: its checksum is missing or does not match"
+        )
 
 
 def _checksum(path: Path, size: int) -> bytes:

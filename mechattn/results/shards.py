@@ -31,12 +31,12 @@ def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
     """
     check_result_place(out)
     if _real(out) in map(_real, places):
-        raise OptionError(f"{out} is to be merged and is the target as well; name the target first, and a new one")
+        raise OptionError(f"{out} is both a result to merge and the target; name a new target first")
     results = [load_result(place) for place in places]
     merged, named_alone = merge_results(results), not copy and all(map(is_lazy, results))
     if _exists(out) and not is_part(load_result(out), merged):
         raise OptionError(
-            f"{out} exists and is no merge of {named(places)}: it holds something else, which would be lost. The first "
+            f"{out} exists and is not a merge of {named(places)}: its content would be lost. The first "
             "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
         )
     if named_alone:

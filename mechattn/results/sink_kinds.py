@@ -109,13 +109,13 @@ def _check_threshold(name: str, value: Any, least: float, most: float) -> None:
 def _read(result: Result, condition: str) -> dict[str, np.ndarray]:
     """The variables needed from the run, each [prompt layer head] or [prompt layer]."""
     if "attention_sinks" not in result.datasets:
-        raise OptionError("this run did not look for sinks: add ma.AttentionSinks() to its analyses")
+        raise OptionError("this run did not measure sinks: add ma.AttentionSinks() to its analyses")
     if condition not in result.conditions:
         have = ", ".join(map(repr, result.conditions))
         raise OptionError(f"there is no condition {condition!r}; the result has {have}")
     data = result["attention_sinks"].sel(condition=condition)
     if "strongest_value_ratio" not in data:
-        raise OptionError("this run is of an older version, which did not keep strongest_value_ratio: run it again")
+        raise OptionError("this run is from an older version, which did not store strongest_value_ratio: run it again")
     found = {name: data[name].transpose("prompt", "layer", ...).values for name in _READ}
     return found | {"layer": data["layer"].values, "head": data["head"].values}
 

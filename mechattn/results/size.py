@@ -59,7 +59,7 @@ class Size:
             raise OutputError(
                 f"the result at {self.where} would take {_mebibytes(needed)} of memory ({largest} alone "
                 f"{_mebibytes(self.variables[largest])}), {_mebibytes(allowed)} are allowed, and {self.stored:,} bytes "
-                "are stored: it is damaged, or made to fill a machine. If you know whose it is: "
+                "are stored: it is damaged, or made to fill a machine. If you trust its source: "
                 f"load_result(…, most={needed})"
             )
 

@@ -73,7 +73,10 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     check_result_place(path)
     place = as_place(path)
     if str(path).endswith(".nc"):
-        raise OutputError(f'"{path}" is one file, and results in regions are merged into a .zarr; name it so')
+        raise OutputError(
+            f'"{path}" would be one file, but large results are merged into a .zarr folder; give a name that '
+            "ends with .zarr"
+        )
     if isinstance(place, str):
         clear(place)
         write_manifest(Store(place), path, places)
@@ -107,9 +110,9 @@ def _check_read_back(result: Result, place: str | Path) -> None:
     try:
         same = digest(load_result(place).datasets) == digest(result.datasets)
     except OutputError as error:
-        raise OutputError(f"what was just written cannot be read again: {error}") from error
+        raise OutputError(f"what was just written cannot be read back: {error}") from error
     if not same:
-        raise OutputError(f"what was just written to {place} reads as other numbers")
+        raise OutputError(f"what was just written to {place} reads back with other numbers")
 
 
 def _write_netcdf(result: Result, path: Path) -> None:
@@ -130,8 +133,8 @@ def _save_at_address(result: Result, address: str) -> None:
         zarr.open_group(address, mode="r+").attrs[COMPLETE] = True
     except Exception as error:  # each kind of address has its own errors
         raise OutputError(
-            f"{address} could not be written ({type(error).__name__}: {error}); what is there is no whole result, and "
-            "load_result will say so"
+            f"{address} could not be written ({type(error).__name__}: {error}); what is there is "
+            "incomplete, and load_result will refuse it"
         ) from error
     _check_read_back(result, address)
 
@@ -163,11 +166,11 @@ def _check_ours(place: Path) -> None:
             return
         ours = place.suffix == ".nc" and place.is_file() and is_sealed(place)
     except OSError as error:
-        raise OutputError(f"{place} exists and cannot be looked at: {error.strerror or error}") from None
+        raise OutputError(f"{place} exists and cannot be inspected: {error.strerror or error}") from None
     if not ours:
         raise OutputError(
-            f"{place} exists and is no stored result, or was changed since mechattn wrote it; choose another name, or "
-            "move it away"
+            f"{place} exists and is not a stored result, or was changed since mechattn wrote it; choose another "
+            "name, or move it away"
         )
 
 

@@ -50,7 +50,7 @@ def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Uni
     groups += [other["sequences"].group.values.tolist() if "group" in other["sequences"] else None]
     if unit == "auto" and groups[0] != groups[1]:
         raise OptionError(
-            "the prompts have other groups in one result than in the other; run both with the same prompts, or say "
-            'unit="prompt", which takes each prompt for itself'
+            "the prompts have different groups in the two results; run both with the same prompts, or give "
+            'unit="prompt" to use single prompts'
         )
     return units_of(result, prompts, unit)

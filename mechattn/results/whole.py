@@ -63,8 +63,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             _rename(folder / f"new{path.suffix}", path, folder / _OLD)
     except OSError as error:
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}. Nothing of it is left; make room, or choose "
-            "another place"
+            f"{path} could not be written: {error.strerror or error}. No part of it is left; free some space, "
+            "or choose another place"
         ) from error
     sweep(path)
 
@@ -105,11 +105,11 @@ def recover(path: Path) -> None:
             with _locked(folder, _WAIT) as alone:
                 if alone and not os.path.lexists(path):
                     os.replace(new if new.exists() else folder / _OLD, path)
-                    say(f"the result of {path} was found whole in {folder}, where a killed process had left it")
+                    say(f"the result of {path} was found complete in {folder}, where a killed process had left it")
                     _remove(folder, path)
         except OSError as error:
             raise OutputError(
-                f"the result of {path} was found whole in {folder}, and cannot be put in its place "
+                f"the result of {path} was found complete in {folder}, but cannot be moved to its place "
                 f"({error.strerror or error}): rename {new if new.exists() else folder / _OLD} to {path}"
             ) from error
 

@@ -49,7 +49,9 @@ def check_folder(files: Files, size: Size) -> dict[str, Region]:
                 raise ValueError(f"node_type is {about['node_type']!r}")
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise OutputError(f"{path} in the result at {size.where} is not as mechattn writes it: {reason}") from None
+            raise OutputError(
+                f"{path} in the result at {size.where} is not in the format that mechattn writes: {reason}"
+            ) from None
     size.check()
     return regions
 
@@ -76,7 +78,7 @@ def _metadata(files: Files, path: str) -> dict[str, Any]:
         raise ValueError(f"it has {files.sizes[path]:,} bytes")
     about = json.loads(files.read(path))
     if not isinstance(about, dict) or about["zarr_format"] != FORMAT:
-        raise ValueError(f"it is not of Zarr's format {FORMAT}")
+        raise ValueError(f"it does not have Zarr's format {FORMAT}")
     return about
 
 
@@ -85,7 +87,7 @@ def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -
     shape, chunk = _sizes(about["shape"]), _sizes(about["chunk_grid"]["configuration"]["chunk_shape"])
     _check_codecs(about)
     if about["chunk_grid"]["name"] != "regular" or len(shape) != len(chunk) or 0 in chunk:
-        raise ValueError(f"its chunks are of shape {chunk}, and it is of shape {shape}")
+        raise ValueError(f"its chunks have the shape {chunk}, but it has the shape {shape}")
     kind = about["data_type"]
     each = TEXT if kind == "string" else BYTES[kind]
     declared, in_chunk = each * math.prod(shape), each * math.prod(chunk)
@@ -97,7 +99,7 @@ def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -
     for name, header in zip(names, files.heads(names, _HEADER), strict=True):
         made = frame_size(header)
         if made is None or (kind != "string" and made != in_chunk):
-            raise ValueError(f"{name} is not of the size that it declares")
+            raise ValueError(f"{name} does not have the size that it declares")
         unpacked += made + (in_chunk if kind == "string" else 0)
     size.variables[folder.rstrip("/")] = max(declared, unpacked)
 
@@ -111,9 +113,9 @@ def _region(about: dict[str, Any]) -> Region:
     index = [{"name": "bytes", **_ENDIAN[True]}, {"name": "crc32c"}]
     wanted = {"chunk_shape": list(made.piece), "codecs": plain, "index_codecs": index, "index_location": "end"}
     if codec["configuration"] != wanted or grid["name"] != "regular" or about["chunk_key_encoding"] != _KEYS:
-        raise ValueError("it is cut otherwise")
+        raise ValueError("it is divided differently")
     if tuple(shard) != made.shard or made.dims[0] != "prompt" or 0 in shard or about.get("storage_transformers"):
-        raise ValueError(f"its objects are of shape {shard}, and it is of shape {shape}")
+        raise ValueError(f"its objects have the shape {shard}, but it has the shape {shape}")
     if prod_bytes(made) > _LARGEST:
         raise ValueError(f"each of its pieces has {prod_bytes(made):,} bytes")
     return made
@@ -130,14 +132,14 @@ def _check_codecs(about: dict[str, Any]) -> None:
     if names != ["vlen-utf8" if about["data_type"] == "string" else "bytes", "zstd"]:
         raise ValueError(f"it is stored with the codecs {names}")
     if about["chunk_key_encoding"] != _KEYS:
-        raise ValueError(f"its chunks are named by {about['chunk_key_encoding']}")
+        raise ValueError(f"its chunk names follow {about['chunk_key_encoding']}")
     if about.get("storage_transformers"):
         raise ValueError("it has storage transformers")
     if about["data_type"] == "string" and about["fill_value"] != "":
-        raise ValueError("its texts are filled with something else than nothing")
+        raise ValueError("its texts have a fill value")
 
 
 def _sizes(values: Any) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise ValueError(f"{values!r} is no shape")
+        raise ValueError(f"{values!r} is not a shape")
     return values
