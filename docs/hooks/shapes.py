@@ -1,4 +1,4 @@
-"""Puts what each analysis gives into its entry of the API: variables, dimensions and units, from its ``quantities``."""
+"""Adds to the API entry of each analysis a table of its variables with dimensions and units, from ``quantities``."""
 
 from functools import cache
 from typing import Any

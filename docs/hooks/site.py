@@ -1,4 +1,4 @@
-"""What mkdocs does beside its plugins: kernels for the tutorials, one copy of each script, nothing from the network."""
+"""What mkdocs needs besides plugins: kernels for tutorials, headings of the API, one copy of each script, no network."""
 
 import ast
 import base64

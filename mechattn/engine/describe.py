@@ -89,7 +89,7 @@ def condition_data(condition: Condition) -> dict[str, Any]:
 
 
 def _kind_and_options(thing: Any) -> dict[str, Any]:
-    """For a dataclass, its fields that are numbers or texts; otherwise its repr."""
+    """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
     names = [field.name for field in fields(thing) if field.repr] if is_dataclass(thing) else []
     options = {name: getattr(thing, name) for name in names if name != "intervention"}
     return {"kind": kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
