@@ -1,4 +1,4 @@
-"""What mkdocs needs besides plugins: kernels for tutorials, headings of the API, one copy of each script, no network."""
+"""What mkdocs needs besides plugins: kernels for tutorials, API headings, one copy of each script, no network."""
 
 import ast
 import base64
