@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-# Faint grounds, so that the notebook's own ink stays readable on them in a light and in a dark theme.
+# Faint backgrounds, so that the notebook's text stays readable in light and dark themes.
 GROUNDS = {
     "bos": "rgba(128,128,128,.18)",
     "template": "rgba(128,128,128,.18)",
@@ -20,7 +20,7 @@ _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 
 
 def visible(token: str) -> str:
-    """A token's text with its newlines shown, and a mark for one that shows nothing."""
+    """A token's text with newlines made visible, and a placeholder if it is blank."""
     return token.replace("\n", "⏎") if token.strip(_INVISIBLE) else "·"
 
 
@@ -36,7 +36,7 @@ def table(rows: Iterable[Seq[Any]], caption: str = "", header: Seq[str] = ()) ->
 
 
 def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
-    """Tokens with the segment of each as the ground, and a key of the segments."""
+    """Tokens with their segment as background colour, and a legend of the segments."""
     texts = list(texts)
     present = [name for name in GROUNDS if any(name == segment for _, segment in texts)]
     key = " ".join(_token(name, name) for name in present)
@@ -46,7 +46,7 @@ def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
 
 
 def fields_table(value: Any) -> str:
-    """A dataclass as a table of its fields, for its ``_repr_html_``."""
+    """A dataclass as a table of its fields, for ``_repr_html_``."""
     from dataclasses import fields
 
     shown = [(field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr]

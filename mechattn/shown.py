@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Everything that moves a cursor, colours, rings or turns the direction of writing; newlines and tabs stay.
+# Everything that moves the cursor, colours, rings the bell or changes the writing direction; newlines and tabs stay.
 _ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# A password may hold a slash that nobody wrote as %2F; before an @ of Azure stands a container, and no user.
+# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @, not a user.
 _USER = re.compile(
     r"(?<=://)(?<!abfs://)(?<!abfss://)"
     r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"

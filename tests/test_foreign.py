@@ -144,9 +144,9 @@ NAMED = {
 @pytest.mark.parametrize("how", ["save", "file://", "local://", "run", "merge", "run_job"])
 def test_a_place_that_holds_something_else(result, folder, name, how, prompts):
     before = listed(folder)
-    words = rf"{name}.* (exists and is no stored result|holds .*{NAMED.get(name, '')}.* did not write|is a folder)"
+    words = rf"{name}.* (exists and is not a stored result|holds .*{NAMED.get(name, '')}.* did not write|is a folder)"
     if name == "link.zarr":
-        words = r"data\.zarr exists and is no stored result"
+        words = r"data\.zarr exists and is not a stored result"
     job = ma.Job("toy:llama", prompts[:2], verify=False)
     tried = {
         "save": lambda: result.save(name),
@@ -221,7 +221,7 @@ def test_figures_among_them(folder):
     before = listed(folder)
     with pytest.raises(MechattnError, match=r"index\.html exists and was not written by mechattn"):
         invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder)
-    with pytest.raises(MechattnError, match=r"toy-llama\.zarr exists and is no stored result"):
+    with pytest.raises(MechattnError, match=r"toy-llama\.zarr exists and is not a stored result"):
         invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder, "--force")
     assert untouched(before, folder) == {}
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_at_an_address(result):
     result.save("memory://foreign/noted.zarr")
     files.pipe({"/foreign/noted.zarr/notes.md": b"mine"})
     before = {name: files.cat_file(name) for name in files.find("/foreign")}
-    with pytest.raises(MechattnError, match=r"c\.zarr exists and is no stored result"):
+    with pytest.raises(MechattnError, match=r"c\.zarr exists and is not a stored result"):
         result.save("memory://foreign/c.zarr")
     with pytest.raises(MechattnError, match=r"noted\.zarr is a stored result that holds notes\.md too"):
         result.save("memory://foreign/noted.zarr")

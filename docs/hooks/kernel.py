@@ -31,7 +31,7 @@ def frame(view: object) -> str:
 formatter = get_ipython().display_formatter.formatters["text/html"]  # noqa: F821
 formatter.for_type_by_name("mechattn.render.view", "View", frame)
 
-# A progress bar is for somebody who waits; on a page it is noise.
+# A progress bar helps someone who waits; on a page it is noise.
 warnings.filterwarnings("ignore", message="IProgress not found")
 started = tqdm.std.tqdm.__init__
 tqdm.std.tqdm.__init__ = lambda self, *args, **options: started(self, *args, **(options | {"disable": True}))

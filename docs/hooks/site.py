@@ -1,16 +1,22 @@
-"""What mkdocs does beside its plugins: kernels for the tutorials, one copy of each script, nothing from the network."""
+"""What mkdocs needs besides plugins: kernels for tutorials, API headings, one copy of each script, no network."""
 
 import ast
 import base64
 import gzip
 import html
+import json
 import os
 import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 SCRIPTS = ("plotly", "circuitsvis")
+CALLED_BY_THE_ENGINE = (
+    "!^(quantities|options|coords|captures|problem|start|add|add_.*|values|calibrated|check|check_sequence|acting"
+    "|marked|which|recorded|donor)$"
+)
 scratch = tempfile.TemporaryDirectory(prefix="mechattn-docs-")
 
 
@@ -27,9 +33,12 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Where a page says «rooms», every file of the package with the first line of its docstring; the claims too."""
+    """Fill in what a page takes from the code: rooms, claims, headings of the API."""
     if page.file.src_uri == "gallery.py":  # figures need the width
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri.startswith("api/"):
+        typed = partial(_typed, page=page.file.src_uri)
+        markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
     if "<!-- claims -->" in markdown:
         from mechattn.claims.described import register_markdown
 
@@ -65,6 +74,24 @@ def on_post_build(config):
     for bundle in Path(config.site_dir, "assets", "javascripts").glob("bundle.*.js"):
         text = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/javascript,", bundle.read_text(encoding="utf-8"))
         bundle.write_text(text, encoding="utf-8")
+
+
+def _typed(entry: re.Match, page: str) -> str:
+    """An entry of the API, headed by what users type: ``ma.run``, ``ma.render.accuracy``, else the name to import."""
+    import mechattn as ma
+
+    home, name = entry[1].removeprefix("mechattn.").rsplit(".", 1)
+    heading = label = f"ma.{name}"
+    if home.startswith("render.") and hasattr(ma.render, name):
+        heading = label = f"ma.render.{name}"
+    elif ma._HOME.get(name) != home:
+        heading, label = entry[1], name
+    options = {"heading": heading, "toc_label": label}
+    if page in ("api/analyses.md", "api/interventions.md"):
+        options["filters"] = ["!^_", CALLED_BY_THE_ENGINE]
+    if page == "api/protocols.md":  # methods are a level below the table of contents
+        options["heading_level"] = 3
+    return f"{entry[0]}\n    options: {json.dumps(options)}"
 
 
 def _rooms() -> str:

@@ -1,4 +1,4 @@
-"""What inserted tokens do to the output of attention: dilution, a shift, re-routing, changed values."""
+"""How inserted tokens change the output of attention: dilution, a shift, re-routing, changed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mechattn.functional import affine as fn
 from mechattn.functional.received import segment_mean
 from mechattn.prompts.sequences import Batch
 
-_NONE = -1.0  # a ratio that is not there; sums must be finite
+_NONE = -1.0  # stands for an undefined ratio, as sums must be finite
 _LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
@@ -78,13 +78,13 @@ class AffineShift(AnalysisBase):
         }
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
         names = (*_PER_QUERY, *(f"by_{part}" for part in _PARTS))
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
-        """Norms and products of the parts, query by query; the Gram matrix of the shifts."""
+        """Add norms and products of the parts for each query, and the Gram matrix of the shifts."""
         inserted = rows.batch.inserted[:, rows.keys]
         aligned, baseline = rows.aligned, rows.baseline
         parts = fn.split(rows.pattern, rows.v, inserted, aligned, rows.v_aligned, baseline, rows.v_baseline)
@@ -107,7 +107,7 @@ class AffineShift(AnalysisBase):
         sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over segments; an inserted query has a scale, and nothing to be compared with."""
+        """Means over segments; an inserted query has a scale but no baseline to compare with."""
         members, after, asks = batch.members(), self._after(batch), self._asks(batch)
         original = members & (batch.origin >= 0)[:, None]
         there = (sums["question_ratio"] != _NONE) & asks[:, None]
@@ -122,7 +122,7 @@ class AffineShift(AnalysisBase):
 
         energies = fn.spectrum(sums["gram"])
         nothing = ~after.any(-1)[:, None]
-        # The parts of a change that is hardly more than rounding are rounding.
+        # If the change is within rounding error, its parts mean nothing.
         changed = sums["change"] > (_LEAST * sums["output"]) ** 2
         change = torch.where(changed, sums["change"], torch.nan)
         late = original & after[:, None]

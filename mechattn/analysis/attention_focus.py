@@ -91,13 +91,13 @@ class AttentionFocus(AnalysisBase):
         return made
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
         names = [n for n in _UNITS if n != "entropy_share" and (self.half_mass or n != "half_mass_keys")]
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in [*names, "target"]}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Each query's values, in their places."""
+        """Store each query's values at its position."""
         pattern, start, first = rows.pattern, rows.queries.start, rows.keys.start
         largest, second, at = fn.top_two(pattern)
         target = at + first
@@ -120,7 +120,7 @@ class AttentionFocus(AnalysisBase):
         before, beyond = inserted_span(rows.batch)
         if (
             before < rows.keys.stop and beyond > first
-        ):  # heads and queries together: a product by head is five times as slow
+        ):  # heads and queries in one product: one product per head is five times as slow
             rows_of_all = rearrange(pattern, "batch head query key -> batch (head query) key")
             mass = torch.bmm(rows_of_all, inserted[..., None])
             made["inserted_mass"] = rearrange(mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1])
@@ -147,5 +147,5 @@ class AttentionFocus(AnalysisBase):
 
 @lru_cache(maxsize=4)  # the layers of a batch share them
 def _no_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
-    """The queries without an earlier place of their own token to look at, or to look behind."""
+    """The queries whose token does not occur earlier, or whose earlier occurrences have no token after them."""
     return ~has_repeat(batch.tokens, after)

@@ -45,16 +45,16 @@ class AttentionMap(AnalysisBase):
         )
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty squares."""
+        """Empty [query, key] maps."""
         shape = (len(batch.rows), heads, self.max_tokens, self.max_tokens)
         return {"attention": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """This block of rows, in its place in the square."""
+        """Copy this block of rows to its place in the map."""
         sums["attention"][:, :, rows.queries, rows.keys] = rows.pattern
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """The squares, NaN where there is no token."""
+        """The maps, NaN where there is no token."""
         lengths = batch.lengths.to(sums["attention"].device)
         inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]
         both = inside[:, None, :, None] & inside[:, None, None, :]

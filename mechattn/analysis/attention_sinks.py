@@ -1,4 +1,4 @@
-"""Attention sinks: which keys they are, whether inserted tokens are among them, and what they contribute."""
+"""Attention sinks: which keys are sinks, whether inserted tokens are among them, and what they contribute."""
 
 from __future__ import annotations
 
@@ -143,16 +143,16 @@ class AttentionSinks(AnalysisBase):
         return f"has {len(sequence)} tokens; a sink must be seen by {self.least_queries} queries (least_queries=…)"
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With the factors of W_O of the layers."""
+        """Prepare the factors of each layer's W_O."""
         return replace(self, factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers})
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         shape, device = (len(batch.rows), heads, batch.tokens.shape[1]), batch.tokens.device
         return {name: torch.zeros(shape, device=device) for name in ("columns", "near", "columns_after")}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Column sums over all queries, over those after the insertion, and over those near the key."""
+        """Add column sums over all queries, over those after the insertion, and over those near the key."""
         pattern, keys = rows.pattern, rows.keys
         if "value_norm" not in sums and not rows.null:
             if rows.v is None:
@@ -168,7 +168,7 @@ class AttentionSinks(AnalysisBase):
             sums["columns_after"][..., keys] += column_sums(pattern, _after(rows.batch)[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The norm and rank of each head's output; the largest activations."""
+        """Measure the norm and rank of each head's output, and the largest activations."""
         factor, real = (self.factors or {})[captures.layer], captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
@@ -177,7 +177,7 @@ class AttentionSinks(AnalysisBase):
         sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """α and what follows from it; the null has no more than that."""
+        """α and what follows from it (the null has only these), and the rest."""
         of_attention = {
             **self._of_keys(sums, batch, window),
             **self._of_inserted(sums, batch),
@@ -195,13 +195,13 @@ class AttentionSinks(AnalysisBase):
         }
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """α of every key, which keys are sinks, and the strongest of the inserted ones."""
+        """α of every key, which keys are sinks, and the strongest inserted key."""
         seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         alpha = received_attention(sums["columns"], seeing * batch.real)
         enough = (seeing >= self.least_queries) & batch.real
         among = alpha.masked_fill(~enough[:, None], -1.0)
         strongest, at = among.max(-1)
-        none = ~enough.any(-1)[:, None]  # such as in a window that is narrower
+        none = ~enough.any(-1)[:, None]  # such as in a narrower window
         of_inserted = among.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
         return {
@@ -241,7 +241,7 @@ class AttentionSinks(AnalysisBase):
         }
 
     def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Attention from far queries, by key, and its kurtosis over keys."""
+        """Attention from distant queries to each key, and its kurtosis over keys."""
         seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
@@ -258,7 +258,7 @@ def _after(batch: Batch) -> Bool[Tensor, "batch pos"]:
 
 
 def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:
-    """Over the counted positions [batch head]; NaN if there is none."""
+    """The mean over the counted positions [batch head]; NaN if there are none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)
 

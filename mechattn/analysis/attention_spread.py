@@ -54,7 +54,7 @@ class AttentionSpread(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """By band, and by share."""
+        """Attention by band, and numbers of keys by share."""
         mass = "attention at the distances band to 2 · band − 1, mean over the queries that see all of them"
         keys = "keys with at least this share of the strongest key's attention, mean over the queries of the segment"
         return {
@@ -63,7 +63,7 @@ class AttentionSpread(AnalysisBase):
         }
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing seen yet."""
+        """Empty sums."""
         shape, device = (len(batch.rows), heads, batch.tokens.shape[1]), batch.tokens.device
         return {
             "mass": torch.zeros(*shape, self.bands, device=device),
@@ -71,7 +71,7 @@ class AttentionSpread(AnalysisBase):
         }
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Both numbers of each query."""
+        """Store both numbers of each query."""
         pattern = rows.pattern
         sums["mass"][:, :, rows.queries] = fn.band_mass(pattern, self.bands, rows.queries.start, rows.keys.start)
         sums["near"][:, :, rows.queries] = fn.near_best(pattern, self.shares)
@@ -100,7 +100,7 @@ class AttentionSpread(AnalysisBase):
 def _mean(
     value: Float[Tensor, "batch head query each"], weight: Float[Tensor, "batch segment query #each"]
 ) -> Float[Tensor, "batch head segment each"]:
-    """Over the counted queries; NaN where there is none."""
+    """The mean over the counted queries; NaN if there are none."""
     weight = weight.expand(*weight.shape[:-1], value.shape[-1])
     total = torch.einsum("bhqe,bsqe->bhse", value, weight)
     count = weight.sum(2)[:, None]

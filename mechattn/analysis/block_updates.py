@@ -44,8 +44,8 @@ class BlockUpdates(AnalysisBase):
 
     per_query: bool = False
     sequential: bool = True
-    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # hooks of what the blocks give
-    factor: float = field(default=1.0, repr=False, compare=False)  # of what these hooks show
+    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # the hooks of the blocks' outputs
+    factor: float = field(default=1.0, repr=False, compare=False)  # multiplies what these hooks hold
 
     name = "block_updates"
 
@@ -56,7 +56,7 @@ class BlockUpdates(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of each block."""
+        """Quantities of each block."""
         mean = ", mean over the tokens of the segment"
         made = {
             name: Quantity(("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio")
@@ -74,14 +74,14 @@ class BlockUpdates(AnalysisBase):
         return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With whether attention and MLP run in parallel, and which hooks give their outputs.
+        """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
             ModelError: A layer has no hooks that give the outputs of its blocks.
         """
         named = model.hook_dict
         sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
-        # A block that scales what it adds fires hook_attn_out only for functions that TransformerLens has added.
+        # A block that scales its update fires hook_attn_out only for functions that TransformerLens has added.
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         outs = _OUTS if factor is None else _BEFORE_SCALING
         for layer in layers:
@@ -93,11 +93,11 @@ class BlockUpdates(AnalysisBase):
         return replace(self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         return {}
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products, token by token."""
+        """Norms and products for each token."""
         before, after = (captures.tensors[name].float() for name in _AROUND)
         attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
         if self.sequential:

@@ -53,7 +53,7 @@ class DirectLogits(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of each head."""
+        """The contribution of each head."""
         about = (
             "direct contribution to the logit of the next token (before any cap), above the mean over the vocabulary"
         )
@@ -69,7 +69,7 @@ class DirectLogits(AnalysisBase):
         return (_Z, POST) if self.norms else (_Z,)
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, the norms after attention, and the unembedding.
+        """Prepare W_O of the layers, the norms after attention, and the unembedding.
 
         Raises:
             ModelError: A head's update, or its path to the logits, cannot be computed for this model.
@@ -78,11 +78,11 @@ class DirectLogits(AnalysisBase):
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         return {}
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The product of each head's update with the direction of the next token, before the final norm's scale."""
+        """Multiply each head's update with the direction of the next token, before the scale of the final norm."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
         w_o, norm = wide(self.weights[captures.layer]), (self.norms or {}).get(captures.layer)
@@ -95,7 +95,7 @@ class DirectLogits(AnalysisBase):
         sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """The scale of the final norm."""
+        """Keep the scale of the final norm."""
         assert self.reads is not None, "calibrated() comes first"
         sums["scale"] = self.reads.scale(stream)[:, None]
 

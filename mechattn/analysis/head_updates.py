@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream: its relative size, and its parts along and across the stream."""
+"""What each head adds to the residual stream: its relative size, and its components along and across the stream."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HeadUpdates(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of a head's whole update."""
+        """Quantities of a head's whole update."""
         return _quantities("", self.per_query)
 
     @property
@@ -72,15 +72,15 @@ class HeadUpdates(AnalysisBase):
         return _HOOKS
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, and its factors."""
+        """Prepare W_O of the layers and its factors."""
         return replace(self, weights=_weights(model, layers))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         return {}
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products, token by token."""
+        """Norms and products for each token."""
         weights = (self.weights or {})[captures.layer]
         sums |= _measured(captures.by_head("attn.hook_z", len(weights[0])), captures.tensors["hook_resid_pre"], weights)
 
@@ -112,24 +112,24 @@ class TopTargetUpdates(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Of the part of a head's update that comes from its strongest target."""
+        """Quantities of the part of a head's update that comes from its strongest target."""
         return _quantities("top_target_", self.per_query)
 
     @property
     def captures(self) -> Seq[str]:
-        """The residual stream before the block, and each head's output before W_O, which comes after its rows."""
+        """The residual stream before the block, and each head's output before W_O, which arrives after its rows."""
         return _HOOKS
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, and its factors."""
+        """Prepare W_O of the layers and its factors."""
         return replace(self, weights=_weights(model, layers))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing read yet."""
+        """Empty sums."""
         return {}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """What each query reads from its strongest target."""
+        """Store what each query reads from its strongest target."""
         if rows.v is None:
             raise ModelError(
                 f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be measured"
@@ -142,7 +142,7 @@ class TopTargetUpdates(AnalysisBase):
         sums["read"][:, rows.queries] = rearrange(read, "batch head query d_head -> batch query head d_head")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products, token by token."""
+        """Norms and products for each token."""
         sums |= _measured(sums.pop("read"), captures.tensors["hook_resid_pre"], (self.weights or {})[captures.layer])
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

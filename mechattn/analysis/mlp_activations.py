@@ -31,14 +31,14 @@ from mechattn.prompts.sequences import Batch, Sequence
 from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
-_NONE = -1.0  # where a token has no such number; sums must be finite
+_NONE = -1.0  # stands for an undefined number, as sums must be finite
 _METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "change")
 _CALIBRATION = 16  # prompts
-_CALIBRATION_SEED = 977  # of word problems that nobody measures by default
-_TOKENS = 64  # at a time, of all conditions of a prompt
-_ENTRIES = 2**22  # of these tokens in one condition: the experts of a layer have many channels together
-_LEAST = 1e-4  # of a token's activations: a smaller change may be rounding
-_EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, where many lie, is the middle of a bin
+_CALIBRATION_SEED = 977  # of the calibration problems: not the default seed, so they are not the measured ones
+_TOKENS = 64  # tokens at a time, in all conditions of a prompt
+_ENTRIES = 2**22  # channels of these tokens in one condition: the experts of a layer have many channels in all
+_LEAST = 1e-4  # relative to a token's activations: a smaller change may be rounding
+_EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, the most frequent value, is the middle of a bin
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class MlpActivations(AnalysisBase):
         return None if sequence.of_segment("question").any() else "has no question tokens"
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With the thresholds of the layers, and the class of every token.
+        """Set the thresholds of the layers and the class of every token.
 
         Warns where the calibration prompts are among the measured ones.
         """
@@ -184,7 +184,7 @@ class MlpActivations(AnalysisBase):
         return KAPPA * self.value * float((ordered - median).abs().median())
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         rows, length = batch.tokens.shape
         device = batch.tokens.device
         made = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
@@ -194,7 +194,7 @@ class MlpActivations(AnalysisBase):
         return made
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
-        """Each token's numbers, a sequence at a time; then the changes of each prompt's conditions."""
+        """Measure each token, one sequence at a time; then the changes between each prompt's conditions."""
         threshold = (self.thresholds or {})[activations.layer]
         asks = activations.batch.of_segment("question")
         edges = torch.tensor(self.edges, device=activations.post.device)
@@ -244,7 +244,7 @@ class MlpActivations(AnalysisBase):
 def _changes(
     activations: Activations, routing: Routing | None
 ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
-    """For each prompt, some original tokens at a time: its rows, where the tokens stand in each, and their changes.
+    """For some original tokens of a prompt at a time: the prompt's rows, the tokens' places in each, their changes.
 
     Rows; places [row token]; changes from the baseline [row token d_mlp]; norms in the baseline [token]; which tokens
     are the question's [token].

@@ -36,12 +36,12 @@ class QueryAnalysis(AnalysisBase):
         return {name: Quantity(dims, units, f"{about}, {mean}") for name, (units, about) in self.numbers.items()}
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """No number yet."""
+        """Empty sums."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in self.numbers}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """The numbers of these queries."""
+        """Store the numbers of these queries."""
         for name, value in self.of_queries(rows).items():
             sums[name][..., rows.queries] = value.to(sums[name].dtype)
 

@@ -65,12 +65,12 @@ class ReceivedAttention(AnalysisBase):
         return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Column sums and self attention, zero."""
+        """Zero column sums and self-attention."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("columns", "own")}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Column sums of the counted queries in this block, and the attention of each query to itself."""
+        """Add column sums over the counted queries in this block, and each query's attention to itself."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
         sums["own"][..., rows.queries].add_(fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start))
@@ -90,7 +90,7 @@ class ReceivedAttention(AnalysisBase):
 
 @dataclass(frozen=True)
 class _Weights:
-    """What sums over the counted queries are multiplied by; NaN where a quantity has nothing to be the mean of."""
+    """The factors that turn sums over the counted queries into means; NaN where there is nothing to average."""
 
     received: Float[Tensor, "batch 1 key"]
     by_segment: Float[Tensor, "batch key segment"]
@@ -99,7 +99,7 @@ class _Weights:
     def quantities(
         self, attended: Float[Tensor, "batch head key"], columns: Float[Tensor, "batch head key"]
     ) -> dict[str, Tensor]:
-        """From sums over queries, without and with a query's own key; a few products a layer, as layers are many."""
+        """Means from sums over queries, without and with a query's own key; cheap, as every layer needs it."""
         return {
             "received": attended * self.received,
             "received_by_segment": attended @ self.by_segment,
@@ -107,7 +107,7 @@ class _Weights:
         }
 
 
-@lru_cache(maxsize=4)  # the layers and blocks of a batch share it, and the weights below
+@lru_cache(maxsize=4)  # shared by the layers and blocks of a batch, like the weights below
 def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
     """The queries that count."""
     if queries == "all":
@@ -119,7 +119,7 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 
 @lru_cache(maxsize=4)
 def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Weights:
-    """The weights of a batch in layers that see alike."""
+    """The weights of a batch, the same for all layers with this window."""
     counted = _counted(analysis.queries, batch)
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()

@@ -60,7 +60,7 @@ class ScoreDecomposition(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """The parts of the target's score, their shares, and what every key brings along."""
+        """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
         made = {
             p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS
@@ -80,7 +80,7 @@ class ScoreDecomposition(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """Queries and keys, with their biases."""
+        """Queries and keys, including their biases."""
         return (Q, K)
 
     def problem(self, sequence: Sequence) -> str | None:
@@ -90,7 +90,7 @@ class ScoreDecomposition(AnalysisBase):
         return f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With how the layers compute their scores.
+        """Find out how the layers compute their scores.
 
         Raises:
             ModelError: The model's scores are not a sum of these parts.
@@ -98,13 +98,13 @@ class ScoreDecomposition(AnalysisBase):
         return replace(self, scores=scores_of(model, list(layers)))
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing measured yet."""
+        """Empty sums."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1])
         names = (*PARTS, "target", *(f"{part}_of_key" for part in PARTS[1:]))
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The parts of each query's target, a block of queries at a time."""
+        """Compute the parts of each query's target, for a block of queries at a time."""
         assert self.scores is not None, "calibrated() comes first"
         scores, batch = self.scores[captures.layer], captures.batch
         q, k = captures.by_head(Q, len(scores.b_q)), captures.by_head(K, len(scores.b_k))

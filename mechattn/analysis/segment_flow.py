@@ -38,12 +38,12 @@ class SegmentFlow(AnalysisBase):
         }
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """No flow."""
+        """Zero flow."""
         shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
         return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """The flow of these queries."""
+        """Add the flow of these queries."""
         member = rows.batch.members().to(rows.pattern.dtype)
         of_queries = rearrange(member[..., rows.queries], "batch segment query -> batch 1 segment query")
         of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
@@ -58,7 +58,7 @@ class SegmentFlow(AnalysisBase):
         sums["value_flow"] += of_queries @ (by_value / total)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over the queries; NaN for a segment that is not there."""
+        """Means over the queries; NaN for a segment without tokens."""
         member = batch.members()
         queries = member.sum(-1)
         there = (queries > 0)[:, :, None] & (queries > 0)[:, None, :]

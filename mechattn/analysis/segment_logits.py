@@ -51,7 +51,7 @@ class SegmentLogits(AnalysisBase):
     weights: Any = field(default=None, repr=False, compare=False)
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
     norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
-    gate: Any = field(default=None, repr=False, compare=False)  # the hook of what opens a head's output, and how
+    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
 
     name = "segment_logits"
 
@@ -70,11 +70,11 @@ class SegmentLogits(AnalysisBase):
 
     @property
     def captures(self) -> Seq[str]:
-        """The input of the norm after attention (in a model without one, z, which is not used); the gate."""
+        """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
         return (*((POST,) if self.norms else ("attn.hook_z",)), *((self.gate[0],) if self.gate else ()))
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """With W_O of the layers, the norms after attention, the gate of their outputs, and the unembedding.
+        """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
 
         Raises:
             ModelError: A head's update, or its path to the logits, cannot be computed for this model; or the mixed
@@ -94,12 +94,12 @@ class SegmentLogits(AnalysisBase):
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Nothing read yet."""
+        """Empty sums."""
         shape = (len(batch.rows), heads, batch.tokens.shape[1], len(SEGMENTS))
         return {"read": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """The contributions that these queries read from each segment, before the norms' scales."""
+        """Add the contributions that these queries read from each segment, before the norms' scales."""
         assert self.weights is not None, "calibrated() comes first"
         assert self.reads is not None, "calibrated() comes first"
         if rows.v is None:
@@ -110,7 +110,7 @@ class SegmentLogits(AnalysisBase):
         asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
         values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
         members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
-        if self.gate is not None:  # each channel's gate opens later: until then the mix of each segment is kept
+        if self.gate is not None:  # the gate of each channel comes later, so the mix of each segment is kept until then
             members = rearrange(members, "batch segment key -> batch 1 segment key 1")
             mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ (
                 members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
@@ -123,18 +123,18 @@ class SegmentLogits(AnalysisBase):
         sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """The scale of the norm after attention, and the gate."""
+        """Apply the gate, and keep the scale of the norm after attention."""
         if self.gate is not None:
             name, function = self.gate
             heads = sums["mixed"].shape[1]
-            opened = function(split_heads(captures.tensors[name], heads))  # one number a head, or one a channel
+            opened = function(split_heads(captures.tensors[name], heads))  # one number per head, or one per channel
             sums["read"] = (sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")).sum(-1)
         norm = (self.norms or {}).get(captures.layer)
         if norm is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """The scale of the final norm."""
+        """Keep the scale of the final norm."""
         assert self.reads is not None, "calibrated() comes first"
         sums["scale"] = self.reads.scale(stream)[:, None]
 
@@ -158,7 +158,7 @@ class SegmentLogits(AnalysisBase):
 
 
 def _keys_seen(batch: Batch, window: int | None) -> Float[Tensor, "batch query segment"]:
-    """How many keys of each segment each query sees."""
+    """The number of keys of each segment that each query sees."""
     places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     seen = visible_keys(places, len(places), window)[None]
     if batch.edge_mask is not None:

@@ -43,10 +43,10 @@ def export_csv(place: str | Path, out: Path) -> tuple[Path, list[str]]:
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
-    """Every quantity that has one number a head, in every condition; and what has no rows, with the reason.
+    """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason.
 
     Raises:
-        OptionError: There is none.
+        OptionError: There are no numbers per head.
     """
     import pandas as pd
 
@@ -72,7 +72,7 @@ def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
     if condition == BASELINE:
         return values
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of heads that are left out: their cells are empty
+        warnings.simplefilter("ignore")  # a head without a comparison has empty cells
         changes = result.compare(condition, quantity=quantity)
     kept = [name for name in COLUMNS if name in changes and name not in ("n", "value")]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
@@ -80,7 +80,7 @@ def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
 
 
 def _check_place(out: Path) -> None:
-    """Find out before the work whether the file can be written, and was written by mechattn if it exists."""
+    """Check in advance that the file can be written and that an existing file was written by mechattn."""
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)

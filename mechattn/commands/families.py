@@ -24,7 +24,7 @@ _PROMPTS = (
     Prompt("Add 2 and 5, please, then take 3 away and say it.", id="b"),
 )
 _CONDITIONS = {"slash": MeaninglessTokens("/", 12)}
-_MANY = 5  # families: a reason that so many share is said once
+_MANY = 5  # families: a reason shared by at least this many is given once
 _MINOR = ("hooks", "bos")
 
 
@@ -34,11 +34,11 @@ class Family:
 
     Args:
         name: The family.
-        model_class: The class of transformers.
-        layers: How many layers have attention, of how many.
+        model_class: The class in transformers.
+        layers: How many layers have attention, and how many there are.
         verified: "yes", or the checks that failed.
-        limits: What its hooks do not give, and why.
-        analyses: For each analysis "yes" or the reason of its refusal.
+        limits: What its hooks do not provide, and why.
+        analyses: For each analysis, "yes" or the reason why it was refused.
     """
 
     name: str
@@ -64,7 +64,7 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
 
 
 def _outcomes(model: HookedModel) -> dict[str, str]:
-    """Of each analysis: one run of all that are not refused before it; where it fails, a run of each."""
+    """The outcome of each analysis, from one run of all that pass the checks, or a run of each if that run fails."""
     outcomes = {make().name: _tried(model, make(), _planned) for make in ANALYSES}
     possible = [make() for make in ANALYSES if outcomes[make().name] == "yes"]
     if possible and _tried(model, possible, _measured) != "yes":
@@ -104,7 +104,7 @@ def _limits(report: Report) -> tuple[str, ...]:
 
 
 def as_markdown(rows: Iterable[Family]) -> str:
-    """The table, with what is limited and the reasons of refusals below it."""
+    """The table, followed by limitations and reasons for refusals."""
     rows = list(rows)
     names = list(rows[0].analyses)
     head = ["Family", "Class", "Attention layers", "Verified", *(f"`{name}`" for name in names)]
@@ -128,7 +128,7 @@ def as_markdown(rows: Iterable[Family]) -> str:
 
 
 def _refused(row: Family) -> dict[str, list[str]]:
-    """The reasons of refusals, and the analyses that they are of."""
+    """The reasons for refusals, each with its analyses."""
     found: dict[str, list[str]] = {}
     for name, outcome in row.analyses.items():
         if outcome != "yes":

@@ -108,7 +108,7 @@ def make_figures(
 
 @dataclass(frozen=True)
 class _Looked:
-    """What is shown of one model: its result, the maps of a short prompt, figures, how many tokens were inserted."""
+    """What is shown for one model: its result, the maps of a short prompt, figures, the number of inserted tokens."""
 
     result: Result
     maps: Result
@@ -126,7 +126,7 @@ def _looked_at(
     seed: int,
     command: str,
 ) -> _Looked:
-    """Run one model on all prompts, and on the shortest for its maps; the result is stored at once."""
+    """Run one model on all prompts, and on the shortest one for its maps; store the result immediately."""
     fitted = _fitted(inserted, hooked)
     analyses: list[Analysis] = [ReceivedAttention(), AttentionFocus()]
     result = run(hooked, prompts, _conditions(fitted), analyses, seed=seed, positions="prompts")
@@ -137,7 +137,7 @@ def _looked_at(
 
 
 def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, source: str) -> str:
-    """What the page is of."""
+    """The subtitle of the page."""
     tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
     what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
@@ -145,7 +145,7 @@ def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, s
 
 
 def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessTokens:
-    """As many tokens as were asked for, or as near as the tokenizer comes: some make two tokens of each "/"."""
+    """The requested number of tokens, or the nearest that the tokenizer can make: some split each "/" in two."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:
         say(
@@ -156,7 +156,7 @@ def _fitted(inserted: MeaninglessTokens, hooked: HookedModel) -> MeaninglessToke
 
 
 def _conditions(inserted: MeaninglessTokens) -> dict[str, Condition]:
-    """Meaningless tokens, and their matched control: a random sentence of as many tokens."""
+    """Meaningless tokens, and their matched control: a random sentence with the same number of tokens."""
     sentence = RandomSentence(count=inserted.count, place=inserted.place)
     return {_name(inserted): inserted, "sentence": sentence}
 
@@ -166,7 +166,7 @@ def _name(inserted: MeaninglessTokens) -> str:
 
 
 def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[Section]:
-    """What all prompts of one model show."""
+    """The figures over all prompts of one model."""
     options: list[dict[str, Any]] = [
         {"choose": min(3, int(result.provenance["model"]["heads"]))},
         {"heads": list(heads)},
@@ -187,7 +187,7 @@ def _of_one(
     heads: Seq[int],
     seed: int,
 ) -> tuple[Result, list[Section]]:
-    """The attention of one prompt with few enough inserted tokens that the cells can be seen, in every layer."""
+    """One prompt's attention in every layer, with few enough inserted tokens that single cells are visible."""
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
     one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed, progress=False)

@@ -87,7 +87,7 @@ def figures(
     inserted = MeaninglessTokens(text, count, place)  # type: ignore[arg-type]
     models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
     for name in models:
-        model_place(name)  # a name that is nothing is refused before anything is said
+        model_place(name)  # an unknown name is refused before anything is printed
     toys = all(name.startswith("toy:") for name in models)
     takes = f"about {8 * len(models) + 5} s" if toys else "large models take tens of minutes on a CPU"
     begins = f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}."
@@ -168,7 +168,7 @@ def run_config(
     """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
     from mechattn.commands.config_file import read_sections
 
-    read_sections(config)  # what is wrong in the file itself is said before torch is loaded
+    read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}

@@ -12,11 +12,11 @@ from mechattn.results.whole import say
 
 
 def models_of(given: Seq[str], folder: Path | None) -> tuple[str, ...]:
-    """Those that are named; else the toys, and stories260K where a folder holds it.
+    """The named models, or else the toys, and stories260K if the folder contains it.
 
     Args:
         given: Names and directories.
-        folder: Where checkpoints of others lie.
+        folder: The folder with checkpoints of other models.
 
     Raises:
         OptionError: Both are given, or there is no such folder.

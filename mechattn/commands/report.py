@@ -18,7 +18,7 @@ from mechattn.results.reading import load_result
 from mechattn.results.result import Result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
-_COMPARING = (  # these show a condition beside the baseline, or what was done in it
+_COMPARING = (  # these compare a condition with the baseline
     render.change_map, render.two_by_two, render.scale_by_layer, render.shift_rank, render.activation_metrics,
     render.agreement,
 )  # fmt: skip
@@ -60,7 +60,7 @@ def report(
 
 
 def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, choose: int = 3) -> Figures:
-    """The figures that go with the analyses of a result, and their options."""
+    """The figures for the analyses of a result, and their options."""
     condition = result.shown_condition()
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
     several: dict[str, Figures] = {
@@ -94,7 +94,7 @@ def summary(result: Result) -> str:
     for name, dataset in result.datasets.items():
         lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")
         for quantity in sorted(map(str, dataset)):
-            if not quantity.endswith(("_variance", "_n")):  # over prompts, beside each mean
+            if not quantity.endswith(("_variance", "_n")):  # stored over prompts in addition to each mean
                 about = dataset[quantity].attrs
                 units = f" ({about['units']})" if "units" in about else ""
                 what = f": {about['description']}" if "description" in about else ""

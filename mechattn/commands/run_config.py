@@ -51,11 +51,11 @@ def run_from_config(
         words: The command-line arguments, for the record; file names only, unless the config sets ``paths``.
         shard: "3/16" computes the third of 16 parts, without a page.
         executor: Overrides the config's executor; ``address`` and ``workers`` likewise.
-        address: Of a cluster.
-        workers: In a cluster.
+        address: The address of the cluster.
+        workers: The number of workers in the cluster.
         large: Overrides the config's; ``values`` likewise.
-        values: Of a large result.
-        fresh: Compute again what is stored or kept, as for ``run_job``.
+        values: The number format of a large result.
+        fresh: Ignore stored results and chunks, as in ``run_job``.
         force: Replace a page that mechattn did not write.
 
     Raises:
@@ -94,12 +94,12 @@ def run_from_config(
 
 
 def as_written(place: str | Path) -> Path | str:
-    """A path, or an address as it is."""
+    """A path; an address is left unchanged."""
     return place if is_address(place) else Path(place)
 
 
 def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
-    """What a config asks of one of its models."""
+    """The job that a config describes for one of its models."""
     by_half = any(map(_chooses, shown))
     return Job(
         model=model,
@@ -174,7 +174,7 @@ def _shown(config: Config) -> list[Figure]:
 
 
 def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> None:
-    """The layers and heads that are asked for are there, as far as the config of the model says, before it is loaded.
+    """Check before loading that the requested layers and heads exist, as far as the model's config says.
 
     Raises:
         MechattnError: There is no such model, layer or head.
@@ -190,13 +190,13 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
 
 
 def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
-    """Everything that the page shows is measured with this model."""
+    """Check that everything on the page is measured with this model."""
     for section in shown:
         _check_shown(section, layers, model.cfg.n_heads)
 
 
 def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
-    """The layers and heads that a figure shows are measured, and there."""
+    """Check that the layers and heads of a figure exist and are measured."""
     options = configs.shown_options(section)
     shown = [options[name] for name in ("layer",) if options.get(name) is not None]
     for layer in [*shown, *(options.get("layers") or [])]:
@@ -208,14 +208,14 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
 
 
 def _chooses(section: Figure) -> bool:
-    """Whether the heads of a figure are chosen by the data; a number of heads was how to say so."""
+    """Whether the heads of a figure are chosen by the data; in old configs, ``heads`` was a number for this."""
     if section.kind != "received_attention":
         return False
     return "choose" in section.options or isinstance(section.options.get("heads"), int)
 
 
 def check_enough(prompts: int, by_half: bool) -> None:
-    """A page needs intervals over at least 3 prompts, and as many in each half where the data choose the heads."""
+    """Check for at least 3 prompts, the least for an interval, or 3 in each half if the data choose the heads."""
     needed = 2 * FEWEST if by_half else FEWEST
     if prompts < needed:
         why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"

@@ -1,4 +1,4 @@
-"""Checks before the first forward pass: conditions, analyses and sequences that a model cannot take."""
+"""Checks before the first forward pass: refuses conditions, analyses and sequences that a model cannot take."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
 
 
 def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
-    """The analyses: at least one, and each name once."""
+    """The analyses; there must be at least one, and each name must be unique."""
     if analyses is not None and not isinstance(analyses, (list, tuple)):
-        analyses = [cast(Analysis, analyses)]  # a text or a class is refused below
+        analyses = [cast(Analysis, analyses)]  # strings and classes are refused below
     made: list[Analysis] = [ReceivedAttention()] if analyses is None else list(analyses)
     for given in made:
         _check_analysis(given)
@@ -226,7 +226,7 @@ def positions_of(sequence: Sequence) -> int:
 
 
 def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
-    """The side of each prompt, "short" or "long"; no sides for a model without a boundary."""
+    """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a model without one."""
     boundary = boundary_of(model)
     if boundary is None:
         return []
@@ -283,6 +283,6 @@ def _check_not_beyond(boundary: Boundary, counts: Mapping[str, int], new_tokens:
         more = f" and {new_tokens} new tokens are allowed" if new_tokens else ""
         raise PromptTooLong(
             f'{where} has {counts[longest]:,} positions with the condition "{longest}"{more}: beyond {boundary.at:,} '
-            f"the frequencies of {name} are those of the longest text that it has read so far (dynamic NTK), so that "
-            "one so long has no numbers of its own. Shorten it, or insert fewer tokens"
+            f"the frequencies of {name} are those of the longest text that it has read so far (dynamic NTK), so "
+            "results for a prompt this long would depend on what was read before. Shorten it, or insert fewer tokens"
         )

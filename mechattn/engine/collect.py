@@ -25,7 +25,7 @@ MOMENTS = ("", "_variance", "_n")
 
 
 class Collector:
-    """Collects the values of one analysis by batch and layer, and makes its dataset."""
+    """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
 
     def __init__(
         self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
@@ -38,7 +38,7 @@ class Collector:
         self._moments: dict[tuple[str, int, int], Moments] = {}
 
     def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Add the values of one batch, which is on the CPU, by layer."""
+        """Add the values of one batch, by layer; they are on the CPU."""
         for layer, of_layer in values.items():
             self._add_layer(layer, batch, of_layer)
 
@@ -90,7 +90,7 @@ class Collector:
         self._rows.setdefault((name + BY_ORIGIN, condition, layer), []).append((prompt, by_origin))
 
     def _merge_rows(self) -> None:
-        """Reduce this batch's rows to moments, unless each prompt's own are wanted."""
+        """Reduce this batch's rows to moments, unless the values of each prompt are kept."""
         if self.positions == "prompts":
             return
         for key, rows in self._rows.items():
@@ -157,7 +157,7 @@ class Collector:
 
 
 def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
-    """The numbers that :class:`Collector` makes of an analysis, and that a dataset of its name doesn't have."""
+    """The variables that :class:`Collector` makes for an analysis and that its dataset lacks."""
     dims: dict[str, tuple[str, ...]] = {}
     for name, quantity in analysis.quantities.items():
         if "key" not in quantity.dims:
@@ -184,13 +184,13 @@ def _stacked(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
-    """Refuse values that lack a quantity, add one, or have another shape than their dims declare.
+    """Refuse values that lack a quantity, add one, or do not have the shape that their dims declare.
 
     Args:
-        analysis: What was measured.
-        values: What it gave for one layer.
-        batch: Of this batch.
-        heads: Of the layer.
+        analysis: The analysis.
+        values: What it returned for one layer.
+        batch: The batch.
+        heads: The number of heads in the layer.
 
     Raises:
         OptionError: Naming the analysis, the quantity, and both shapes.
@@ -220,7 +220,7 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
 
 
 def _sizes(analysis: Analysis, batch: Batch, heads: int) -> dict[str, int]:
-    """What is known of the sizes of dimensions; others are as large as they are."""
+    """The sizes of dimensions, where they are known beforehand."""
     labels: Mapping[str, Seq] = getattr(analysis, "coords", {})
     known = {"head": heads, "key": batch.tokens.shape[1], "segment": len(SEGMENTS), "to_segment": len(SEGMENTS)}
     return known | {dim: len(label) for dim, label in labels.items()}

@@ -69,7 +69,7 @@ def sequences_dataset(
 
 
 def condition_data(condition: Condition) -> dict[str, Any]:
-    """A condition as data: the kind of what is inserted and its options, marks, interventions; and all in words."""
+    """A condition as data: kind, options, marks and interventions; and as text."""
     inner: Any = condition
     masked, unshifted = False, False
     acts: tuple[Any, ...] = ()
@@ -89,7 +89,7 @@ def condition_data(condition: Condition) -> dict[str, Any]:
 
 
 def _kind_and_options(thing: Any) -> dict[str, Any]:
-    """Of a dataclass its fields, as far as they are numbers and texts; else in words."""
+    """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
     names = [field.name for field in fields(thing) if field.repr] if is_dataclass(thing) else []
     options = {name: getattr(thing, name) for name in names if name != "intervention"}
     return {"kind": kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
@@ -102,7 +102,7 @@ def _stored(value: Any) -> Any:
 
 
 def _token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """Each token as text, its control characters written out, as NetCDF takes no NUL; its id without a tokenizer."""
+    """Each token as text, with control characters escaped (NetCDF takes no NUL); its id if there is no tokenizer."""
     if model.tokenizer is None:
         return [str(t) for t in tokens.tolist()]
     return [plain(model.tokenizer.decode([t])) for t in tokens.tolist()]
@@ -116,7 +116,7 @@ def described(
     layers: list[int],
     paths: bool = False,
 ) -> dict[str, Any]:
-    """The model, the prompts and the options: what decides the numbers, and when and where they were computed.
+    """The model, the prompts and the options, which determine the numbers; and when and where they were computed.
 
     Only the name of a checkpoint's directory is recorded, since results are published; ``paths`` adds its path.
     """

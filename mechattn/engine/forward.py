@@ -38,8 +38,8 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
 
     Args:
         model: A hooked model.
-        engine: What was asked for.
-        analyses: What is measured: some need hooks, some no rows.
+        engine: The requested engine.
+        analyses: The analyses; some need hooks, some need no rows.
 
     Raises:
         OptionError: There is no such engine, or it cannot serve these analyses.
@@ -93,13 +93,13 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analys
 
 
 def forward_fused(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
-    """Whole layers from two calls of a fused kernel; blocks of rows where it cannot compute a layer."""
+    """Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute."""
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=True):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
 def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
-    """Blocks of query rows, as attention is computed. No token sees the padding to its right, so it needs no mask."""
+    """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the right."""
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last)):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
@@ -107,7 +107,7 @@ def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, in
 def forward_through_hooks(
     model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
 ) -> None:
-    """Each layer's whole pattern as one block, checked to be one."""
+    """Each layer's whole pattern as one block, after checking that it is a pattern."""
     every = slice(0, batch.tokens.shape[1])
 
     def whole(
@@ -119,15 +119,13 @@ def forward_through_hooks(
             pattern = pattern.float()
             see(layer, Rows(pattern, every, every, None if v is None else PatternRows(pattern, v)))
 
-    edge_masks = _edge_masks(
-        model, batch, last
-    )  # looked at too, as some models take no notice of what is done to their scores
+    edge_masks = _edge_masks(model, batch, last)  # checked too, because some models ignore changes to their scores
     looked = sorted({*windows, *edge_masks})
     hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
-    """The edges that are cut in each layer that is computed."""
+    """The edges that are cut in each computed layer."""
     if batch.edge_mask is None:
         return {}
     edge_masks = {layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last}
@@ -135,7 +133,7 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
 
 
 def position_width(model: HookedModel) -> int:
-    """About how many numbers live at the same time at each position of a sequence."""
+    """About how many numbers are in memory at the same time for each position of a sequence."""
     cfg = model.cfg
     return 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
 
@@ -146,8 +144,8 @@ class PairedLayer:
 
     Args:
         number: The layer.
-        pairs: Which sequences belong together.
-        window: How many keys a query sees; None for all.
+        pairs: Which sequence is paired with which baseline.
+        window: The number of keys that a query sees; None for all.
         baseline: The attention of the baselines.
         v: Values of the sequences.
         v_aligned: The same for their original tokens alone, in the order of the baseline.
@@ -161,7 +159,7 @@ class PairedLayer:
     v_aligned: Float[Tensor, "batch kv_head original d_head"]
 
     def rows(self, rows: Rows) -> PairedRows:
-        """The block with the baseline's rows of the same queries, computed (or looked up) now."""
+        """The block together with the baseline's rows of the same queries, computed (or looked up) on demand."""
         pairs, keys = self.pairs, rows.keys
         count = pairs.reach[rows.queries.stop - 1]
         pattern = rows.pattern
@@ -187,10 +185,10 @@ class PairedLayer:
 
 
 def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: int | None) -> PairedLayer:
-    """What a layer's first block brings.
+    """What a layer's blocks share, made at its first block.
 
     Raises:
-        ModelError: The hooks show no values.
+        ModelError: No hook gives the values.
     """
     if attention is None:
         raise ModelError(

@@ -42,7 +42,7 @@ from mechattn.model.score_terms import BlindScores
 from mechattn.prompts.pairs import Pairs, pairs_of
 from mechattn.prompts.sequences import Batch
 
-LayerValues = dict[int, dict[str, Tensor]]  # of one analysis: each quantity, batch first, by layer
+LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer
 
 
 def measure_batch(
@@ -56,13 +56,13 @@ def measure_batch(
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU.
 
-    The pass ends as soon as the last value has come: for attention alone in the attention of the last layer.
+    The pass ends with the last value that is needed: for attention alone, in the attention of the last layer.
 
     Args:
         model: A hooked model.
         batch: All conditions of some prompts.
         forward: How attention reaches the analyses.
-        windows: The layers to look at, and what a query of each can see.
+        windows: The layers to measure, each with its window.
         analyses: What to measure.
         prompt_ids: The id of every prompt of the run, for interventions.
         blind: What the model adds to its scores, for the nulls.
@@ -73,7 +73,7 @@ def measure_batch(
     sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
     rows = _Rows(one, sums)
     with ExitStack() as stack:
-        mlps = _Mlps(one, sums)  # made before anything acts on the nonlinearities, entered after: it sees what goes on
+        mlps = _Mlps(one, sums)  # made before interventions on the nonlinearities, entered after: it sees the result
         for intervention, target in _acting(placed, prompt_ids):
             stack.enter_context(intervention.acting(model, partial(_same, target)))
         stack.enter_context(mlps.looking())
@@ -88,7 +88,7 @@ def measure_batch(
 
 
 class _Enough(BaseException):
-    """All that was asked for has come, so the rest of the pass is left out. No handler of faults is to catch it."""
+    """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch it."""
 
 
 def _needs_pairs(analyses: Seq[Analysis]) -> bool:
@@ -100,7 +100,7 @@ def _same(target: Target) -> Target:
 
 
 def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Target]]:
-    """Each intervention of each condition of a batch, in its order, with the tokens that it acts on."""
+    """Each intervention of each condition of a batch, in order, with the tokens that it acts on."""
     found: dict[tuple[str, int], tuple[Intervention, list[int]]] = {}
     for row, interventions in enumerate(batch.interventions):
         for order, intervention in enumerate(interventions):
@@ -117,7 +117,7 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Targ
 
 @dataclass(frozen=True)
 class _Pass:
-    """A forward pass of a batch: as it was given, and on the device of the model; what is looked at."""
+    """A forward pass of a batch: the batch as given and on the model's device, with the layers to measure."""
 
     model: HookedModel
     batch: Batch
@@ -134,11 +134,12 @@ class _Pass:
 
 
 class _Sums:
-    """The sums of each analysis for each layer; they become values when all that the analysis looks at has come."""
+    """The sums of each analysis for each layer; they become values once all that the analysis needs has arrived."""
 
-    # Parts of a layer come in an order that the model decides: rows before its output mostly, after it in some
-    # bridges, activations of the MLP last. So what waits for rows is kept as a call, sums stay open until no part is
-    # missing, and with the last value the pass is left (_Enough): later layers and logits are never computed.
+    # The model decides in which order the parts of a layer arrive: rows mostly before the layer's output, in some
+    # bridges after it, MLP activations last. So a reduction that needs the rows is stored as a call until they arrive,
+    # and sums stay open until no part is missing. The last value ends the pass (_Enough), so later layers and logits
+    # are not computed.
     def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         protocols = {
@@ -148,13 +149,13 @@ class _Sums:
             "hooks": CaptureAnalysis,
             "final": FinalAnalysis,
         }
-        self.parts = [  # asked once: a protocol takes long to ask
+        self.parts = [  # once, because isinstance is slow for a protocol
             {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
-        self.finite: list[tuple[int, Tensor]] = []  # which rows of each layer's sums are; asked once, at the end
+        self.finite: list[tuple[int, Tensor]] = []  # which rows of each layer's sums are finite; read once, at the end
 
     @property
     def last_layer(self) -> int:
@@ -162,7 +163,7 @@ class _Sums:
         return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
 
     def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
-        """The analyses that look at a part, with their numbers."""
+        """The analyses that need a part, with their indices."""
         return [(i, analysis) for i, analysis in enumerate(self.analyses) if part in self.parts[i]]
 
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
@@ -173,7 +174,7 @@ class _Sums:
         return self.open[number, layer][0]
 
     def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
-        """Call this when all rows have come: at once mostly, but some bridges show the pattern after hook_z."""
+        """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern after hook_z."""
         self.of(number, layer)
         if "rows" in self.open[number, layer][1]:
             self.waiting[number, layer] = reduce
@@ -181,7 +182,7 @@ class _Sums:
             reduce()
 
     def seen(self, number: int, layer: int, part: str) -> None:
-        """All of a part has come; after the last part the sums become values."""
+        """Note that a part is complete; after the last part, the sums become values."""
         made, missing = self.open[number, layer]
         missing.discard(part)
         if part == "rows" and (number, layer) in self.waiting:
@@ -197,7 +198,7 @@ class _Sums:
         try:
             values = analysis.values(made, self.one.placed.at(layer), window)
         except Exception:
-            _refuse_nan(self.one, self.finite)  # where that is why
+            _refuse_nan(self.one, self.finite)  # the cause, if there is one
             raise
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
@@ -207,10 +208,10 @@ class _Sums:
             raise _Enough
 
     def checked(self) -> list[LayerValues]:
-        """The values of each analysis, once everything has come.
+        """The values of each analysis, once everything has arrived.
 
         Raises:
-            ModelError: Something never came.
+            ModelError: Something never arrived.
         """
         for number, analysis in enumerate(self.analyses):
             for layer in self.one.windows:
@@ -220,12 +221,12 @@ class _Sums:
                         f"layer {layer} has run, but {analysis.name} has not received everything it needs "
                         f"({', '.join(sorted(missing))}), so there is nothing to report"
                     )
-        _refuse_nan(self.one, self.finite)  # the one place of a batch where a GPU is waited for
+        _refuse_nan(self.one, self.finite)  # the only place in a batch that waits for the GPU
         return self.values
 
 
 class _Rows:
-    """Takes blocks of attention rows, layer by layer."""
+    """Receives blocks of attention rows, layer by layer."""
 
     def __init__(self, one: _Pass, sums: _Sums) -> None:
         self.one, self.sums = one, sums
@@ -234,7 +235,7 @@ class _Rows:
         self.paired: dict[int, PairedLayer] = {}
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
-        """A block of a layer, or the whole of it."""
+        """Receive a block of a layer, or a whole layer."""
         if isinstance(rows, Fused):
             self._see_whole(layer, rows)
         else:
@@ -267,7 +268,7 @@ class _Rows:
 
 @contextmanager
 def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
-    """Hooks that hold what passes them, of one block, until the last that an analysis asked for has fired."""
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has fired."""
     found = sums.looking_at("hooks")
     named = one.model.hook_dict if found else {}
     with ExitStack() as stack:
@@ -300,7 +301,7 @@ def _take(
     number, layer = where
     analysis = cast(CaptureAnalysis, sums.analyses[number])
     shape = one.placed.tokens.shape
-    flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on all tokens in a row
+    flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
     held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
     if len(held) < len(analysis.captures):
         return
@@ -315,7 +316,7 @@ def _take(
 
 
 class _Mlps:
-    """Takes the activations of MLPs, layer by layer."""
+    """Receives the activations of the MLPs, layer by layer."""
 
     def __init__(self, one: _Pass, sums: _Sums) -> None:
         self.one, self.sums, self.taken = one, sums, sums.looking_at("mlps")
@@ -323,11 +324,11 @@ class _Mlps:
         self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in layers}
 
     def looking(self) -> AbstractContextManager[None]:
-        """Sees every MLP for the length of a ``with``."""
+        """Watch every MLP inside a ``with`` block."""
         return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
 
     def see(self, layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
-        """All activations of a layer."""
+        """Receive all activations of a layer."""
         shape = (*self.one.placed.tokens.shape, pre.shape[-1])
         if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
             raise ModelError(
@@ -347,7 +348,7 @@ class _Mlps:
 
 
 def _on_the_way_to_cpu(value: Tensor) -> Tensor:
-    """There when the work queued before it is done, which is not waited for yet; copies from a GPU are pinned."""
+    """Copy to the CPU without waiting; valid once the GPU has done the work queued so far. GPU copies are pinned."""
     return value.to("cpu", non_blocking=value.is_cuda)
 
 

@@ -44,21 +44,22 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
 
 
 def has_null(name: str, quantity: Quantity) -> bool:
-    """Whether the engine makes a null of this quantity; not of one that is a null itself, written by hand."""
+    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a null."""
     return not quantity.no_null and not name.endswith((UNIFORM, BLIND))
 
 
 @dataclass
 class Nulls:
-    """The nulls of one batch, made once for all layers whose queries see alike.
+    """The nulls of one batch, computed once for all layers whose queries see the same keys.
 
-    Uniform attention is that of queries which are zero: every key that a query sees, and a learned sink, has a score
-    of 0. Where the model adds something to its scores that is not of the content, the same with that: ``_blind``.
+    Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score of
+    0. If the model adds something to its scores that does not depend on content, a second null (``_blind``) includes
+    it.
 
     Args:
-        analyses: What is measured.
+        analyses: The analyses.
         batch: The batch, on the device of the model.
-        pairs: Each sequence beside its baseline, where an analysis needs it.
+        pairs: Each sequence with its baseline, if an analysis needs it.
         blind: What the model adds to its scores.
     """
 
@@ -82,7 +83,7 @@ class Nulls:
         return found | self._values(BLIND, layer, window)[number] if self.blind.differ(layer) else found
 
     def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
-        """The values of every analysis, by what decides them."""
+        """The values of every analysis, cached by what determines them."""
         key = (kind, window, self.batch.masked_in(layer), self.blind.key(layer) if kind == BLIND else None)
         if key not in self._made:
             self._made[key] = self._measured(kind, layer, window)
@@ -112,13 +113,13 @@ class Nulls:
 
 @dataclass
 class _Pass:
-    """One analysis on its way over the rows of a blind head."""
+    """One analysis, running over the rows of a content-blind head."""
 
     analysis: Analysis
     sums: Sums
 
     def add(self, block: AttentionRows, rows: Rows, paired: PairedLayer | None) -> None:
-        """Reduce a block of rows as any other."""
+        """Reduce a block of rows like any other."""
         try:
             if isinstance(self.analysis, RowAnalysis):
                 self.analysis.add(self.sums, block)
@@ -128,7 +129,7 @@ class _Pass:
             raise self._no_null(error) from error
 
     def values(self, kind: str, batch: Batch, window: int | None) -> Values:
-        """The nulls, named after their quantities; without heads where all are alike."""
+        """The nulls, named after their quantities; without a head dimension if all heads are equal."""
         try:
             values = self.analysis.values(self.sums, batch, window)
         except Exception as error:

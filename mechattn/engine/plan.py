@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mechattn.functional.rows import BLOCK
 from mechattn.results.size import memory_bytes
 
-# Scores, masked scores, pattern and the working copies of a reduction live at the same time, in float32.
+# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same time, in float32.
 _SQUARES = 6
 _LARGEST_BATCH = 64
 _FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
@@ -16,12 +16,12 @@ _FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row of a batch takes, in bytes, as a function of its length alone: so that a plan can be repeated.
+    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is reproducible.
 
     Args:
-        heads: Attention heads a layer.
-        width: Numbers that live at the same time at each position: residual stream, MLP, projections.
-        square: Whether a layer's whole pattern is held (hooks), or blocks of rows (streaming).
+        heads: Attention heads per layer.
+        width: Numbers in memory at the same time for each position: residual stream, MLP, projections.
+        square: Whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming).
     """
 
     heads: int
@@ -38,8 +38,8 @@ def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] 
     """Group prompts of similar length so that one layer of a batch fits the budget.
 
     Args:
-        lengths: For each prompt the length of its sequence in every condition; these stay in one batch.
-        cost: What a row takes.
+        lengths: For each prompt, the length of its sequence in every condition; all of these stay in one batch.
+        cost: The memory that a row takes.
         memory: The budget.
         sides: For each prompt its side of the model's boundary, which no batch crosses; none without a boundary.
 

@@ -92,12 +92,12 @@ def record_affine(
 
 
 def _check_values(model: HookedModel) -> None:
-    """λ and Σσ are of pattern · v, and are applied to z: the two have to be the same."""
+    """Check that z equals pattern · v, since λ and Σσ are computed from the latter and applied to the former."""
     about = facts_of(model)
     why = None if about is None or about.report is None else about.report.limited.get("values")
     if why:
         raise ModelError(
-            f"{model.cfg.model_name}: {why}; λ and Σσ are of pattern · v, so they cannot be applied to z in this model"
+            f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
         )
 
 
@@ -190,7 +190,7 @@ def record_keys_values(
 
 
 class _KeysValues:
-    """An analysis that keeps keys and values as they are projected."""
+    """An analysis that keeps keys and values right after their projection."""
 
     name = "keys_values"
     options: Mapping[str, Any] = {}

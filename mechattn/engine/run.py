@@ -141,7 +141,7 @@ class Plan:
         return made
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
-        """With what the analyses learn from the model before a run; ``prompts`` are all of the whole run."""
+        """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         warn_of_likeness(prompts)
         found = [
             a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
@@ -209,7 +209,7 @@ def make_plan(
     engine: Engine = "auto",
     paths: bool = False,
 ) -> Plan:
-    """The arguments of ``run`` but the prompts, checked.
+    """The arguments of ``run`` except the prompts, checked.
 
     Raises:
         MechattnError: One of them cannot be used.
@@ -226,10 +226,10 @@ def make_plan(
 
 
 def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
-    """Measure some prompts together; where the memory doesn't hold them, each half of them, and so on.
+    """Measure some prompts together; if they don't fit in memory, each half of them, and so on.
 
     Returns:
-        What was measured, and how many prompts were in each batch that didn't fit.
+        The measurements, and the number of prompts in each batch that didn't fit.
 
     Raises:
         ModelError: A single prompt with its conditions doesn't fit.
@@ -244,7 +244,7 @@ def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tupl
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        # Outside of the except, where the error no longer holds the tensors of the pass.
+        # Outside the except block, where the error no longer keeps the tensors of the pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(some) == 1:
@@ -277,7 +277,7 @@ def _progress(batches: list[list[int]], show: bool) -> Iterable[list[int]]:
 
 
 def _checked_places(places: Seq[int] | None, prompts: int) -> Seq[int]:
-    """The places of the prompts in a larger set; in this one by default."""
+    """The indices of the prompts in a larger set; by default in this set."""
     if places is None:
         return range(prompts)
     if len(places) != prompts or list(places) != sorted({int(place) for place in places}) or min(places) < 0:

@@ -57,14 +57,14 @@ def measure(
 
             - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k.
             - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in their order.
-            - "entropy" [batch head query], in nats, and so on with the shape of these: "self_mass", "first_mass",
+            - "entropy" [batch head query], in nats. With the same shape: "self_mass", "first_mass",
               "previous_mass"; "largest" probability, its position "target", and its lead "concentration" over the
               second largest; mean "distance" in positions; "half_mass_keys", the fewest keys that hold half.
             - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel that ran.
 
     Returns:
         The statistics by name; NaN at padding, where a query has no token before it ("previous_mass"), and at keys that
-        no counted query sees. The same of uniform attention, the null, is ``measure(torch.zeros_like(q), k, …)``.
+        no counted query sees. For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
         OptionError: A shape, a statistic or an option is not allowed.
@@ -125,7 +125,7 @@ def _attention(
     alibi: Float[Tensor, " head"] | None,
     sinks: Float[Tensor, " head"] | None,
 ) -> Attention:
-    """What :func:`measure` is given, as blocks of rows are computed from it; one zero a key in place of no values."""
+    """The arguments of :func:`measure` in the form that the row kernel takes; without values, one zero per key."""
     length, width = q.shape[2:]
     places = torch.arange(length, device=q.device, dtype=_wide(q))
     return Attention(

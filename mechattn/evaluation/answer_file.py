@@ -27,7 +27,7 @@ class Kept:
     Args:
         answers: By prompt, condition and sample.
         path: The file.
-        about: Where they come from, as the file says.
+        about: Where the answers come from, as recorded in the file.
     """
 
     answers: dict[Key, GradedAnswer]
@@ -35,13 +35,13 @@ class Kept:
     about: dict[str, Any]
 
     def note(self, name: str, value: Any) -> None:
-        """Say one thing more of where the answers come from."""
+        """Record one more fact about where the answers come from."""
         self.about[name] = value
         if self.path is not None:
             Evaluation(tuple(self.answers.values()), self.about).save(self.path)
 
     def add(self, fresh: Seq[GradedAnswer]) -> None:
-        """Keep some more.
+        """Add answers.
 
         Raises:
             OutputError: The disk is full; earlier answers are kept.
@@ -104,10 +104,10 @@ def load_evaluation(path: str | Path) -> Evaluation:
 
 
 def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
-    """The answers that the file holds already; a new file gets its first line.
+    """The answers already in the file; a new file gets its first line.
 
     Raises:
-        OptionError: The file is of another run.
+        OptionError: The file belongs to another run.
     """
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)

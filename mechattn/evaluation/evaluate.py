@@ -84,7 +84,8 @@ def evaluate(
         served_model: The name of the model there; by default the only one that it lists.
         server_key: The name of the environment variable with the server's key.
         server_timeout: Seconds that an answer from the server may take before it is requested again.
-        verify_server: Refuse a server whose answers are not the model's; with False the figures are only recorded.
+        verify_server: Refuse a server whose answers differ from the model's; with False, the comparison is only
+            recorded.
 
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.
@@ -145,7 +146,7 @@ def _generated(
 
 
 def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list[Todo]]:
-    """What is to be answered, similar lengths together, and never prompts on both sides of a model's boundary."""
+    """The requests in batches of similar length, none with prompts on both sides of a model's boundary."""
     parts: dict[str, list[Todo]] = {}
     for item in sorted(todo, key=lambda item: len(item[2].sequence)):
         parts.setdefault(sides.get(item[0].id, ""), []).append(item)
@@ -211,7 +212,7 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
 def _checked_sides(
     model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
 ) -> dict[str, str]:
-    """On which side of a model's boundary each prompt is; all that is refused before a token is generated."""
+    """The side of the model's boundary on which each prompt lies; checks all prompts before a token is generated."""
     for made in sequences:
         first = made[BASELINE]
         if first.inserted.any() or first.edge_mask or first.interventions:
@@ -269,7 +270,7 @@ def _about_weights(model: HookedModel) -> dict[str, Any]:
 
 
 def _about_server(server: Server, sequences: Seq[Mapping[str, Sequence]]) -> dict[str, Any]:
-    """Where, and a digest of all tokens that are sent: the same names and another tokenizer are another run."""
+    """The server, and a digest of all tokens that are sent: with another tokenizer it is another run."""
     name = None if server.model is None else provenance.name_of(server.model)
     return {"server": server.address, "served_model": name, "sent": provenance.digest(tokens_of(sequences))}
 

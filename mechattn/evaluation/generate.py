@@ -45,7 +45,7 @@ class Answer:
     Args:
         tokens: The generated tokens without the end token.
         finished: Whether the model ended it before the limit.
-        logprob: Mean log-probability of its tokens, the end token among them, at temperature 1; in nats.
+        logprob: Mean log-probability of its tokens, including the end token, at temperature 1; in nats.
     """
 
     tokens: tuple[int, ...]
@@ -57,7 +57,7 @@ def native_of(model: HookedModel) -> Any:
     """The model without hooks.
 
     Raises:
-        ModelError: There is none, or it has no key-value cache.
+        ModelError: There is no such model, or it has no key-value cache.
     """
     facts = facts_of(model)
     if facts is None or facts.native is None:
@@ -76,15 +76,15 @@ def answers(
 ) -> list[Answer]:
     """Generate one answer for each sequence, all in one batch, padded on the left.
 
-    A sampled token depends on seed, prompt, sample and position: not on the batch but for rounding.
+    A sampled token depends on seed, prompt, sample and position; on the batch only through rounding.
 
     Args:
         model: A model of transformers.
-        asked: What is wanted.
+        asked: The requested answers.
         new_tokens: The largest number of tokens per answer.
         end: Tokens that end an answer.
         temperature: 0 takes the likeliest token.
-        seed: Of the sampling.
+        seed: The seed of the sampling.
     """
     from transformers import DynamicCache
 
@@ -136,14 +136,14 @@ def _chosen(
 
 
 def until_end(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
-    """An answer of the tokens before the first that ends it."""
+    """The answer up to the first end token."""
     at = next((i for i, token in enumerate(row) if token in end), None)
     through = len(row) if at is None else at + 1
     return Answer(tuple(row[:at]), at is not None, float(logprobs[:through].mean()))
 
 
 class _Padded:
-    """Sequences padded on the left, with what the model is told of them at each step."""
+    """Sequences padded on the left, with the model's inputs at each step."""
 
     def __init__(self, asked: Seq[Request], device: torch.device) -> None:
         self.asked, self.device = asked, device
@@ -164,12 +164,12 @@ class _Padded:
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
         self._segments: Int[Tensor, "batch pos"] = padded([s.segment for s in sequences], PADDING)
         self.cut = self._cut(padded) if any(s.edge_mask for s in sequences) else None
-        # Ids that jump need a mask: without one transformers takes them for several sequences.
+        # Position ids with gaps need a mask: without one, transformers treats them as several packed sequences.
         self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
         self.step = 0
 
     def _cut(self, padded: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Blind queries, the keys that they don't see, and whether what is generated is blind too."""
+        """Blind queries, the keys that they don't see, and whether generated tokens are blind too."""
         sequences = [a.sequence for a in self.asked]
         no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
         pairs = [
@@ -180,11 +180,11 @@ class _Padded:
         return padded([q for q, _ in pairs], 0), padded([k for _, k in pairs], 0), later
 
     def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
-        """Of what is read at this step."""
+        """The position ids of the tokens read at this step."""
         return self._ids if step == 0 else self._ids[:, -1:] + step
 
     def mask(self, step: int) -> Tensor | None:
-        """Which keys there are, None for all; with cut edges, which query sees which key."""
+        """Which keys are tokens, None if all are; with cut edges, which query sees which key."""
         self.step = step
         if self.plain:
             return None
@@ -201,16 +201,16 @@ class _Padded:
         return (seen | (positions[:, None] == positions))[:, None]
 
     def positions(self) -> Int[Tensor, "batch pos"]:
-        """The index of each token that is read in the baseline sequence, for interventions."""
+        """For each token read at this step, its index in the baseline sequence, for interventions."""
         return self._origin if self.step == 0 else self._origin.amax(1, keepdim=True) + self.step
 
     def segments(self) -> Int[Tensor, "batch pos"]:
-        """The segment of each token that is read; what is generated is of none."""
+        """The segment of each token read at this step; generated tokens have none."""
         return self._segments if self.step == 0 else torch.full_like(self._segments[:, :1], PADDING)
 
     @contextmanager
     def acting(self, model: Any) -> Iterator[None]:
-        """The interventions of the sequences, in their order, each on its rows."""
+        """The interventions of the sequences, in order, each acting on its rows."""
         found: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int]]] = {}
         for row, asked in enumerate(self.asked):
             several = asked.sequence.interventions
@@ -228,7 +228,7 @@ class _Padded:
 
 
 def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
-    """Edges that are cut in some layers only, or in a model that takes no mask of edges, cannot be generated with."""
+    """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
     if sequence.edge_mask is None:
         return
     if sequence.edge_mask.layers is not None:

@@ -9,12 +9,12 @@ from typing import Any
 
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object a line."""
+    """One JSON object per line."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def replaceable(path: Path) -> bool:
-    """Whether there is nothing, or nothing but an evaluation, by its first line."""
+    """Whether the path is free, or holds an evaluation, judged by its first line."""
     if not path.exists():
         return True
     try:

@@ -12,14 +12,14 @@ from mechattn.stats.units import Unit, Units, check_unit
 if TYPE_CHECKING:
     from mechattn.evaluation.evaluation import Evaluation
 
-_NEGLIGIBLE = 1.1  # of a variance: 1.05 of an interval's width
+_NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in an interval's width
 
 
 def units_of(evaluation: Evaluation, unit: Unit) -> Units:
     """The problems, or their groups, in the order of ``Evaluation.right``.
 
-    Where so few share a group that it could widen an interval by 5 % at most, they stay problems: the score interval
-    and McNemar's test are worth more for shares near 0 and 1 than a t interval is.
+    If so few share a group that it could widen an interval by 5 % at most, problems are the units: near 0 and 1, the
+    score interval and McNemar's test are better than a t interval.
 
     Raises:
         OptionError: No such unit, or too few groups.

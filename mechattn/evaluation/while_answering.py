@@ -27,7 +27,7 @@ from mechattn.stats.units import Units
 if TYPE_CHECKING:
     import pandas as pd
 
-_CALIPER = 0.15  # of the longer answer's tokens, 2 at least
+_CALIPER = 0.15  # of the longer answer's tokens, but at least 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class WhileAnswering:
 
         Args:
             to: The segment of the keys.
-            level: Of the intervals.
+            level: The level of the intervals.
 
         Raises:
             OptionError: There is no such segment.
@@ -129,7 +129,7 @@ class WhileAnswering:
         return flow[..., SEGMENTS.index(to)]
 
     def _matched(self, name: str, flow: np.ndarray, null: np.ndarray, level: float) -> dict[str, np.ndarray]:
-        """Right less wrong, of pairs of about the same length [cell]."""
+        """Right minus wrong, over pairs of about the same length [cell]."""
         there = ~np.isnan(flow).any(1)
         right = self.right[name]
         pairs = matched_pairs(self.tokens[name], right & there, ~right & there, self.units.of)
@@ -155,12 +155,12 @@ class WhileAnswering:
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many as can be, as alike as can be.
+    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar as possible.
 
     Args:
         tokens: The length of each answer.
-        right: Which may be the first of a pair.
-        wrong: Which may be the second.
+        right: Whether each may be the first of a pair.
+        wrong: Whether each may be the second.
         groups: The group of each, if both answers of a pair must be from one group.
     """
     first, second = np.flatnonzero(right), np.flatnonzero(wrong)
@@ -170,7 +170,7 @@ def matched_pairs(
     allowed = apart <= np.maximum(_CALIPER * np.maximum(tokens[first][:, None], tokens[second]), 2)
     if groups is not None:
         allowed &= groups[first][:, None] == groups[second]
-    forbidden = 1.0 + apart.max() * min(apart.shape)  # dearer than all allowed pairs together
+    forbidden = 1.0 + apart.max() * min(apart.shape)  # costlier than all allowed pairs together
     rows, columns = linear_sum_assignment(np.where(allowed, apart, forbidden))
     kept = allowed[rows, columns]
     return np.stack([first[rows[kept]], second[columns[kept]]], 1)
@@ -250,7 +250,7 @@ def _measured(
     for variable in (data.flow, data.flow_uniform.broadcast_like(data.flow)):
         values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)
         every = np.full((len(prompts), *values.shape[1:]), np.nan)
-        absent = np.isnan(values).all((0, 1, 2))  # in every prompt; one that a single prompt lacks gets nothing there
+        absent = np.isnan(values).all((0, 1, 2))  # in every prompt; a segment that one prompt lacks receives 0 there
         every[index] = np.where(absent, np.nan, np.nan_to_num(values))
         found.append(every)
     return found[0], found[1], right, tokens, tuple(int(layer) for layer in data.layer.values)

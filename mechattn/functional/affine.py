@@ -66,7 +66,7 @@ def split(
     """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
-    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # a small rest of 1 has lost its digits
+    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # 1 minus a sum near 1 has lost its digits
     return Split(
         output=mix(pattern, v),
         before=mix(baseline, v_baseline),

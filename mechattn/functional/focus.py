@@ -10,7 +10,7 @@ from torch import Tensor
 from mechattn.functional.rows import mix
 
 _CHUNK = 64  # keys
-_PIECE = 2**18  # elements; the logarithms of more do not stay in the cache of a CPU: four times as slow
+_PIECE = 2**18  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
 
 
 def top_two(
@@ -32,7 +32,7 @@ def top_two(
 def _largest(
     pattern: Float[Tensor, "*batch query key"],
 ) -> tuple[Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
-    """The maximum and its index. A maximum without its index is vectorised, ten times as fast: so by chunks first."""
+    """The maximum and its index. A maximum without an index is vectorised, ten times as fast: so use chunks first."""
     chunks = pattern.shape[-1] // _CHUNK
     if chunks < 2:
         return pattern.max(-1)
@@ -72,14 +72,14 @@ def mean_distance(
 def previous_token(
     pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query"]:
-    """``A[q, q − 1]`` of each query; 0 for the first, which has none, and where the key is not among these keys."""
+    """``A[q, q − 1]`` of each query; 0 for the first, which has none, and if the key is not in this block."""
     return looking_back(pattern, 1, first_query, first_key)[0]
 
 
 def looking_back(
     pattern: Float[Tensor, "batch head query key"], back: int, first_query: int = 0, first_key: int = 0
 ) -> tuple[Float[Tensor, "batch head query"], slice]:
-    """``A[q, q − back]`` of each query, 0 where that key is not among these; and the keys that are, in their order."""
+    """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back
     found = pattern.diagonal(offset, -2, -1)
     missing = min(pattern.shape[-2], max(0, -offset))

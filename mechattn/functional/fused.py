@@ -11,21 +11,21 @@ from torch import Tensor
 from mechattn.functional.grouped import for_each_head
 from mechattn.functional.rows import Attention
 
-_MULTIPLE = 8  # what kernels want the last axis to be a multiple of
+_MULTIPLE = 8  # kernels need a last axis that is a multiple of this
 _HALF = (torch.float16, torch.bfloat16)
-_NOTHING = -200.0  # the logarithm of a weight that is 0: float16 holds it divided by any scale that is used
+_NOTHING = -200.0  # stands for log 0; small enough for float16 even after division by the scale
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A layer's attention as a kernel computed it, and the sums over queries that can be had beside it.
+    """A layer's attention from a fused kernel, and the sums over queries that can be computed from it.
 
     Args:
         out: ``Σ_k A[q, k] v[k]``.
-        lse: ``log Σ_k exp(score[q, k])``, a learned sink among the keys; float32 at least.
+        lse: ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least.
         own: ``A[q, q]``.
-        q: Queries, with one more coordinate where there is ALiBi.
-        k: Keys, by query head, likewise.
+        q: Queries, with one more coordinate if there is ALiBi.
+        k: Keys for each query head, likewise.
         scale: The factor of the scores.
     """
 
@@ -39,13 +39,13 @@ class Fused:
     def column_sums(self, weights: Float[Tensor, "batch pos group"]) -> Float[Tensor, "batch head pos group"]:
         """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.
 
-        ``A[q, k] = exp(scale · q·k − lse[q])``, so with time reversed, keys ``[k, 1]`` in the place of queries and
-        queries ``[q, −lse / scale]`` in that of keys, a causal call has ``log Σ_{q ≥ k} A[q, k]`` as the log-sum-exp of
-        key k; with values w its output is the mean of w under these weights, for many groups in one call. In half
-        precision that mean would keep 8 or 11 bits, so there each group is a call, ``log w`` added to its queries.
+        ``A[q, k] = exp(scale · q·k − lse[q])``, so in a causal call with time reversed, keys ``[k, 1]`` as queries and
+        queries ``[q, −lse / scale]`` as keys, the log-sum-exp of key k is ``log Σ_{q ≥ k} A[q, k]``. With values w, the
+        output is the mean of w under these weights, for many groups in one call. In half precision that mean would keep
+        only 8 or 11 bits, so each group gets its own call, with ``log w`` added to its queries.
 
         Args:
-            weights: Of each query in each group, 0 or more; 1 where it counts, mostly.
+            weights: The weight of each query in each group, 0 or more; usually 1 if it counts.
         """
         back = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
         if self.q.dtype in _HALF:
@@ -57,7 +57,7 @@ class Fused:
     def _reversed_call(
         self, log_weight: Float[Tensor, "batch head pos"] | None, values: Float[Tensor, "batch head pos group"]
     ) -> tuple[Float[Tensor, "batch head pos group"], Float[Tensor, "batch head pos"]]:
-        """All arguments and results with time reversed."""
+        """The causal call with time reversed; arguments and results are in the usual order."""
         added = -self.lse.flip(2) if log_weight is None else log_weight - self.lse.flip(2)
         parts = _in_parts(added / self.scale, self.q.dtype)
         asked = torch.cat([self.q.flip(2), parts], -1)
@@ -78,10 +78,10 @@ def fused_attention(attention: Attention) -> Fused:
     """The output and the log-sum-exp of one causal call of the kernel for this device and dtype.
 
     Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its logarithms cannot be
-    had so; they are computed in rows (:func:`mechattn.functional.rows.attention_by_rows`).
+    computed this way; they are computed in rows (:func:`mechattn.functional.rows.attention_by_rows`).
 
     Args:
-        attention: For which :func:`why_not_fused` gives "".
+        attention: Attention for which :func:`why_not_fused` returns "".
 
     Source:
         "Received attention from two fused calls": the second call's weights are a softmax over queries.
@@ -100,7 +100,7 @@ def fused_attention(attention: Attention) -> Fused:
 
 
 def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
-    """Numbers as a sum that ``dtype`` holds: three parts in half precision, whose 8 or 11 bits alone would change A."""
+    """Numbers as a sum of parts in ``dtype``: three in half precision, since 8 or 11 bits alone would change A."""
     if dtype not in _HALF:
         return number.to(dtype)[..., None]
     parts, left = [], number.float()

@@ -16,7 +16,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 def token_keys(
     seed: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"], layer: int, purpose: str = ""
 ) -> Int[Tensor, "row pos"]:
-    """A key for each token of some rows: from a seed, the prompt of the row, the position, the layer and a purpose.
+    """A key for each token of some rows, from the seed, the row's prompt, the position, the layer and a purpose.
 
     Args:
         seed: The seed.

@@ -57,7 +57,7 @@ def _sums_over_seeing(
 def _sums_for_keys(
     weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, edge_mask: EdgeMask | None
 ) -> Float[Tensor, "batch key"]:
-    """The same where some queries are blind to some keys, which the other queries see, and they themselves."""
+    """The same if some queries are blind to some keys; other queries, and each token itself, still see these keys."""
     sums = _sums_over_seeing(weight, window, include_self)
     if edge_mask is None:
         return sums

@@ -15,10 +15,10 @@ from mechattn.errors import OptionError
 Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
 Scope = Literal["token", "tensor"]
 Control = Literal["random_direction", "random_channels", "shuffled_signs"]
-KAPPA = 1.4826  # makes the MAD of normal data their standard deviation
+KAPPA = 1.4826  # makes the MAD of normal data equal to their standard deviation
 _SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
 _LEAST_MAD = 1e-12
-_HIGH = 0.75  # above, the largest entries are found faster than all are sorted
+_HIGH = 0.75  # above this percentile, finding the largest entries is faster than sorting all
 
 
 def redistribute(
@@ -71,8 +71,8 @@ def redistribute(
     else:
         selected = _smallest(rows.abs(), sizes, _count(sizes, c, _SHARES[form]))
         above = _percentile(rows, p1).clamp(min=0)
-    # An entry moves to its own side of 0: up to the percentile, or down to the row's smallest entry. Where that side
-    # is empty, or the entry is exactly 0 and has no side, it stays, bit for bit: not rounded through float32.
+    # An entry moves on its own side of 0: up to the percentile, or down to the row's smallest entry. If there is no
+    # such bound, or the entry is exactly 0, it stays the same to the bit: not rounded through float32.
     bound = torch.where(rows > 0, above, rows.amin(-1, keepdim=True).clamp(max=0))
     moved = rows + drawn * bound if form == "paper" else drawn * bound
     moves = selected & (rows != 0) & (bound != 0)
@@ -80,7 +80,7 @@ def redistribute(
 
 
 def known_form(form: str, stacklevel: int = 3) -> Form:
-    """One of the forms; "released" is what "released_llama" was called, before there was another released one.
+    """Check the form; "released" was the name of "released_llama" before there was another released one.
 
     Raises:
         OptionError: There is no such form.
@@ -101,16 +101,16 @@ def known_form(form: str, stacklevel: int = 3) -> Form:
 def as_control(
     change: Float[Tensor, "*token channel"], uniform: Float[Tensor, "*token channel"], control: Control
 ) -> Float[Tensor, "*token channel"]:
-    """A change that is as large as the given one in each token, and otherwise arbitrary.
+    """A change of the same size as the given one at each token, but otherwise arbitrary.
 
     - "random_direction": a random direction, of the same norm.
     - "random_channels": the same numbers, in channels drawn at random.
     - "shuffled_signs": the same sizes in the same channels, with signs drawn at random.
 
     Args:
-        change: What an intervention adds.
+        change: The change that an intervention makes.
         uniform: Random numbers in [0, 1), independent of those that made the change.
-        control: Which one.
+        control: The kind of control.
     """
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)
@@ -121,7 +121,7 @@ def as_control(
 
 
 def _count(sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
-    """How many entries of each row are moved, from the sorted sizes of the entries."""
+    """The number of entries to move in each row, from the sorted absolute values."""
     n = sizes.shape[-1]
     middle = (n - 1) // 2
     median = sizes[:, middle : middle + 1]
@@ -133,7 +133,7 @@ def _count(sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, flo
 def _smallest(
     size: Float[Tensor, "row entry"], sizes: Float[Tensor, "row entry"], count: Int[Tensor, " row"]
 ) -> Bool[Tensor, "row entry"]:
-    """The ``count`` smallest entries of each row, among equal ones the first: by a threshold, with one sort."""
+    """The ``count`` smallest entries of each row, the first among equals; found by a threshold, with one sort."""
     threshold = sizes.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
     below, equal = size < threshold, size == threshold
     room = (count - below.sum(-1)).clamp(min=0).unsqueeze(-1)
@@ -141,7 +141,7 @@ def _smallest(
 
 
 def _percentile(x: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
-    """Of each row; ``torch.quantile`` takes 2²⁴ entries at most, and no bfloat16. A high one needs no whole sort."""
+    """The percentile of each row; ``torch.quantile`` takes at most 2²⁴ entries and no bfloat16. Avoids a full sort."""
     position = percent / 100 * (x.shape[-1] - 1)
     low = int(position)
     high = min(low + 1, x.shape[-1] - 1)

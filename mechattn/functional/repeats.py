@@ -40,14 +40,14 @@ def repeated_mass(
 def masked_mass(
     pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
 ) -> Float[Tensor, "batch head query"]:
-    """What each query gives to some keys, all keys looked at: on a GPU, which waits for nothing so."""
+    """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
     return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
 
 
 def looked_up_mass(
     pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
 ) -> Float[Tensor, "batch head query"]:
-    """The same, only these keys looked up: on a CPU, where they are few in a text."""
+    """The same, by looking up only these keys: for a CPU, as there are few of them in a text."""
     row, query, key = there.nonzero(as_tuple=True)
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
     mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)

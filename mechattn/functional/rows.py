@@ -14,20 +14,20 @@ from torch import Tensor
 
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 _APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
-_MASKED = -1e30  # finite: added to a score it cannot make NaN
+_MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
 @dataclass(frozen=True)
 class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
 
-    Of one sequence [pos], or of a batch [batch pos].
+    For one sequence [pos] or a batch [batch pos].
 
     Args:
         queries: The queries that are blind to the keys.
         keys: The keys.
-        layers: Of one sequence: the layers in which that is so; None for all.
-        later: Of one sequence: whether tokens that are generated after it are such queries too.
+        layers: For one sequence: the layers where these edges are cut; None for all.
+        later: For one sequence: whether tokens generated after it are blind too.
     """
 
     queries: Bool[Tensor, "*batch pos"]
@@ -36,7 +36,7 @@ class EdgeMask:
     later: bool = True
 
     def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
-        """Which of the keys at these positions each of the queries doesn't see."""
+        """The keys at these positions that each of the queries doesn't see."""
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
         edge_mask = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
         return edge_mask & (queries.unsqueeze(2) != positions)
@@ -48,7 +48,7 @@ class EdgeMask:
 
 @runtime_checkable
 class AnyRows(Protocol):
-    """One layer's attention, of which single rows can be had: computed, or looked up in a pattern."""
+    """One layer's attention, from which single rows can be requested: computed, or looked up in a pattern."""
 
     @property
     def v(self) -> Float[Tensor, "batch kv_head pos d_value"]:
@@ -60,13 +60,13 @@ class AnyRows(Protocol):
         ...
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first keys, which hold all that they see."""
+        """Probabilities of any queries of each sequence over the first keys, which include all keys that they see."""
         ...
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What causal attention is computed from. ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``.
+    """The inputs of causal attention. ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``.
 
     ``cap(s) = softcap · tanh(s / softcap)``. Sequences that are padded on the right need no mask: no token sees what
     comes after it.
@@ -75,9 +75,9 @@ class Attention:
         q: Queries, after RoPE.
         k: Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``.
         v: Values.
-        scale: The factor of the scores, 1 / √d_head mostly.
+        scale: The factor of the scores, usually 1 / √d_head.
         bias: Added to the scores of each key (ALiBi), already scaled.
-        window: How many keys a query sees, its own included; None for all.
+        window: The number of keys that a query sees, including its own; None for all.
         softcap: The bound of soft-capped scores.
         edge_mask: Edges that are cut.
         sinks: The score of each head's learned sink, which keeps its share of every row to itself.
@@ -106,7 +106,7 @@ class Attention:
         return replace(self, q=q, k=k, v=v, bias=bias, edge_mask=edge_mask)
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first ``keys`` keys, which hold all that they see."""
+        """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
         heads, width = self.q.shape[1], self.q.shape[3]
         asked = self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(self.wide) * self.scale
         together = "batch (kv_head group) query d -> batch kv_head (group query) d"
@@ -130,7 +130,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class PatternRows:
-    """A whole pattern that a hook has shown, and its values: rows are looked up."""
+    """A whole pattern from a hook, and its values; rows are looked up."""
 
     pattern: Float[Tensor, "batch head pos pos"]
     v: Float[Tensor, "batch kv_head pos d_value"]
@@ -147,13 +147,13 @@ class PatternRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of query rows of one layer's attention. The pattern's memory is used again for the next block.
+    """A block of query rows of one layer's attention. The pattern's memory is reused for the next block.
 
     Args:
         pattern: Attention probabilities, float32 or better; 0 for unseen keys.
         queries: The positions of these rows.
-        keys: The positions of the keys; the others are seen by none of these rows.
-        attention: Where other rows, and the values, can be had; None where they were not asked for.
+        keys: The positions of the keys; none of these rows sees the others.
+        attention: The source of other rows and of the values; None if not requested.
     """
 
     pattern: Float[Tensor, "batch head query key"]
@@ -177,11 +177,11 @@ def attention_by_rows(
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
 
     Args:
-        attention: What it is computed from.
+        attention: The inputs.
         see: Called with each block.
         block: Rows in a block.
     """
-    # The inner loop of every run: plain torch, as one buffer has three shapes at a time and no copy may be made of it.
+    # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be copied.
     q, k, v, wide, window = attention.q, attention.k, attention.v, attention.wide, attention.window
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
@@ -189,7 +189,7 @@ def attention_by_rows(
     queries = q.reshape(n, groups, length, width)
     keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
     values = v.reshape(n, length, -1).to(wide)
-    out = q.new_empty(batch, length, heads, values.shape[-1])  # as the model wants it: no copy afterwards
+    out = q.new_empty(batch, length, heads, values.shape[-1])  # in the layout that the model needs, to avoid a copy
     longest = min(length, window + block) if window else length
     buffer = keys.new_empty(n * groups * min(block, length) * longest)
     future = _future(block, wide, q.device)
@@ -198,20 +198,22 @@ def attention_by_rows(
         rows = end - start
         first = max(0, start - window + 1) if window else 0
         count = end - first
-        # The heads of a group are more rows of one product, so that their shared keys are read once and never repeated.
+        # The heads of a group are stacked as rows of one product, so their shared keys are read once and not repeated.
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
         asked = queries[:, :, start:end].to(wide) * attention.scale
         torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
         _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
         by_head = s.view(n, groups, rows, count)
-        by_head[..., start - first :] += future[:rows, :rows]  # all other keys lie before the block: no mask is made
+        by_head[..., start - first :] += future[
+            :rows, :rows
+        ]  # all other keys are before the block, so no mask is needed
         if window and end > window:
             _mask_before_window(by_head, start, first, window)
         if attention.edge_mask is not None:
             positions = torch.arange(start, end, device=q.device).expand(batch, -1)
             unseen = attention.edge_mask.unseen(positions, slice(first, end))
             s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
-        # Before the softmax, which is written over the scores; a sink takes its share of a row and mixes no value.
+        # Before the softmax, which overwrites the scores; a sink takes its share of a row but has no value.
         left = None if attention.sinks is None else _left_by_sinks(s.view(batch, heads, rows, count), attention.sinks)
         torch.softmax(s, -1, out=s)
         if left is not None:
@@ -224,12 +226,12 @@ def attention_by_rows(
 
 @lru_cache(maxsize=8)
 def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
-    """What is added to the scores of a block's own keys, so that no row sees those after it."""
+    """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
     return torch.full((block, block), _MASKED, dtype=dtype, device=device).triu(1)
 
 
 def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query key"], keys: slice) -> None:
-    """In place."""
+    """Cap the scores and add the bias, in place."""
     if attention.softcap is not None:
         scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
     if attention.bias is not None:
@@ -239,12 +241,12 @@ def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query 
 def _left_by_sinks(
     scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, " head"]
 ) -> Float[Tensor, "batch head query 1"]:
-    """What a learned sink leaves of each row: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
+    """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 
 
 def _mask_before_window(scores: Float[Tensor, "*batch query key"], start: int, first: int, window: int) -> None:
-    """Hide from each row the keys that lie ``window`` or more before it."""
+    """Hide from each row the keys ``window`` or more positions before it."""
     rows = scores.shape[-2]
     hidden = first + torch.arange(rows, device=scores.device) <= start - window + torch.arange(
         rows, device=scores.device

@@ -24,7 +24,7 @@ def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
 
 
 def mpt_slopes(heads: int, largest: float = 8.0) -> Float[Tensor, " head"]:
-    """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, the odd ones first."""
+    """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, with the odd ones first."""
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** -(torch.arange(1, power + 1, dtype=torch.float64) * largest / power)
     return (slopes if power == heads else torch.cat([slopes[1::2], slopes[::2]])[:heads]).float()
@@ -39,14 +39,14 @@ def score_parts(
 ) -> tuple[
     Float[Tensor, "batch head query key"], Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]
 ]:
-    """Content, bias, and the rest that depends only on the query; they add up to ``scale · q · k``.
+    """Content, bias, and the rest, which depends only on the query; they add up to ``scale · q · k``.
 
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the scale. The rest drops
     out of the softmax. The split is that of raw weights: folding a LayerNorm changes it.
 
     Args:
-        q: Queries with their bias.
-        k: Keys with theirs.
+        q: Queries, including their bias.
+        k: Keys, including theirs.
         b_q: The bias of the queries.
         b_k: The bias of the keys.
         scale: The model's factor of q·k.

@@ -19,9 +19,10 @@ def near_sums(
     first_query: int = 0,
     first_key: int = 0,
 ) -> Float[Tensor, "batch head key"]:
-    """What each key gets from the counted queries less than ``gap`` positions later, its own included.
+    """Attention that each key gets from the counted queries less than ``gap`` positions later, its own included.
 
-    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` less this is what comes from far.
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` minus this is the attention from further
+    away.
     """
     sums = pattern.new_zeros((*pattern.shape[:2], pattern.shape[3]))
     weight = counted[:, None].to(pattern.dtype)
@@ -35,7 +36,7 @@ def near_sums(
 def near_queries(
     real: Bool[Tensor, "batch pos"], gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch key"]:
-    """How many real queries less than ``gap`` positions later see each key, its own included."""
+    """The number of real queries less than ``gap`` positions later that see each key, its own included."""
     length = real.shape[1]
     near = torch.zeros(real.shape, device=real.device)
     for back in range(min(gap, length, window or length)):
@@ -60,7 +61,7 @@ def kurtosis_over_keys(
 ) -> Float[Tensor, "batch head"]:
     """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys stand out.
 
-    NaN where nothing varies.
+    NaN if all are equal.
     """
     weight = counted[:, None].double()
     n = weight.sum(-1)
@@ -75,7 +76,7 @@ def massive(
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their sequence.
 
     Returns:
-        "massive_count": how many; "massive_ratio": max |h| / median |h|; "massive_position": where the largest is.
+        "massive_count", their number; "massive_ratio", max |h| / median |h|; "massive_position", that of the largest.
 
     Source:
         Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def band_edges(bands: int) -> tuple[int, ...]:
-    """Where the distance bands begin, and the end of the last: 0, 1, 2, 4, 8, …."""
+    """The first distance of each band, and the end of the last: 0, 1, 2, 4, 8, …."""
     return (0, *(2**n for n in range(bands)))
 
 
@@ -23,7 +23,7 @@ def band_mass(
 
     Args:
         pattern: Probabilities.
-        bands: How many, the token itself being the first.
+        bands: The number of bands; the first is the token itself.
         first_query: The position of the first row.
         first_key: The position of the first key.
     """
@@ -38,7 +38,7 @@ def band_mass(
 def near_best(
     pattern: Float[Tensor, "*batch query key"], shares: Sequence[float]
 ) -> Float[Tensor, "*batch query share"]:
-    """How many keys get at least so much of what the best key gets: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
+    """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
 
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
 
@@ -51,5 +51,5 @@ def near_best(
 
 
 def _wide(pattern: Tensor) -> torch.dtype:
-    """Sums of many small numbers are taken in float32 at least."""
+    """Convert to float32 at least, for sums of many small numbers."""
     return torch.promote_types(pattern.dtype, torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def output_factor(w_o: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head rank d_head"]:
-    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers for d_model.
+    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers, not d_model.
 
     The Gram form ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small update.
     """
@@ -51,9 +51,9 @@ def orientation(
 def counts_in_bins(
     value: Float[Tensor, "batch part pos"], edges: Float[Tensor, " edge"], counted: Bool[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch part bin"]:
-    """How many counted tokens lie below the first edge, between any two, and at or above the last.
+    """The number of counted tokens below the first edge, between each two edges, and at or above the last.
 
-    Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts, so that those of several prompts can be added.
+    Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
     """
     at = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
     made = value.new_zeros((*value.shape[:-1], len(edges) + 1))
@@ -66,7 +66,7 @@ def counts_in_pairs_of_bins(
     edges: tuple[Float[Tensor, " edge"], Float[Tensor, " edge2"]],
     counted: Bool[Tensor, "batch pos"],
 ) -> Float[Tensor, "batch bin bin2"]:
-    """The same for two values at once, all parts together."""
+    """The same for two values at once, over all parts together."""
     at = (
         torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True),
         torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True),

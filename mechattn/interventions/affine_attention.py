@@ -133,7 +133,7 @@ class AffineAttention:
         return f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, digest={self._digest()})"
 
     def _digest(self) -> str:
-        """Of the numbers that are applied."""
+        """The digest of the numbers that are applied."""
         chosen = [torch.as_tensor(self.scale), *([] if self.shift is None else [self.shift])]
         maps = [m for layers in (self.recorded or {}).values() for m in layers.values()]
         return digest([part for m in maps for part in (m.scale, m.shift)] if maps else chosen)

@@ -18,7 +18,7 @@ from mechattn.functional.keyed import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 
-_ENTRIES = 2**22  # at a time: each takes 8 bytes for its random number
+_ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
 
 @dataclass(frozen=True)

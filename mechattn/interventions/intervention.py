@@ -82,7 +82,7 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
     inner = getattr(model, "original_model", None) or model
     forward = inner.forward
 
-    def noting(*given: Any, **named: Any) -> Any:  # in place of forward, which some callers call without the module
+    def noting(*given: Any, **named: Any) -> Any:  # replaces forward itself, because some callers call it directly
         positions[:] = [_positions(inner, given, named)]
         return forward(*given, **named)
 
@@ -99,12 +99,12 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
 
 
 def _positions(model: Any, given: tuple, named: dict[str, Any]) -> Int[Tensor, "row pos"]:
-    """The positions of the tokens of a forward pass, after those in its cache; padding on the left doesn't count."""
+    """The positions of the tokens of a forward pass, counted after its cache and without padding on the left."""
     tokens = next(
         (named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None), None
     )
     tokens = given[0] if tokens is None else tokens
-    if not isinstance(tokens, Tensor):  # a HookedTransformer reads text
+    if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
         tokens = model.to_tokens(tokens)
     if named.get("position_ids") is not None:
         return named["position_ids"].expand(len(tokens), -1)

@@ -45,7 +45,7 @@ class KeysValues:
         if len(self.of) < 2:
             raise OptionError("only one prompt was recorded, so there is no other prompt to take keys and values from")
         order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
-        donors = dict(zip(order, [*order[1:], order[0]], strict=True))  # a ring: nobody gets his own
+        donors = dict(zip(order, [*order[1:], order[0]], strict=True))  # a ring, so no prompt gets its own
         return replace(self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})")
 
     def donor(self, prompt: str) -> str:
@@ -98,7 +98,7 @@ class Transplant:
     @property
     def recorded(self) -> KeysValues:
         """The recorded keys and values."""
-        assert self.from_ is not None  # or __post_init__ had refused it
+        assert self.from_ is not None  # otherwise __post_init__ would have refused it
         return self.from_
 
     @property

@@ -70,6 +70,6 @@ class SelfTest:
 
 
 def compared(model: str, known: str, difference: float, tolerance: float, source: str) -> KnownAnswer:
-    """A known answer that is met where a difference is within a tolerance."""
+    """A known answer that passes if a difference is within a tolerance."""
     outcome: Outcome = "passed" if difference <= tolerance else "failed"
     return KnownAnswer(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", outcome, source)

@@ -16,16 +16,17 @@ HEADS = {
     (0, 3): "uniform",
     (1, 0): "induction",
 }
-_TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # where the residual stream holds what, one-hot
-_SHARP = 60.0  # the score of what is looked for, above all else
+_TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
+_SHARP = 60.0  # the score of a match, far above all others
 
 
 def handmade_model() -> Any:
     """A GPT-2 of two layers, attention only, in float32.
 
-    The residual stream holds the token and the position, one-hot. The previous-token head writes the token before,
-    one-hot too; the induction head looks for places whose token before is the token that it reads. As all streams have
-    the same mean and norm, each layer norm is set to undo itself. Heads that do nothing attend uniformly.
+    The residual stream holds the token and the position, one-hot. The previous-token head writes the previous token,
+    also one-hot; the induction head attends to positions whose previous token is the query's token. All residual
+    streams have the same mean and norm, so each layer norm is set to be the identity. Heads that do nothing attend
+    uniformly.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -52,7 +53,7 @@ def handmade_model() -> Any:
 
 
 def _undo(norm: torch.nn.LayerNorm, ones: int) -> None:
-    """A stream with this number of ones, and zeros elsewhere, comes out unchanged."""
+    """Set a layer norm so that a vector with this number of ones, and zeros elsewhere, is unchanged."""
     width = norm.weight.shape[0]
     mean = ones / width
     norm.weight.fill_((ones / width - mean**2 + norm.eps) ** 0.5)
@@ -66,7 +67,7 @@ def _matrix(attention: Any, which: str, head: int) -> torch.Tensor:
 
 
 def _look(attention: Any, head: int, query: int, key: int, size: int, sharp: float, at: int = 0) -> None:
-    """Scores are ``sharp`` where two one-hot vectors of the residual stream agree."""
+    """Set the scores to ``sharp`` where two one-hot vectors of the residual stream agree."""
     same = torch.eye(size)
     _matrix(attention, "q", head)[query : query + size, at : at + size] = sharp * D_HEAD**0.5 * same
     _matrix(attention, "k", head)[key : key + size, at : at + size] = same
@@ -82,7 +83,7 @@ def _previous_token(attention: Any, head: int) -> None:
 
 
 def _duplicate_token(attention: Any, head: int) -> None:
-    """The same token, but not the same position: the query itself loses twice what the token gives it."""
+    """Attend to the same token but not the same position: the query's own key loses twice what its token adds."""
     _look(attention, head, _TOKEN, _TOKEN, VOCABULARY, _SHARP)
     _look(attention, head, _POSITION, _POSITION, POSITIONS, -2 * _SHARP, at=VOCABULARY)
 

@@ -1,4 +1,4 @@
-"""Known heads: handwritten ones, and induction heads of models trained here to copy."""
+"""Known heads: handwritten ones, and induction heads in models trained here to copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mechattn.model.load import load_model
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.paired import paired
 
-_MEASURES = {  # what each hand-made head gives exactly 1 of
+_MEASURES = {  # the measure that is exactly 1 for each handmade head
     "previous token": "previous_mass",
     "duplicate token": "duplicate_mass",
     "first token": "first_mass",
@@ -32,11 +32,11 @@ _MEASURES = {  # what each hand-made head gives exactly 1 of
 _PROMPTS = 24
 _CLOSE = 1e-5
 _OF_HAND, _TRAINED = "hand-made GPT-2", "GPT-2 of two layers, trained here"
-_HALF = 0.5  # of a head's attention, to be called an induction head
+_HALF = 0.5  # of a head's attention, for it to count as an induction head
 
 
 def handmade_heads() -> Iterator[KnownAnswer]:
-    """Each head that was written by hand does what it was written to do, by both engines."""
+    """Each handwritten head does what it was written to do, with both engines."""
     hooked = _hooked(handmade.handmade_model())
     prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
     by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
@@ -48,7 +48,7 @@ def handmade_heads() -> Iterator[KnownAnswer]:
 
 
 def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
-    """Of models that learned to copy, the induction heads are found, in the second layer; without training, none."""
+    """In models that learned to copy, induction heads are found in the second layer; without training, none."""
     source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
     for seed in range(2):
         name = f"{_TRAINED}, seed {seed}"
@@ -59,7 +59,7 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
         found, words = induction_heads(hooked, tokens)
         layers = {layer for layer, _ in found}
         yield KnownAnswer(
-            name, "it copies: 99 % of the tokens that can be foreseen", f"{right:.1%}",
+            name, "it copies: 99 % of the predictable tokens", f"{right:.1%}",
             "passed" if right >= 0.99 else "failed", "trained to do so",
         )  # fmt: skip
         known = "its induction heads (mass above a half, q < 0.05) are in layer 1"
@@ -75,10 +75,10 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
 
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
-    """The heads with more than half of their attention on what stood after earlier places, and how sure that is.
+    """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q.
 
-    The test is that of ``Result.compare``: each prompt's mass less what uniform attention would give, signs flipped,
-    q over all heads.
+    The test is that of ``Result.compare``: each prompt's mass minus that under uniform attention, by sign flips, with q
+    over all heads.
     """
     values = _focus(model, _prompts(tokens))
     mass, null = values.induction_mass, values.induction_mass_uniform
@@ -96,7 +96,7 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
 def _copied(
     model: HookedModel, tokens: torch.Tensor, foreseen: torch.Tensor, ablated: list[tuple[int, int]] | None = None
 ) -> float:
-    """The share of tokens that are foreseen, with some heads' outputs set to zero."""
+    """The fraction of tokens that are predicted, with the outputs of some heads set to zero."""
 
     without = on(HeadAblation(tuple(ablated)), model) if ablated else nullcontext()
     with torch.no_grad(), without:

@@ -30,7 +30,7 @@ _TOLERANCE = 1e-6
 
 
 def story(place: str | None) -> Iterator[KnownAnswer]:
-    """The greedy text of stories260K from BOS alone."""
+    """stories260K reproduces its published greedy text from BOS alone."""
     known = f"its greedy text from BOS alone begins with the {len(_TEXT)} characters that were published"
     if (lacking := _lacking(place)) is not None:
         yield KnownAnswer(STORIES, known, lacking, "not tried", _STORIES_BY)
@@ -54,7 +54,7 @@ def story(place: str | None) -> Iterator[KnownAnswer]:
 
 
 def sorting(place: str | None) -> Iterator[KnownAnswer]:
-    """llm-viz-sort sorts six letters, and its activations are those of another implementation."""
+    """llm-viz-sort sorts six letters, and its activations agree with another implementation's."""
     sorts = "it sorts every sequence of six letters"
     lacking = _lacking(place)
     if lacking is not None:
@@ -73,13 +73,13 @@ def sorting(place: str | None) -> Iterator[KnownAnswer]:
     )
     stored = Path(str(place)) / _ACTIVATIONS
     if not stored.exists():
-        yield KnownAnswer(SORT, "its activations", f"there is no {_ACTIVATIONS} beside it", "not tried", _SORT_BY)
+        yield KnownAnswer(SORT, "its activations", f"there is no {_ACTIVATIONS} in its folder", "not tried", _SORT_BY)
         return
     yield from _activations(model, json.loads(stored.read_text()))
 
 
 def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
-    """Of layer 0, and the logits, on three sequences; those above 1 in parts of the largest."""
+    """Activations of layer 0 and logits, on three sequences; values above 1 are relative to the largest."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(torch.tensor(_array(stored["idx"]).astype(int)))
     names = {name: f"blocks.0.attn.hook_{name}" for name in ("q", "k", "v", "attn_scores", "pattern", "z")}
@@ -95,7 +95,7 @@ def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
         scale = max(1.0, float(abs(expected[seen]).max()))
         away = float(abs(ours[name][seen] - expected[seen]).max()) / scale
         where = name if name == "logits" else f"{name} of layer 0"
-        yield compared(SORT, f"{where}, as another implementation has it", away, _TOLERANCE, _SORT_BY)
+        yield compared(SORT, f"{where}, against another implementation", away, _TOLERANCE, _SORT_BY)
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:
@@ -103,7 +103,7 @@ def _array(stored: dict[str, Any]) -> np.ndarray:
 
 
 def _lacking(place: str | None) -> str | None:
-    """Why a model cannot be tried; None where it can."""
+    """Why a model cannot be tried; None if it can."""
     if place is None:
         return "give its folder with --models"
     if (os.sep in place or place.startswith(".")) and not os.path.isdir(place):

@@ -12,9 +12,9 @@ STEPS, BATCH = 600, 64
 
 
 def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
-    """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are read twice.
+    """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are repeated.
 
-    The loss counts the later readings alone, since the first cannot be foreseen. Takes about a minute on one core.
+    The loss counts only the repetitions, since the first span cannot be predicted. Takes about a minute on one core.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 

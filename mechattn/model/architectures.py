@@ -1,7 +1,7 @@
-"""The particulars of each architecture, and a tiny model of each with random weights for tests of what works on it.
+"""What is particular to each architecture, and a tiny model of each with random weights, to test what works on it.
 
-What no entry says is read from the common fields of a configuration and from TransformerLens's names. The tiny models
-are of the real configuration classes of transformers; their numbers mean nothing.
+Everything without an entry here is read from the common configuration fields and from TransformerLens's names. The tiny
+models use the real configuration classes of transformers; their numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Particulars:
     """What an architecture does that others don't.
 
     Args:
-        score_scale: The factor of q·k, from the configuration, the layer and 1 / √d_head; that by default.
-        slopes: Of ALiBi, from the configuration and the number of heads; those of Press et al. by default, where
-            TransformerLens says that there is ALiBi.
-        alibi_in_bfloat16: Slopes, positions and products are rounded to bfloat16, and scaled like q·k.
+        score_scale: The factor of q·k, given the configuration, the layer and 1 / √d_head; the last by default.
+        slopes: The ALiBi slopes, given the configuration and the number of heads; by default those of Press et al. if
+            TransformerLens reports ALiBi.
+        alibi_in_bfloat16: Whether slopes, positions and products are rounded to bfloat16, and scaled like q·k.
         layer_kinds: The fields of the configuration with the kind of each layer ("" where all layers that attend are
             alike) and the width of a window.
-        logit_factor: What the logits are multiplied with after W_U, from the configuration; 1 by default.
-        uses_mask: Whether the model itself does something to the causal mask, which so has to be a tensor.
-        masks_edges: Whether it takes a mask of edges while it generates.
-        fault: What is wrong with it when it is hooked, and mended in ``patch/mend.py``.
+        logit_factor: The factor of the logits after W_U, given the configuration; 1 by default.
+        uses_mask: Whether the model itself modifies the causal mask, which must then be a tensor.
+        masks_edges: Whether it accepts a mask of edges during generation.
+        fault: The fault of the hooked model that ``patch/mend.py`` corrects.
     """
 
     score_scale: Callable[[Any, int, float], float] | None = None
@@ -82,13 +82,13 @@ PARTICULARS: Mapping[str, Particulars] = {
     "olmo": _FLOAT_COSINES,
     "olmo2": _FLOAT_COSINES,
     "olmo3": _FLOAT_COSINES,
-    "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # every layer that attends is alike
+    "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # all layers with attention are the same
 }
 _NONE = Particulars()
 
 
 def particulars_of(model: Any) -> Particulars:
-    """Of a hooked model; nothing particular for an architecture without an entry, and for a ``HookedTransformer``."""
+    """The particulars of a hooked model; none for an architecture without an entry and for a ``HookedTransformer``."""
     return PARTICULARS.get(getattr(config_of(model), "model_type", ""), _NONE)
 
 
@@ -110,7 +110,7 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 
-# Family: the configuration class of transformers, and its settings beside the vocabulary.
+# Family: the configuration class of transformers, and its settings apart from the vocabulary.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama": ("LlamaConfig", _WIDE),
     "Mistral": ("MistralConfig", {**_WIDE, "sliding_window": _WINDOW}),
@@ -175,16 +175,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> Any:
-    """A model of transformers of this family, random weights large enough that its attention is not uniform.
+    """A transformers model of this family, with random weights large enough that attention is not uniform.
 
     Args:
         family: A key of ``FAMILIES``.
         vocabulary: The number of tokens.
-        seed: Decides the weights.
-        settings: Of the configuration class, in place of those in ``FAMILIES``.
+        seed: The seed of the weights.
+        settings: Settings of the configuration class that replace those in ``FAMILIES``.
 
     Raises:
-        ModelError: There is no such family here, or the installed transformers has none.
+        ModelError: There is no such family here or in the installed transformers.
     """
     import transformers
 
@@ -197,11 +197,11 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A model of transformers with this configuration, random weights large enough that its attention is not uniform.
+    """A transformers model with this configuration, with random weights large enough that attention is not uniform.
 
     Args:
-        config: A configuration object of transformers, of a small model.
-        seed: Decides the weights.
+        config: A transformers configuration of a small model.
+        seed: The seed of the weights.
     """
     from transformers import AutoModelForCausalLM
 

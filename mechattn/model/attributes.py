@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on the object itself; a bridge would hand a plain assignment on to the module that it wraps.
+    """Set an attribute on the object itself; a bridge would forward a plain assignment to the module that it wraps.
 
     It hides a submodule of the same name without touching it.
     """

@@ -1,9 +1,9 @@
 """Mixtures of experts: a token's activations in the layer, and their contributions to its output.
 
-Each expert is a gated MLP, and what it gives is multiplied with the weight w that the router gives it for this token:
-``Σ w · down(act(gate) · up)``. So the activations of a token are ``w · act(gate)`` of its experts, one after the other
-in the order of their numbers, then of the shared expert if there is one (its w is 1, or what its own gate gives):
-``experts per token × d_expert + d_shared`` channels.
+Each expert is a gated MLP. Its output is multiplied by the weight w that the router gives it for this token:
+``Σ w · down(act(gate) · up)``. So a token's activations are ``w · act(gate)`` of its experts, concatenated in the order
+of their indices, then of the shared expert if there is one (its w is 1, or the output of its own gate): ``experts per
+token × d_expert + d_shared`` channels.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Routing:
     """Which experts the tokens of a pass are routed to.
 
     Args:
-        experts: Of each token, in rising order.
-        count: How many experts the layer has, shared ones aside.
+        experts: The indices of each token's experts, in increasing order.
+        count: The number of experts in the layer, without shared ones.
         width: The channels of an expert.
     """
 
@@ -37,9 +37,9 @@ class Routing:
     width: int
 
     def by_expert(self, x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token all_channels"]:
-        """Activations over the channels of all experts, 0 in those that a token is not routed to; shared ones last.
+        """Activations over the channels of all experts, 0 in experts that a token is not routed to; shared ones last.
 
-        So tokens that are routed to different experts can be compared channel by channel.
+        This makes tokens that are routed to different experts comparable channel by channel.
         """
         slots = self.experts.shape[-1]
         routed = rearrange(x[..., : slots * self.width], "... (slot d) -> ... slot d", slot=slots)
@@ -50,12 +50,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class Given:
-    """What a pass gives the experts.
+    """The inputs of the experts in a forward pass.
 
     Args:
         x: The tokens.
-        experts: Of each token, in rising order.
-        weights: What the router gives each of them.
+        experts: The indices of each token's experts, in increasing order.
+        weights: The router's weight of each of them.
     """
 
     x: Float[Tensor, "token d_model"]
@@ -65,13 +65,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The parts of a mixture, without bridges around them.
+    """The parts of a mixture, unwrapped from their bridges.
 
     Args:
         whole: The module that holds all of them.
         experts: The routed experts, with the weights of all in one parameter.
         shared: The expert of all tokens, if there is one.
-        shared_gate: What its output is multiplied with, after a sigmoid, if there is such a gate.
+        shared_gate: The gate that multiplies its output after a sigmoid, if there is one.
     """
 
     whole: Any
@@ -85,20 +85,20 @@ class Mixture:
         return int(self.experts.down_proj.shape[1 if self.experts.is_transposed else 2])
 
     def act(self, gate: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """The nonlinearity; GPT-OSS has its own, of a gate that is bounded above."""
+        """The nonlinearity; GPT-OSS has its own, for a gate that is bounded above."""
         if hasattr(self.experts, "act_fn"):
             return self.experts.act_fn(gate)
         gate = gate.clamp(max=self.experts.limit)
         return gate * torch.sigmoid(gate * self.experts.alpha)
 
     def times(self, up: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """What the activation is multiplied with."""
+        """The factor that multiplies the activation."""
         if hasattr(self.experts, "act_fn"):
             return up
         return up.clamp(-self.experts.limit, self.experts.limit) + 1
 
     def into(self, x: Float[Tensor, "token d_model"], at: Given, second: bool) -> Float[Tensor, "token channel"]:
-        """Gates (or what they are multiplied with, ``second``) of each token's experts, and of the shared one."""
+        """The gates (or, with ``second``, their factors) of each token's experts, and of the shared one."""
         made = x.new_empty((*at.experts.shape, self.width))
         for expert in at.experts.unique().tolist():
             token, slot = (at.experts == expert).nonzero(as_tuple=True)
@@ -116,7 +116,7 @@ class Mixture:
         return torch.cat([part.flatten(1) for part in parts], -1)
 
     def weights(self, x: Float[Tensor, "token d_model"], at: Given) -> Float[Tensor, "token channel"]:
-        """What each channel is multiplied with: the router's weight; of the shared expert its own gate, or 1."""
+        """The weight of each channel: the router's; for the shared expert its own gate, or 1."""
         made = at.weights.repeat_interleave(self.width, -1)
         if self.shared is None:
             return made
@@ -124,7 +124,7 @@ class Mixture:
         return torch.cat([made, gate.to(made.dtype).expand(-1, _bare(self.shared.gate_proj).out_features)], -1)
 
     def out(self, hidden: Float[Tensor, "token channel"], at: Given) -> Float[Tensor, "token d_model"]:
-        """What the experts make of the product of activations and factors, added up; without biases."""
+        """The summed output of the experts from the product of activations and factors, without biases."""
         slots = at.experts.shape[1]
         routed = rearrange(hidden[:, : slots * self.width], "token (slot d) -> token slot d", slot=slots)
         made = hidden.new_zeros(len(hidden), self.experts.down_proj.shape[2 if self.experts.is_transposed else 1])
@@ -138,16 +138,16 @@ class Mixture:
         return made
 
     def biases(self, at: Given) -> Float[Tensor, "token d_model"] | float:
-        """What the biases of the output projections add."""
+        """The contribution of the output projections' biases."""
         bias = getattr(self.experts, "down_proj_bias", None)
         return 0.0 if bias is None else (bias[at.experts] * at.weights[..., None]).sum(1)
 
 
 def mixture_in(block: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None where it has none.
+    """The mixture of experts of a layer; None if it has none.
 
     Raises:
-        ModelError: It has one of another form.
+        ModelError: It has one in an unknown form.
     """
     for module in block.modules():
         experts = getattr(module, "_modules", {}).get("experts")
@@ -175,5 +175,5 @@ def _known(whole: Any, experts: Any, layer: int) -> Mixture:
 
 
 def _bare(module: Any) -> Any:
-    """The module of transformers, without a bridge around it."""
+    """The transformers module, unwrapped from its bridge."""
     return getattr(module, "original_component", None) or module

@@ -14,17 +14,17 @@ from mechattn.model.verify.facts import ModelFacts, facts_of
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
 _STRETCH, _STRETCHES = 2**18, 64
-_FEW = 64  # numbers of a parameter that are looked at before its hash is taken from the last time
-_WHOLE = 2**20  # numbers of a parameter that are hashed one by one; of a larger one as many, spread evenly
+_FEW = 64  # numbers of a parameter that are compared before its last hash is reused
+_WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly spaced
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of names, shapes, dtypes and values of all parameters and buffers that are stored with a model.
+    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model.
 
-    Of a parameter with more than 2^20 numbers as many are looked at, spread evenly, so that 8 billion cost about a
-    second: it tells checkpoints and dtypes apart, and not a single changed number in a large matrix. A model's hash is
-    kept until a parameter lies elsewhere, was written to (torch counts that, but for what is written through
-    ``.data``), or differs in a smaller sample.
+    From a parameter with more than 2^20 numbers, that many are read, evenly spaced, so 8 billion parameters take about
+    a second. The hash distinguishes checkpoints and dtypes, but can miss a single changed number in a large matrix. A
+    model's hash is reused until a parameter has moved, was written to (torch counts writes, except through ``.data``),
+    or differs in a smaller sample.
     """
     facts = facts_of(model) or ModelFacts()
     stored = (model if facts.native is None else facts.native).state_dict()
@@ -40,10 +40,10 @@ def weights_hash(model: Any) -> str:
 
 
 def stored_hash(name: str) -> str | None:
-    """A hash of the weights, configs and vocabularies of a checkpoint directory, which is not loaded for it.
+    """A hash of the weights, configs and vocabularies of a checkpoint directory, without loading it.
 
-    Of a file with more than 16 MiB 64 stretches of 2^18 bytes are read, spread evenly. None for a toy, a name of the
-    hub, or a directory that cannot be read here.
+    From a file larger than 16 MiB, 64 evenly spaced stretches of 2^18 bytes are read. None for a toy, a hub name, or a
+    directory that cannot be read here.
     """
     try:
         return _of_files(Path(name)) if Path(name).is_dir() else None
@@ -52,7 +52,7 @@ def stored_hash(name: str) -> str | None:
 
 
 def revision(model: Any) -> str | None:
-    """The commit of the hub that the weights come from; None for a directory, a toy or a model object."""
+    """The hub commit that the weights come from; None for a directory, a toy or a model object."""
     facts = facts_of(model) or ModelFacts()
     found = getattr(getattr(facts.native, "config", None), "_commit_hash", None)
     return None if found is None else str(found)
@@ -72,12 +72,12 @@ def _of_files(place: Path) -> str:
 
 
 def _writes(values: Tensor) -> int:
-    """How often a tensor was written to; one that was made for inference counts nothing."""
+    """The number of writes to a tensor; 0 for a tensor made in inference mode, which does not count them."""
     return 0 if values.is_inference() else values._version
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
-    if values.is_meta:  # offloaded to a disk: known by its name and shape alone
+    if values.is_meta:  # offloaded to disk: known only by its name and shape
         return b"meta"
     flat = values.detach().reshape(-1)
     if len(flat) > most:

@@ -14,7 +14,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import wide
 
 _TRIED = 4  # vectors
-_FINE, _COARSE = 1e-3, 3e-2  # the largest error that rounding explains, in float32 and in half precision
+_FINE, _COARSE = 1e-3, 3e-2  # the largest error from rounding, in float32 and in half precision
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class FrozenNorm:
 
     Args:
         gamma: γ, its weight.
-        centres: Whether it takes off the mean (LayerNorm, not RMSNorm).
-        eps: Added to the variance under the root.
+        centres: Whether it subtracts the mean (LayerNorm, not RMSNorm).
+        eps: The number added to the variance under the root.
     """
 
     gamma: Float[Tensor, " d_model"]
@@ -32,12 +32,12 @@ class FrozenNorm:
     eps: float
 
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The direction ahead of the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
+        """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
         made = direction * self.gamma
         return made - made.mean(-1, keepdim=True) if self.centres else made
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-        """σ of all that the norm is given, ``√(variance + ε)``; in an RMSNorm the mean square is the variance."""
+        """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean square."""
         x = wide(x)
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
@@ -51,10 +51,10 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     Args:
         model: The model.
         norm: The module.
-        name: What it is called in messages.
+        name: Its name in messages.
 
     Raises:
-        ModelError: It is no norm of this form, tried on a few vectors.
+        ModelError: It is not a norm of this form, as a few vectors show.
     """
     parameter = next(model.parameters())
 
@@ -87,7 +87,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
 
 
 def _eps(norm: Any, otherwise: float) -> float:
-    """ε as the module itself has it, under whatever name."""
+    """The module's own ε, whatever its name."""
     module = getattr(norm, "original_component", None) or norm
     found = [getattr(module, name, None) for name in ("eps", "variance_epsilon")]
     return next((float(eps) for eps in found if eps is not None), otherwise)

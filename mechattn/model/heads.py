@@ -13,10 +13,10 @@ from mechattn.model.values import attention_module
 
 
 def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-    """Queries, keys, values or z of each head, however a bridge has split what comes after the position.
+    """Queries, keys, values or z of each head, however a bridge splits the last dimensions.
 
-    Some hand all heads over in a row. With latent attention hook_z is split into pieces as wide as the configuration's
-    ``head_dim``, which is that of the rotated part of a key, while a head's z is as wide as its values.
+    Some bridges concatenate all heads. With latent attention, hook_z is split into pieces of the configuration's
+    ``head_dim``, which is the width of the rotated part of a key, while a head's z is as wide as its values.
     """
     if shown.ndim == 4 and shown.shape[2] == heads:
         return shown
@@ -29,22 +29,22 @@ def kv_heads_of(model: HookedModel) -> int:
 
 
 def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """What hook_v shows as [batch pos kv_head d_head]; with latent attention heads come before positions."""
+    """The tensor of hook_v as [batch pos kv_head d_head]; with latent attention, heads come before positions there."""
     if v.ndim == 4 and is_latent(model, layer):
         return rearrange(v, "batch head pos d_head -> batch pos head d_head")
     return v
 
 
 def is_latent(model: HookedModel, layer: int) -> bool:
-    """Whether keys and values of a layer come out of a latent of lower rank (DeepSeek's MLA)."""
+    """Whether the keys and values of a layer are made from a latent of lower rank (DeepSeek's MLA)."""
     return getattr(attention_module(model, layer), "kv_lora_rank", None) is not None
 
 
 def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O by head, as it is stored.
+    """W_O by head, in the stored dtype.
 
     Raises:
-        Exception: Whatever an adapter raises that does not say what its output weights are.
+        Exception: Whatever an adapter raises if it does not declare its output weights.
     """
     attention: Any = model.blocks[layer].attn
     if not is_latent(model, layer):

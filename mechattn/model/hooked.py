@@ -10,16 +10,16 @@ from torch import nn
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """A model of TransformerLens. Functions that also take a model of transformers say ``Any``."""
+    """A model of TransformerLens. Functions that also accept a transformers model have ``Any`` instead."""
 
     cfg: Any
     tokenizer: Any
 
     def run_with_hooks(self, *inputs: Any, fwd_hooks: list[tuple[str, Callable]], **options: Any) -> Any:
-        """A forward pass with functions at named hooks, which are taken off afterwards."""
+        """A forward pass with functions at named hooks, which are removed afterwards."""
         ...
 
-    if TYPE_CHECKING:  # not asked at run time: modules lie where isinstance does not look, and hook_dict is made anew
+    if TYPE_CHECKING:  # not checked at run time: isinstance does not see submodules, and rebuilds hook_dict
         blocks: Sequence[Any]  # each with its hooks by name
 
         @property
@@ -29,11 +29,11 @@ class HookedModel(Protocol):
 
 
 def original_of(model: Any) -> Any:
-    """The model of transformers behind the hooks; None for a ``HookedTransformer``, which has its own parts."""
+    """The transformers model behind the hooks; None for a ``HookedTransformer``, which has its own modules."""
     return getattr(model, "original_model", None)
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of the text model of transformers behind the hooks; None where there is none."""
+    """The configuration of the transformers text model behind the hooks; None if there is none."""
     config = getattr(original_of(model), "config", None)
     return getattr(config, "text_config", None) or config

@@ -1,4 +1,4 @@
-"""Hook names, sizes and windows of a hooked model, and a forward pass that passes on its patterns."""
+"""Hook names, sizes and windows of a hooked model, and a forward pass that hands over its patterns."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SeePattern = Callable[
 
 
 def pattern_hook(layer: int) -> str:
-    """The hook at which the attention pattern of a layer passes."""
+    """The hook of a layer's attention pattern."""
     return f"blocks.{layer}.attn.hook_pattern"
 
 
 def attention_layers(model: HookedModel) -> list[int]:
-    """The layers that have attention; not every layer of every model has."""
-    named = model.hook_dict  # made anew at each access: a hundred microseconds a layer
+    """The layers that have attention, which in some models are not all."""
+    named = model.hook_dict  # rebuilt at each access, which takes a hundred microseconds per layer
     return [layer for layer in range(model.cfg.n_layers) if pattern_hook(layer) in named]
 
 
 def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
-    """The layers to look at, checked: all that have attention by default.
+    """The layers to measure, checked; by default all that have attention.
 
     Raises:
         OptionError: A layer doesn't exist or has no attention.
@@ -69,10 +69,10 @@ def _ranges(layers: list[int]) -> str:
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
-    """How many keys a query of this layer can see at most, its own included; None for full attention.
+    """The largest number of keys that a query of this layer can see, including its own; None for full attention.
 
     Raises:
-        ModelError: The layer attends in a way that is not known here.
+        ModelError: The layer has a kind of attention that is unknown here.
     """
     config = config_of(model)
     source, names = (
@@ -96,13 +96,13 @@ def check_pattern(
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
-    """Refuse a pattern that is no attention: rows that don't sum to 1, or mass on keys that a query cannot see.
+    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot see.
 
-    A model with learned sinks may keep part of each row to itself. TransformerLens shows NaN as 0, so a model that
-    gives NaN is found here too.
+    In a model with learned sinks, rows may sum to less than 1. TransformerLens turns NaN into 0, so a model that gives
+    NaN is found here too.
 
     Raises:
-        ModelError: Naming the layer, the head and the figure; a RowError where it is of one row of the batch.
+        ModelError: Names the layer, the head and the value; a RowError if it concerns one row of the batch.
     """
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
@@ -130,14 +130,14 @@ def check_pattern(
 
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
-    """The score of each head's learned sink (GPT-OSS), which keeps its share of every row to itself."""
+    """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
     attention = getattr(model.blocks[layer], "attn", None)
     sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
     return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
 
 
 def has_sinks(model: HookedModel) -> bool:
-    """Whether a layer has learned sinks, under whatever name that says so."""
+    """Whether a layer has learned sinks, whatever their name."""
     attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
     modules = [getattr(attention, "original_component", attention) for attention in attentions]
     return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
@@ -169,17 +169,17 @@ def forward_with_patterns(
     position_ids: Int[Tensor, "batch pos"] | None = None,
     last: int | None = None,
 ) -> None:
-    """A forward pass as far as the last of the layers; ``see(layer, pattern, v)`` is called as each pattern passes.
+    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern.
 
     Args:
         model: A hooked model.
         tokens: Token ids, padded on the right, on the device of the model.
-        real: Which positions hold tokens, not padding [batch pos].
-        layers: The layers whose patterns are wanted.
-        see: Reduces a pattern [batch head query key] at once; nothing is kept. The values are those that the pattern
-            mixes; None where no hook shows them head by head.
+        real: Which positions are tokens, not padding [batch pos].
+        layers: The layers whose patterns are needed.
+        see: Reduces a pattern [batch head query key] immediately, as nothing is kept. v is the values that the pattern
+            mixes; None if no hook gives them by head.
         edge_masks: For some layers, edges that are cut.
-        position_ids: In place of 0, 1, 2 ….
+        position_ids: Position ids in place of 0, 1, 2 ….
         last: The last layer to be computed; the last of ``layers`` by default.
     """
     values: dict[int, Tensor] = {}
@@ -239,7 +239,7 @@ def forward_to(
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:
-        # Without a mask transformers takes ids that jump for several sequences packed into one, and parts them.
+        # Without a mask, transformers treats position ids with gaps as several packed sequences and separates them.
         options = {"attention_mask": torch.ones_like(tokens)} | options
         options["position_ids"] = position_ids
     options |= keeping_nothing(model)
@@ -250,17 +250,17 @@ def forward_to(
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
-        else:  # the same, without a list of every hook
+        else:  # the same, without building a list of every hook
             model(tokens, return_type=None, **options)
 
 
 def keeping_nothing(model: HookedModel) -> dict[str, bool]:
-    """What tells a forward pass to keep no keys and values, where it can be told."""
+    """The option that stops a forward pass from caching keys and values, if it has one."""
     return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
-    """The layers of a hooked model, or of a model of transformers."""
+    """The layers of a hooked model or a transformers model."""
     hooked = getattr(model, "blocks", None)
     if hooked is not None:
         return hooked
@@ -271,7 +271,7 @@ def blocks_of(model: Any) -> nn.ModuleList:
 
 
 def takes_position_ids(model: HookedModel) -> bool:
-    """Whether the model's attention depends on the position ids that it is told, tried on a few tokens."""
+    """Whether the model's attention depends on the given position ids, tried on a few tokens."""
     if original_of(model) is None:
         return False
     device = next(model.parameters()).device
@@ -289,6 +289,6 @@ def takes_position_ids(model: HookedModel) -> bool:
 
 
 def _options_taken(model: HookedModel) -> set[str]:
-    """The names of what the forward pass of the model of transformers inside takes; none without such a model."""
+    """The argument names of the inner transformers model's forward pass; none without such a model."""
     original = original_of(model)
     return set() if original is None else set(inspect.signature(original.forward).parameters)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lettered_tokenizer(size: int) -> Any:
-    """A tokenizer of transformers for token ids without meaning, with spaces between them and no special token."""
+    """A transformers tokenizer for token ids without meaning: tokens are separated by spaces, none is special."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -30,10 +30,10 @@ from mechattn.model.verify.verification import Report
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
-_LONGEST_REASON = 300  # characters: some errors list every architecture that there is
-_one_at_a_time = RLock()  # transformers and accelerate change torch itself while they make a model
+_LONGEST_REASON = 300  # characters: some errors list every architecture
+_one_at_a_time = RLock()  # transformers and accelerate modify torch while they make a model
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
-_LAYERS, _WIDTH = 10_000, 2**31 - 1  # no model is near them; a config may say anything
+_LAYERS, _WIDTH = 10_000, 2**31 - 1  # far beyond any model; a config may contain anything
 
 
 def load_model(
@@ -97,10 +97,10 @@ def load_model(
 
 
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is none, or not there, before a model is read for it.
+    """Refuse a device that is invalid or absent, before a model is read for it.
 
     Raises:
-        OptionError: Which there is.
+        OptionError: Names the devices that there are.
     """
     if device is None:
         return
@@ -127,7 +127,7 @@ def _check_one_device(device_map: Any, n_devices: Any) -> None:
 
 
 def as_hooked(model: Any) -> Any:
-    """The model itself if ``load_model`` has seen it, else what ``load_model`` makes of it; for checks before a run."""
+    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it."""
     return load_model(model) if facts_of(model) is None else model
 
 
@@ -162,10 +162,10 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype of a name such as "bfloat16", for configs and the command line.
+    """The dtype with a name such as "bfloat16", for configs and the command line.
 
     Raises:
-        OptionError: There is none of this name.
+        OptionError: There is no dtype of this name.
     """
     if name == "auto":
         return "auto"
@@ -176,7 +176,7 @@ def dtype_named(name: str) -> Dtype:
 
 
 def _known_or_met(model: Any) -> ModelFacts:
-    """What is known about a hooked model; for one that was hooked elsewhere, found out and mended now."""
+    """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
     facts = facts_of(model)
     if facts is not None:
         return facts
@@ -196,10 +196,10 @@ def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
 
 
 def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
-    """What a check of a model gives.
+    """Run a check of a model.
 
     Raises:
-        ModelError: The model was hooked, and a few tokens are too much for it.
+        ModelError: The model was hooked, but a forward pass of a few tokens fails.
     """
     try:
         return check(model, *arguments)
@@ -226,7 +226,7 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: di
 
 
 def model_place(name: str) -> str:
-    """Where a model of this name lies: the folder of a toy, a directory, or a hub name, which is not looked up yet.
+    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet.
 
     Raises:
         ModelError: There is no such toy, or the directory is not a checkpoint.
@@ -243,7 +243,7 @@ def tokenizer_named(name: str) -> Any:
     """The tokenizer of a model, without the model.
 
     Raises:
-        ModelError: There is no such model, or it has none.
+        ModelError: There is no such model, or it has no tokenizer.
     """
     if name.startswith(PREFIX):
         return load_tokenizer(name)
@@ -255,7 +255,7 @@ def tokenizer_named(name: str) -> Any:
 
 
 def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
-    """The tokenizer of a checkpoint; None of a directory without one, for which transformers makes an empty one."""
+    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an empty one)."""
     from transformers import AutoTokenizer
 
     if os.path.isdir(place) and not any(next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES):
@@ -270,7 +270,7 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
 
 
 def text_config(name: str) -> Any:
-    """The config of a model, of one that sees or hears that of its text part, without the weights.
+    """The config of a model (of its text part, in a multimodal model), without the weights.
 
     Raises:
         ModelError: There is no such model.
@@ -279,7 +279,7 @@ def text_config(name: str) -> Any:
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
-    """How many layers and heads a model has, from its config, before its weights are read; None where that is silent.
+    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there.
 
     Raises:
         ModelError: There is no such model.
@@ -307,7 +307,7 @@ def _config_of(name: str, remote: dict[str, Any]) -> Any:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """The sizes of a config, which is anybody's file, before a model is made of them, layer by layer."""
+    """Check the sizes in a config, which may be anyone's file, before a model is built from them."""
     text = config.get_text_config(decoder=True)
     for part, most in (("num_hidden_layers", _LAYERS), ("hidden_size", _WIDTH), ("vocab_size", _WIDTH)):
         size = getattr(text, part, None)
@@ -341,12 +341,14 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     count_boot()
     try:
         with _quiet(), classes_left_alone():
-            stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)  # it looks for one else
+            stand_in = (
+                lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
+            )  # otherwise it looks for one
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {_reason(error)}") from error
-    # The very object that was given: the public setter would make a copy that always prepends BOS.
+    # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
@@ -358,7 +360,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bar for the loading of weights, which transformers draws for a toy of a megabyte too."""
+    """No progress bar for loading weights, which transformers shows even for a toy of one megabyte."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mechattn.model.attributes import attribute_set
 
-_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the norm of transformers, and what its two hooks show
+_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
 
 
 @contextmanager
 def norms_once(model: Any) -> Iterator[None]:
-    """For the length of a ``with`` a bridge's norms are computed once, by the model's own module: the same numbers.
+    """Inside a ``with`` block, compute a bridge's norms once, with the model's own module; the numbers stay the same.
 
     A norm with a hook on hook_scale or hook_normalized is computed as before; hook_in and hook_out always fire.
     """
@@ -27,7 +27,7 @@ def norms_once(model: Any) -> Iterator[None]:
 
 
 def _norms(model: Any) -> list[Any]:
-    """Those of the model, of its blocks, and of their parts; not deeper, which would take its time."""
+    """The norms of the model, its blocks and their parts; deeper ones are not searched for, to save time."""
     parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
     return [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
 

@@ -21,12 +21,13 @@ _SHIFT = 6
 
 @dataclass(frozen=True)
 class Boundary:
-    """Up to this number of positions a model computes with its frequencies for short texts; beyond, with others.
+    """The number of positions up to which a model uses its frequencies for short texts; beyond it uses others.
 
     Args:
         at: The largest number of positions of a short text.
-        kind: "longrope": there is a second set of factors, and transformers takes the set of the longest row for the
-            whole batch. "dynamic" (NTK): the frequencies of a long text are those of the longest that was read so far.
+        kind: "longrope": there is a second set of factors, and transformers uses the set for the longest row on the
+            whole batch. "dynamic" (NTK): the frequencies of a long text are those of the longest text that was read so
+            far.
     """
 
     at: int
@@ -43,10 +44,10 @@ class Boundary:
 
 
 def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or of a model of transformers, as its configuration says; None for most.
+    """The boundary of a hooked model or a transformers model, from its configuration; None for most.
 
     Raises:
-        ModelError: Layers differ in it.
+        ModelError: The layers have different boundaries.
     """
     config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -61,7 +62,7 @@ def boundary_of(model: Any) -> Boundary | None:
 
 
 def _scalings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """What a configuration says of RoPE, for all layers or for each kind of them, by its new name and its old one."""
+    """The RoPE settings of a configuration, for all layers or for each kind, under the new name or the old one."""
     for name in ("rope_parameters", "rope_scaling"):
         given = getattr(config, name, None)
         if isinstance(given, Mapping):
@@ -82,11 +83,11 @@ def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
 
 
 def takes_negative_ids(model: HookedModel) -> bool:
-    """Whether attention depends on how far apart position ids are, so that ids before 0 are like any others.
+    """Whether attention depends only on differences of position ids, so that negative ids work like any others.
 
-    Tried on a few tokens: their pattern stays what it is when all ids are moved up, and when they are moved down so
-    that some are negative. A table of positions is none of that: the id −19 is an error, or its 19th row from the end.
-    The pattern is that of the first layer, as deeper ones show the rounding of all before them too.
+    Tried on a few tokens: their pattern must stay the same if all ids are increased, and if they are decreased so that
+    some are negative. This fails for a table of positions, where the id −19 is an error or the 19th row from the end.
+    The pattern is that of the first layer, because deeper layers add up rounding errors.
     """
     layer = attention_layers(model)[0]
     parameter = next(model.parameters())
@@ -111,7 +112,7 @@ class _NegativeRow(Exception):
 
 
 class _NoNegativeRow(TorchDispatchMode):
-    """No table is read at a negative index: on a GPU the attempt would be the end of all later calls of the process."""
+    """Prevent reading a table at a negative index, which on a GPU would make all later calls of the process fail."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _LOOKUPS:

@@ -55,10 +55,10 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 
 
 def check_draw(kind: str, seed: int) -> None:
-    """Refuse a kind or a seed that is none, before a model is loaded.
+    """Refuse an invalid kind or seed, before a model is loaded.
 
     Raises:
-        OptionError: What there is.
+        OptionError: Names the allowed values.
     """
     if kind not in get_args(Kind):
         raise OptionError(
@@ -70,10 +70,10 @@ def check_draw(kind: str, seed: int) -> None:
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:
-    """A new model of the same class and configuration, beside the given one."""
+    """A new model of the same class and configuration; the given one is unchanged."""
     config = copy.deepcopy(native.config)
-    config._attn_implementation_internal = None  # the class chooses anew
-    with torch.random.fork_rng():  # of the process and of every GPU: both are left as they were
+    config._attn_implementation_internal = None  # the class chooses its attention again
+    with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         made = type(native)(config)
     parameter = next(native.parameters())
@@ -82,11 +82,11 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
 
 
 def _shuffled(made: Any, native: Any, seed: int) -> Any:
-    """Every parameter of ``native`` in ``made``, its entries in another order."""
+    """Copy every parameter of ``native`` to ``made``, with its entries permuted."""
     generator = torch.Generator().manual_seed(seed)
     made.load_state_dict(native.state_dict())
     with torch.no_grad():
-        for _, values in sorted(made.named_parameters()):  # a tied parameter is there once
+        for _, values in sorted(made.named_parameters()):  # a tied parameter occurs once
             order = torch.randperm(values.numel(), generator=generator)
             values.copy_(values.flatten()[order.to(values.device)].view_as(values))
     return made

@@ -24,13 +24,13 @@ Q, K = "attn.hook_q", "attn.hook_k"
 
 @dataclass(frozen=True)
 class Scores:
-    """``score[q, k] = scale · q·k + alibi[k]``: of one layer.
+    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``.
 
     Args:
         b_q: b_Q of each head.
         b_k: b_K of each key-value head.
         scale: The factor of q·k.
-        slopes: Of ALiBi; None without. In Falcon they are multiplied by the scale as well.
+        slopes: The ALiBi slopes; None without ALiBi. In Falcon they are multiplied by the scale as well.
         rounded: Whether slopes, positions and products are rounded to bfloat16 (Falcon).
     """
 
@@ -41,7 +41,7 @@ class Scores:
     rounded: bool = False
 
     def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
-        """What ALiBi adds to the score of each key, up to what depends on the query alone."""
+        """What ALiBi adds to the score of each key, apart from terms that depend only on the query."""
         device = self.b_q.device
         if self.slopes is None:
             return torch.zeros(1, len(self.b_q), 1, keys, device=device)
@@ -67,12 +67,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class BlindScores:
-    """What a model adds to its scores that is not of the content: ALiBi, and learned sinks.
+    """What a model adds to its scores regardless of content: ALiBi, and learned sinks.
 
     Args:
-        heads: Heads of a layer.
-        alibi: How the scores are computed, in a model with ALiBi.
-        sinks: The score of each head's sink, by layer, where they are learned.
+        heads: The number of heads in a layer.
+        alibi: The computation of the scores, in a model with ALiBi.
+        sinks: The score of each head's learned sink, by layer.
     """
 
     heads: int = 1
@@ -80,17 +80,17 @@ class BlindScores:
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
 
     def differ(self, layer: int) -> bool:
-        """Whether a head of this layer that is blind to content may attend otherwise than uniformly."""
+        """Whether a content-blind head of this layer may attend non-uniformly."""
         return self.alibi is not None or layer in self.sinks
 
     def key(self, layer: int) -> int | None:
-        """What tells layers apart; None where all are alike."""
+        """A key that distinguishes layers; None if all are the same."""
         return layer if layer in self.sinks else None
 
     def scores(
         self, layer: int, keys: int, blind: bool
     ) -> tuple[Float[Tensor, "1 head key"] | None, Float[Tensor, " sink"] | None]:
-        """What is added to the score of each key [1 head key], and the sinks [head]: as they are, or uniform (0)."""
+        """The terms added to each key's score [1 head key], and the sinks [head]: the model's own, or uniform (0)."""
         sinks = self.sinks.get(layer)
         if not blind:
             return None, None if sinks is None else torch.zeros_like(sinks[:1])
@@ -98,7 +98,7 @@ class BlindScores:
 
 
 def blind_scores(model: HookedModel) -> BlindScores:
-    """What a model adds to its scores; ALiBi only where that gives the model's own pattern, tried on a few tokens."""
+    """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few tokens."""
     found, layers = {}, attention_layers(model)
     for layer in layers:
         if (sinks := sinks_of(model, layer)) is not None:
@@ -107,13 +107,13 @@ def blind_scores(model: HookedModel) -> BlindScores:
     if layers and _slopes(model) is not None:
         try:
             alibi = scores_of(model, layers[:1])[layers[0]]
-        except ModelError:  # a bias of another kind: the uniform null alone is known
+        except ModelError:  # another kind of bias: only the uniform null is known
             alibi = None
     return BlindScores(int(model.cfg.n_heads), alibi, found)
 
 
 def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
-    """Of ALiBi; None for a model without it."""
+    """The ALiBi slopes; None for a model without ALiBi."""
     heads, special = int(model.cfg.n_heads), particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
@@ -121,10 +121,11 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
-    """How each layer computes its scores, tried on a few tokens against the model's own pattern.
+    """How each layer computes its scores, checked against the model's own pattern on a few tokens.
 
     Raises:
-        ModelError: The scores are not such a sum: rotary positions, soft caps, norms of queries and keys, other biases.
+        ModelError: The scores are not such a sum, because of rotary positions, soft caps, norms of queries and keys, or
+            other biases.
     """
     name = str(model.cfg.model_name)
     if str(getattr(model.cfg, "positional_embedding_type", "")) == "rotary":

@@ -8,17 +8,17 @@ from typing import Any
 from mechattn.errors import ModelError
 
 PREFIX = "toy:"
-RELAY = "toy:relay"  # of its own kind: it recalls, and passes what it recalls through filler
+RELAY = "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
 FOLDER = Path(__file__).parent.parent / "toys"
 
 
 def toy_names() -> list[str]:
-    """The toys that solve word problems, one a family, such as "toy:llama"."""
+    """The toys that solve word problems, one per family, such as "toy:llama"."""
     return sorted({PREFIX + config.parent.name for config in FOLDER.glob("*/config.json")} - {RELAY})
 
 
 def toy_folder(name: str) -> Path:
-    """Where the weights of a toy lie.
+    """The folder with the weights of a toy.
 
     Raises:
         ModelError: There is no such toy.
@@ -29,9 +29,9 @@ def toy_folder(name: str) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a toy, as its tokenizer.json has it.
+    """The tokenizer of a toy, from its tokenizer.json.
 
-    ``AutoTokenizer`` would give a toy of Qwen2's type the rules of Qwen2's own tokenizer, whatever the file says.
+    ``AutoTokenizer`` would apply the rules of Qwen2's own tokenizer to a toy of that type, whatever the file says.
     """
     from transformers import PreTrainedTokenizerFast
 

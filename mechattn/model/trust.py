@@ -1,10 +1,10 @@
 """Keeps a checkpoint from running its own code or being read as a pickle, unless the user allows it.
 
-No option says so to all that takes part. TransformerLens hands none about pickles on, and for some architectures it
-imports the checkpoint's code whatever ``trust_remote_code`` says; transformers asks on standard input where it is left
-open. So the functions of transformers that read pickles and import code look first at what is being loaded. They are
-wrapped once and stay so; what they look at belongs to one thread, for the length of a ``with``: whatever else loads a
-model in this process, at the same time or later, meets no guard of ours.
+No single option does this. TransformerLens does not forward an option about pickles, and for some architectures it
+imports the checkpoint's code whatever ``trust_remote_code`` says; transformers asks on standard input if the option is
+left open. So we wrap the functions of transformers that read pickles and import code, once and permanently. The
+wrappers check what is being loaded, but only in the thread and the ``with`` block of one of our loads; other code that
+loads a model in this process is not affected.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Literal
 from mechattn.errors import ModelError
 
 Forbidden = Literal["code", "pickles"]
-_forbidden: ContextVar[frozenset[Forbidden] | None] = ContextVar("forbidden", default=None)  # None: no load of ours
+_forbidden: ContextVar[frozenset[Forbidden] | None] = ContextVar("forbidden", default=None)  # None outside our loads
 _lock, _wrapped = Lock(), False
 
 
 @contextmanager
 def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
-    """During a ``with`` this thread does with a checkpoint what the user has allowed, without asking on the terminal.
+    """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal.
 
     Raises:
-        ModelError: There is nothing but a pickle, and none is to be read.
+        ModelError: The checkpoint has only a pickle, and pickles are not allowed.
     """
     _wrap_once()
     allowed: dict[Forbidden, bool | None] = {"code": trust_remote_code, "pickles": pickled_weights}
@@ -47,15 +47,15 @@ def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str 
 
 
 def is_of_own_code(model: Any) -> bool:
-    """Whether the class of a model comes from a checkpoint, whose code the user has let run then."""
+    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed to run."""
     return type(model).__module__.startswith("transformers_modules")
 
 
 def refuse_own_code(error: Exception, name: str) -> None:
-    """Say so where that is what transformers has refused.
+    """Raise our own error if transformers refused to run the checkpoint's code.
 
     Raises:
-        ModelError: The checkpoint has code of its own.
+        ModelError: The checkpoint has its own code.
     """
     if "custom code" in str(error):
         raise ModelError(
@@ -78,7 +78,7 @@ def _wrap() -> None:
 
     loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
     PreTrainedModel.from_pretrained = classmethod(_without_pickles(loads))  # type: ignore[method-assign,assignment]
-    for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code, and runs it
+    for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
         setattr(dynamic_module_utils, name, _without_code(getattr(dynamic_module_utils, name)))
     for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
         module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ class Unembedding:
 
     Args:
         w_u: W_U.
-        mean: Its mean over the vocabulary, which no softmax sees.
+        mean: Its mean over the vocabulary, which the softmax ignores.
         norm: The final norm.
         factor: f, 1 in most models.
         cap: The bound of the logits; None in most models.
@@ -35,7 +35,7 @@ class Unembedding:
     cap: float | None = None
 
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """``f γ · (W_U[:, token] − mean over the vocabulary)``, less its own mean where the norm centres."""
+        """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm centres."""
         return self.norm.toward(self.factor * (wide(self.w_u.T[tokens]) - self.mean))
 
     def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
@@ -43,7 +43,7 @@ class Unembedding:
         return self.norm.scale(stream)
 
     def uncapped(self, logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_vocab"]:
-        """The logits before the cap: ``cap · artanh(logit / cap)``, where there is one."""
+        """The logits before the cap: ``cap · artanh(logit / cap)``, if there is a cap."""
         if self.cap is None:
             return logits
         within = 1 - torch.finfo(logits.dtype).eps  # a logit at the cap itself would be infinite
@@ -51,7 +51,7 @@ class Unembedding:
 
 
 def unembedding(model: HookedModel) -> Unembedding:
-    """W_U and the norm before it; the factor and the cap that the configuration names.
+    """W_U, the norm before it, and the factor and cap from the configuration.
 
     Raises:
         ModelError: The model has no such norm, or no W_U; or see :func:`check_direct`.
@@ -72,7 +72,7 @@ def unembedding(model: HookedModel) -> Unembedding:
 
 
 def _cap(model: HookedModel) -> float | None:
-    """Where logits are capped: in a bridge the configuration of transformers says it, else that of TransformerLens."""
+    """The cap of the logits: in a bridge from the transformers configuration, otherwise from TransformerLens's."""
     config = config_of(model)
     cap = (
         getattr(model.cfg, "output_logits_soft_cap", None)
@@ -83,10 +83,10 @@ def _cap(model: HookedModel) -> float | None:
 
 
 def check_direct(model: HookedModel, reads: Unembedding) -> None:
-    """Refuse a model whose logits, before a cap, are not what the end of the residual stream gives; a few tokens.
+    """Refuse a model whose logits, before any cap, do not follow from the final residual stream, tried on a few tokens.
 
     Raises:
-        ModelError: The residual stream is scaled between, or the logits are in a way that is not known.
+        ModelError: The residual stream is scaled on the way, or the logits are, in an unknown way.
     """
     name, facts = str(model.cfg.model_name), facts_of(model)
     if facts is not None and facts.report is not None and "residual" in facts.report.limited:
@@ -100,7 +100,7 @@ def check_direct(model: HookedModel, reads: Unembedding) -> None:
     stream = wide(seen["stream"])
     got = (reads.direction(tokens)[0] @ stream[0].T / reads.scale(stream)[0]).T
     expected = (logits - logits.mean(-1, keepdim=True))[:, tokens[0]]
-    off = (got - expected) - (got - expected).mean(0)  # what a bias adds is the same at every token
+    off = (got - expected) - (got - expected).mean(0)  # a bias adds the same at every token
     rounding = 0.02 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.15
     if not float(off.norm()) <= rounding * float((expected - expected.mean(0)).norm()):
         raise ModelError(

@@ -16,13 +16,13 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Sizes:
-    """What prompts and conditions ask of ``model.cfg``.
+    """The part of ``model.cfg`` that prompts and conditions need.
 
     Args:
         model_name: The model's name.
-        d_vocab: Tokens in its vocabulary.
-        n_ctx: Tokens that it reads at once, as far as that is known.
-        default_prepend_bos: Whether a BOS token stands first.
+        d_vocab: The size of its vocabulary.
+        n_ctx: The length of its context in tokens, if known.
+        default_prepend_bos: Whether a BOS token is prepended.
     """
 
     model_name: str
@@ -33,13 +33,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A tokenizer in place of a model: enough to make sequences, and to read what was written.
+    """A tokenizer in place of a model: enough to make sequences, and to decode answers.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer: The transformers tokenizer.
         cfg: Sizes.
-        end: Tokens that end an answer.
-        loaded: The hooked model, where one was given.
+        end: The tokens that end an answer.
+        loaded: The hooked model, if one was given.
     """
 
     tokenizer: Any
@@ -49,10 +49,10 @@ class UnloadedModel:
 
 
 def unloaded(model: Any) -> UnloadedModel:
-    """What is known of a model without its weights; of one that is loaded, the model itself beside it.
+    """A model without its weights; if the given model is loaded, it is included.
 
     Args:
-        model: A name or a directory, of which no weights are read; a tokenizer; or a model that ``load_model`` takes.
+        model: A name or a directory, whose weights are not read; a tokenizer; or a model that ``load_model`` takes.
 
     Raises:
         ModelError: There is no such model, or it has no tokenizer.
@@ -82,7 +82,7 @@ def _named(name: str) -> UnloadedModel:
     longest = getattr(text_config(name), "max_position_embeddings", None)
     try:
         settings = GenerationConfig.from_pretrained(model_place(name))
-    except OSError:  # there are none
+    except OSError:  # there are no generation settings
         settings = None
     return _of_tokenizer(tokenizer_named(name), name, longest if isinstance(longest, int) else _NO_LIMIT, settings)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from mechattn.model.hooked import HookedModel
 
-_EARLIER = ("q", "k", "v")  # norms whose names begin so are of queries, keys and values
+_EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
 
 
 def as_mixed(
     model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
 ) -> Float[Tensor, "*batch kv_head d_head"]:
-    """The values that the pattern mixes, from those of hook_v, after which the model may clip or norm them."""
+    """The values that the pattern mixes, from hook_v, after which the model may clip or norm them."""
     limit, norm = clip_of(model, layer), norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
@@ -24,7 +24,7 @@ def as_mixed(
 
 
 def clip_of(model: HookedModel, layer: int) -> float | None:
-    """Where a layer clips queries, keys and values after their hooks (some OLMo, MPT); None in most models."""
+    """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT); usually None."""
     module = attention_module(model, layer)
     limit = getattr(module, "clip_qkv", None) or getattr(getattr(module, "config", None), "clip_qkv", None)
     return float(limit) if limit else None
@@ -48,11 +48,11 @@ def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Mo
 
 
 def norm_of_values(model: HookedModel, layer: int) -> nn.Module | None:
-    """The norm of values after their hook, where a layer has one."""
+    """The norm of values after their hook, if a layer has one."""
     norm = getattr(attention_module(model, layer), "v_norm", None)
     return getattr(norm, "original_component", norm)
 
 
 def attention_module(model: HookedModel, layer: int) -> Any:
-    """The attention module of transformers in a layer; None where there is none behind the hooks."""
+    """The transformers attention module of a layer; None if there is none behind the hooks."""
     return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)

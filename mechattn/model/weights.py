@@ -15,10 +15,10 @@ from mechattn.model.verify.facts import facts_of
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, in the model's dtype, so that no second copy of all layers is held; see :func:`wide`.
+    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`.
 
     Raises:
-        ModelError: The model says of no W_O which turns z into the output of attention.
+        ModelError: The model declares no W_O that turns z into the output of attention.
     """
     facts = facts_of(model)
     if facts is not None and facts.report is not None and "heads" in facts.report.limited:
@@ -30,7 +30,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         )
     try:
         w_o = output_projection(model, layer)
-    except Exception as error:  # an adapter that does not say what its output weights are
+    except Exception as error:  # an adapter that does not declare its output weights
         raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
@@ -44,14 +44,14 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
 
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """In float32 at least."""
+    """Convert to float32 at least."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def score_biases(
     model: HookedModel, layer: int
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
-    """b_Q and b_K of each head; zeros where the model has none."""
+    """b_Q and b_K of each head; zeros if the model has none."""
     attention = model.blocks[layer].attn
     heads, width = int(model.cfg.n_heads), int(model.cfg.d_head)
     made = []

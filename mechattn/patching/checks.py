@@ -75,7 +75,7 @@ def _patterns_act(model: HookedModel) -> bool:
         return torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)[None, :, None].expand_as(pattern)
 
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TransformerLens says the same in its own words
+        warnings.simplefilter("ignore")  # TransformerLens warns of the same
         for change in (lambda pattern: pattern, to_oneself):
             with changing(model, "pattern", {layer: change}), changing(model, "z", {layer: keep}):
                 model(tokens, return_type=None, **keeping_nothing(model))

@@ -143,7 +143,7 @@ def patch_together(
     check_options(model, False, direction, 0, 1)
     one = _Prompt(model, metric_of(metric)[0], chosen, part, False, 1, seed, together=True)
     _, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
-    layer, head = chosen[0]  # the set's effect stands at each of its heads
+    layer, head = chosen[0]  # the effect of the set is stored at each of its heads
     first = dataset.sel(layer=layer, head=head, drop=True)
     whole = first.whole
     several = first.drop_vars("whole").expand_dims(set=[len(chosen)], axis=-1).assign(whole=whole)
@@ -198,12 +198,15 @@ def _patched(
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, one.model, one.seed)
     check_sequences(one.model, prompts, sequences)
     pairs = [_ordered(made, direction) for made in sequences]
-    found, stranger = [], one.read(pairs[-1][1])  # of each prompt the one before it, which has just been read
+    found, stranger = (
+        [],
+        one.read(pairs[-1][1]),
+    )  # each prompt's donor is the previous prompt, whose run is still in memory
     for prompt, (receiver, donor) in _progress(zip(prompts, pairs, strict=True), len(prompts), progress):
         source = one.read(donor)
         found.append(one.effects(prompt.id, receiver, source, stranger))
         stranger = source
-    units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group stands alone
+    units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group is its own unit
     return pairs, _dataset(found, prompts, one.chosen), units, _about(one, prompts, condition, metric, direction)
 
 
@@ -289,7 +292,7 @@ class _Prompt:
 
 
 def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
-    """A head's output in another run at the receiver's original tokens; where that has fewer, the receiver's own.
+    """A head's output in another run at the receiver's original tokens; beyond its length, the receiver's own.
 
     For a pattern, rows of the receiver's length: the other run's attention among these tokens, and 0 elsewhere.
     """
@@ -306,7 +309,7 @@ def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Ten
 
 
 def _shuffled(run: Run, pattern: Float[Tensor, "original key"], draw: Float[Tensor, "original key"]) -> Tensor:
-    """A pattern with each row's probabilities permuted among the keys that its token sees."""
+    """A pattern with each row's probabilities permuted among the keys that the token sees."""
     seen = torch.arange(pattern.shape[-1], device=pattern.device) <= run.places.to(pattern.device)[:, None]
     order = draw.masked_fill(~seen, 2.0).argsort(-1)
     return pattern.gather(-1, order).masked_fill(~seen, 0.0)
@@ -322,7 +325,7 @@ def _attributed(run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z]) -> np
 
 
 def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequence, Sequence]:
-    """The run to patch, and the run that it is patched from."""
+    """The run to patch, and the run to patch from."""
     changed, baseline = made["condition"], made[BASELINE]
     return (changed, baseline) if direction == "denoising" else (baseline, changed)
 
@@ -350,7 +353,7 @@ def _about(
 
 
 def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[Prompt], chosen: Seq[Where]) -> xr.Dataset:
-    """By layer and head; NaN for heads that were not requested."""
+    """The effects by layer and head; NaN for heads that were not requested."""
     import xarray as xr
 
     layers, heads = (sorted({pair[i] for pair in chosen}) for i in (0, 1))
@@ -366,7 +369,7 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[Prompt], chosen:
 
 
 def _sample(made: HeadPatching, check: int, seed: int) -> list[Where]:
-    """The heads on which attribution is checked: the largest, and as many drawn at random."""
+    """The heads on which attribution is checked: those with the largest effects, and as many drawn at random."""
     mean = abs(made.effects.effect.mean("prompt"))
     every = [(int(layer), int(head)) for layer in mean.layer for head in mean["head"]]
     order = np.argsort(-mean.values.ravel(), kind="stable")

@@ -14,7 +14,7 @@ from mechattn.errors import OptionError
 Logits = Float[Tensor, "row answer d_vocab"]
 Named = Literal["logprob", "margin", "kl"]
 Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
-# Logits before each token of the answer, the answer, and the baseline's logits there; one number a row.
+# Logits before each token of the answer, the answer, and the baseline's logits there; returns one number per row.
 Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " row"]]
 
 WORDS: Mapping[str, str] = {
@@ -33,7 +33,7 @@ def answer_logprob(logits: Logits, answer: Int[Tensor, " answer"], baseline: Log
 def answer_margin(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in logits.
 
-    Above 0 where greedy decoding would give the answer.
+    Above 0 if greedy decoding would give the answer.
     """
     taken = answer.expand(len(logits), -1)[..., None]
     others = logits.scatter(-1, taken, -torch.inf).amax(-1)

@@ -119,7 +119,7 @@ class SetPatching(Patching):
             OptionError: There are too few prompts, or ``level`` is not a probability.
         """
         made = self._every(level)
-        return made.rename(columns={"set": "heads", "q": "p"})  # one test: nothing to adjust
+        return made.rename(columns={"set": "heads", "q": "p"})  # a single test, so nothing to adjust
 
     def __str__(self) -> str:
         named = ", ".join(f"{layer}.{head}" for layer, head in self.about["heads"])

@@ -338,7 +338,7 @@ class Counting(Insertion):
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the numbers."""
-        numbers = " ".join(map(str, range(1, self.count + 1)))  # one token each at least
+        numbers = " ".join(map(str, range(1, self.count + 1)))  # each takes at least one token
         return require_tokenizer(model)(numbers, add_special_tokens=False)["input_ids"][: self.count]
 
 
@@ -373,7 +373,7 @@ def _several(interventions: Any) -> tuple[Any, ...]:
 
 
 def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
-    """Marked where an intervention marks; the others are kept for the forward pass."""
+    """Apply interventions that mark the sequence; the others are kept for the forward pass."""
     for intervention in interventions:
         if isinstance(intervention, type):
             raise OptionError(f"intervention={intervention.__name__}: give an instance, such as ARM(), with brackets")

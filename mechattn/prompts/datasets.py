@@ -21,8 +21,8 @@ from mechattn.prompts.templates import TokenizedModel
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
 # The system prompt of the released code of arXiv:2510.01032.
 STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
-_WITHOUT_LIMIT = 64  # prompts, of those that are generated
-_LONGEST = 4 * 2**20  # bytes of a line; beyond a million tokens
+_WITHOUT_LIMIT = 64  # generated prompts
+_LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
 
 def load_prompts(
@@ -196,7 +196,7 @@ def _short(value: object) -> str:
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict]:
-    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
+    if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict] = []
     for number, line in enumerate(_lines(path), 1):

@@ -7,8 +7,8 @@ from typing import Any
 
 from mechattn.errors import ConditionError
 
-_MOST = 256  # repetitions a token
-_FAR = 10  # tokens from the count that was asked for
+_MOST = 256  # repetitions per token
+_FAR = 10  # tokens away from the requested count
 _DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
 _ADJECTIVES = (
     "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
@@ -28,7 +28,7 @@ _CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
 
 
 def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
-    """As few repetitions of a text as give exactly ``count`` tokens.
+    """The fewest repetitions of a text that give exactly ``count`` tokens.
 
     Raises:
         ConditionError: ``count`` tokens are not a whole number of repetitions.
@@ -38,7 +38,9 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
 
     low, high = 1, count + 1
-    while len(encode(high)) < count and high < _MOST * count:  # a tokenizer may have a token for several of them
+    while (
+        len(encode(high)) < count and high < _MOST * count
+    ):  # a tokenizer may merge several repetitions into one token
         high *= 2
     while low < high:  # the length grows with the repetitions: find the first that is long enough
         middle = (low + high) // 2
@@ -56,10 +58,10 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
 
 
 def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
-    """The number of tokens nearest to ``count`` that is a whole number of repetitions of a text; the larger of two.
+    """The number of tokens nearest to ``count`` that some number of repetitions gives; the larger if two are as near.
 
     Raises:
-        ConditionError: There is none within ten.
+        ConditionError: There is none within ten of ``count``.
     """
     for step in range(min(_FAR, count - 1) + 1):
         for near in dict.fromkeys((count + step, count - step)):
@@ -73,13 +75,13 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
 
 
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
-    """Ordinary tokens drawn uniformly, with replacement: no special or added token, no blank, no part of a character.
+    """Ordinary tokens drawn uniformly, with replacement: no special or added tokens, no blanks, no parts of characters.
 
     Args:
-        tokenizer: Its tokens are drawn from.
+        tokenizer: The tokenizer whose tokens are drawn.
         size: The model's vocabulary, which may be larger or smaller.
-        count: How many.
-        draw: The source of chance.
+        count: The number of tokens.
+        draw: The random number generator.
     """
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     made: list[int] = []
@@ -92,7 +94,7 @@ def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) ->
 
 
 def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
-    """Grammatical English about nothing, cut to exactly ``count`` tokens."""
+    """Grammatical English unrelated to any question, cut to exactly ``count`` tokens."""
     text = _sentence(draw)
     while len(tokens := tokenizer(text, add_special_tokens=False)["input_ids"]) < count:
         text += " " + _sentence(draw)

@@ -1,4 +1,4 @@
-"""Warns of repeated prompts and prompts of one template, which carry hardly more information than one."""
+"""Warns of repeated prompts and prompts from one template, which carry little more information than one prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from mechattn.prompts.prompt import Prompt
 
-_FEWEST = 4  # prompts: below, an interval is wide whatever they are
+_FEWEST = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
 
@@ -48,7 +48,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def _shape(prompt: Prompt) -> str:
-    """A text without its numbers and names; token ids are no numbers."""
+    """A text with numbers and names removed; token ids are left as they are."""
     return _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() or _text(prompt)
 
 

@@ -17,11 +17,11 @@ class Pairs:
 
     Args:
         batch: The sequences.
-        baseline: The row of the baseline of each.
-        place: Where each original token stands in the sequence; 0 where there is none.
-        original: Which original tokens there are, by their position in the baseline.
-        segment: The segment of each, by its index in ``SEGMENTS``; −2 where there is none.
-        reach: For each position, how many original tokens stand at or before it, in the pair that has most.
+        baseline: The row of each sequence's baseline.
+        place: The position of each original token in the sequence; 0 where there is none.
+        original: Which original tokens exist, by position in the baseline.
+        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is none.
+        reach: For each position, the number of original tokens at or before it, in the pair with the most.
     """
 
     batch: Batch

@@ -63,12 +63,12 @@ class Problem:
     """A word problem, its worked answer and the number at its end.
 
     Args:
-        question: The story and what is asked.
-        answer: The sums, and the number.
-        solution: The number.
-        steps: How many sums.
+        question: The story and the question.
+        answer: The calculations and the final number.
+        solution: The final number.
+        steps: The number of calculations.
         chain: The first number and the operations.
-        template: Which sentences it is made of, whatever their names, numbers, things, places and days.
+        template: The sentences that it is made of, regardless of names, numbers, things, places and days.
     """
 
     question: str
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclass
 class _Story:
-    """What has been told so far: whose things they are, how many, and the sums worked out."""
+    """The story so far: who owns the things, how many there are, and the calculations."""
 
     name: str
     item: str
@@ -106,7 +106,7 @@ class _Story:
         return "him" if self.name in _HE else "her"
 
     def tell(self, rng: random.Random, kind: str, sentences: list[str]) -> str:
-        """One of some ways to say a thing; which one is written down."""
+        """Choose one of several ways to say something, and record the choice."""
         which = rng.choice(range(len(sentences)))
         self.forms.append(f"{kind} {which}")
         return sentences[which]
@@ -189,7 +189,7 @@ def _possible_steps(story: _Story) -> list:
 
 
 def _finish(rng: random.Random, story: _Story) -> str:
-    """The last step and the question: another step and how many there are, or what they cost."""
+    """The last step and the question: another calculation and how many there are, or what they cost."""
     possible = _possible_steps(story)
     if story.value * 2 <= 200 and " of " not in story.item:
         possible.append(_price)
@@ -299,7 +299,7 @@ def _other_has_fewer(rng: random.Random, story: _Story) -> None:
 
 
 def _next_person(story: _Story) -> str:
-    """The story goes on with the next person; returns the one before."""
+    """Continue the story with the next person; return the previous one."""
     before = story.name
     story.others.append(before)
     story.name = story.others.pop(0)

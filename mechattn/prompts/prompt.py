@@ -16,7 +16,7 @@ from mechattn.errors import OptionError, PromptError
 from mechattn.shown import plain
 
 Template = Literal["plain", "chat"]
-HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: no tokenizer takes one, and no file
+HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which neither tokenizers nor files accept
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    group: str | None = field(default=None, repr=False)  # decides no number of a run, and so is in no hash of prompts
+    group: str | None = field(
+        default=None, repr=False
+    )  # does not affect the measurements, so it is not part of the prompts' hash
 
     def __post_init__(self) -> None:
         check_template(self.template)

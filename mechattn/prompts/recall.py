@@ -37,7 +37,7 @@ class Recall:
 
 
 def generate_recall(rng: random.Random, most: int = MOST) -> Recall:
-    """One question about two people or more, ``most`` at most, whose numbers are 1 to 9 (either split)."""
+    """One question about two or more people, at most ``most``, with numbers from 1 to 9 (either split)."""
     names = rng.sample(PEOPLE, rng.randint(2, most))
     numbers = [rng.randint(1, 9) for _ in names]
     scores = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))

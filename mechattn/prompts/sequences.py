@@ -178,9 +178,9 @@ class Batch:
 PADDING = -2
 
 
-@lru_cache(maxsize=4)  # blocks and layers share it: on a GPU each answer would be waited for
+@lru_cache(maxsize=4)  # cached for all blocks and layers, because each call would wait for a GPU
 def inserted_span(batch: Batch) -> tuple[int, int]:
-    """The first position at which a row has an inserted token, and the one after the last such; (0, 0) for none."""
+    """The first position where any row has an inserted token, and the position after the last; (0, 0) for none."""
     places = batch.inserted.any(0).nonzero()
     return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 

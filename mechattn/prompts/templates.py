@@ -27,7 +27,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     character that isn't a separator.
 
     Raises:
-        ModelError: The model has no tokenizer, no BOS token though one is asked for, or no chat template.
+        ModelError: The model has no tokenizer, no BOS token although one is needed, or no chat template.
         PromptError: The chat template changes the text of the prompt.
     """
     if prompt.tokens:
@@ -57,7 +57,7 @@ def require_tokenizer(model: TokenizedModel) -> Any:
 
 
 def own_bos(model: TokenizedModel) -> int | None:
-    """The BOS token that this model reads text after; None for none."""
+    """The BOS token that this model expects before a text; None if there is none."""
     if not getattr(model.cfg, "default_prepend_bos", False):
         return None
     bos = getattr(model.tokenizer, "bos_token_id", None)
@@ -70,7 +70,7 @@ def own_bos(model: TokenizedModel) -> int | None:
 
 
 def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
-    """Token ids must begin as the model's texts do, since the first token takes much of the attention."""
+    """Check that token ids begin as the model's texts do, since the first token takes much of the attention."""
     if bos is not None and prompt.tokens[0] != bos:
         raise PromptError(
             f"the token ids of prompt {prompt.id} begin with {prompt.tokens[0]}, but this model reads text after a BOS "
@@ -112,13 +112,13 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
     messages = [{"role": "system", "content": prompt.system}, user] if prompt.system else [user]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # some templates refuse a system role: the system text then opens the user's turn
+    except Exception:  # some templates refuse a system role; the system text then starts the user's turn
         text = _without_system(prompt, tokenizer)
     spans: Spans = []
     start = 0
     for segment, part in (("system", prompt.system.strip()), ("question", prompt.question.strip())):
         if part:
-            # The question comes last, so a template that repeats its words before it does no harm.
+            # The question comes last, so its last occurrence is the right one if the template repeats it.
             start = text.rfind(part, start) if segment == "question" else text.find(part, start)
             if start < 0:
                 raise PromptError(
@@ -137,7 +137,7 @@ def _without_system(prompt: Prompt, tokenizer: Any) -> str:
     user = {"role": "user", "content": f"{prompt.system}\n\n{prompt.question}" if prompt.system else prompt.question}
     try:
         text: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the checkpoint's, and may do anything
+    except Exception as error:  # a template is a program from the checkpoint and may fail in any way
         raise ModelError(
             f"the chat template of this tokenizer fails on prompt {prompt.id} ({type(error).__name__}: {error}); use "
             'template="plain"'

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-_LEAST_REACH = 10  # points of accuracy, of a map's colours
+_LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
 _COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)
 
 
@@ -97,7 +97,7 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
-    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # no colour for what chance does
+    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
     heat = go.Heatmap(
         z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
         texttemplate="%{z:.1f}",
@@ -179,7 +179,7 @@ def _points(
 
 
 def _n(tables: Seq[pd.DataFrame]) -> str:
-    """How many problems tables are of, or groups of them."""
+    """The number of problems, or of groups of problems, that the tables are over."""
     counts = sorted({int(table.n.iloc[0]) for table in tables})
     units = {table.attrs.get("unit", "prompts") for table in tables}
     what = "problems" if units == {"prompts"} else units.pop() if len(units) == 1 else "problems or groups of them"

@@ -74,7 +74,7 @@ def activation_metrics(
 
     Args:
         results: One result per model, with ``MlpActivations``.
-        conditions: All but the baseline by default.
+        conditions: The conditions; all except the baseline by default.
         layer: The layer, from 0.
         segment: The segment of the tokens.
     """
@@ -170,7 +170,7 @@ def agreement(
 
 
 def _panels(results: Seq[Result], **options: Any) -> go.Figure:
-    """A panel a model, side by side."""
+    """One panel per model, side by side."""
     from plotly.subplots import make_subplots
 
     titles = [model_caption(result).replace(" (", "<br>(") for result in results]
@@ -178,7 +178,7 @@ def _panels(results: Seq[Result], **options: Any) -> go.Figure:
 
 
 def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int) -> tuple[list[Result], list[str]]:
-    """The results as a list, and the conditions but the baseline, which all of them have."""
+    """The results as a list, and the conditions other than the baseline, which all results must have."""
     made = [results] if isinstance(results, Result) else list(results)
     if not made:
         raise OptionError("there are no results to show")
@@ -196,7 +196,7 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
 
 
 def _near_zero(result: Result, condition: str, layer: int) -> xr.DataArray:
-    """The near-zero share of the question's activations, one number a prompt."""
+    """The near-zero share of the question's activations, one number per prompt."""
     return result[NAME].near_zero_by_segment.sel(condition=condition, layer=layer, segment="question")
 
 
@@ -206,7 +206,7 @@ def _threshold(result: Result, layer: int) -> float:
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """On a logarithmic axis an empty bin is a gap."""
+    """Replace zeros with NaN: on a logarithmic axis an empty bin is a gap."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -225,7 +225,7 @@ def _points(
     figure: go.Figure, x: np.ndarray, made: np.ndarray, name: str, colour: str, column: int | None, legend: bool,
     words: Seq[str],
 ) -> None:  # fmt: skip
-    """Estimates [point, (estimate, low, high)] with their intervals."""
+    """Estimates [point, (estimate, low, high)], drawn with their intervals."""
     estimate, low, high = made.T
     bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
     where = {} if column is None else {"row": 1, "col": column}

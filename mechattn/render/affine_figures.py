@@ -1,4 +1,4 @@
-"""The affine reading by layer: what is left to the original keys, what the form misses, and the rank of the shift."""
+"""The affine form by layer: attention left to the original keys, the error of the form, and the rank of the shift."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
 def _bars(
     figure: go.Figure, result: Result, x: np.ndarray, values: xr.DataArray, name: str, colour: str, column: int | None
 ) -> None:
-    """Mean over prompts with its t interval."""
+    """Means over prompts with t intervals."""
     interval = t_interval(over_units(result, values.transpose("prompt", "layer")))
     bars = dict(type="data", array=interval.high - interval.estimate, thickness=1.2)
     where = {} if column is None else {"row": 1, "col": column}

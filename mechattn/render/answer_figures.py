@@ -1,4 +1,4 @@
-"""Attention beside answers: while they are written, right against wrong; and over a dose, with accuracy."""
+"""Attention and answers: attention while right and wrong answers are written; attention and accuracy over a dose."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
 
 
 def _said(table: pd.DataFrame) -> str:
-    """What the pairs say, condition by condition."""
+    """The result of the pairs, condition by condition."""
     parts = []
     for row in table.itertuples():
         if np.isnan(row.beyond):

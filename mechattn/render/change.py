@@ -63,7 +63,7 @@ def change_map(
 
 
 def _map_words(table: pd.DataFrame, column: str) -> str:
-    """How many heads are sure, and the one that is furthest from the null (or, without one, changed most)."""
+    """The number of significant heads, and the head furthest from the null (without a null: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
     sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
@@ -82,7 +82,7 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
 
 
 def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
-    """The heat map of what is tested, with its interval in the hover, and a dot on each cell that is sure."""
+    """The heat map of the tested differences, with intervals on hover, and a dot on each significant cell."""
     import plotly.graph_objects as go
 
     beyond, what = wide["shown"], "beyond the null" if "null" in unit else "change"
@@ -99,7 +99,7 @@ def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str)
 
 
 def sure_marks(sure: pd.DataFrame) -> go.Scatter:
-    """A dot on each cell of a map [layer head] that is sure."""
+    """A dot on each significant cell of a map [layer head]."""
     import plotly.graph_objects as go
 
     layer, head = np.nonzero(sure.values)
@@ -144,7 +144,7 @@ def sweep(
         numeric = all(value.lstrip("-").isdigit() for value in named)
         x = [int(value) for value in named] if numeric else list(named)
         changes = [overall_change(result, name, quantity, segment, layer) for name in named.values()]
-        start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, nothing changed
+        start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, so nothing changed
         _interval_line(
             figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour
         )
@@ -199,7 +199,7 @@ def _where(layer: int | None) -> str:
 def _interval_line(
     figure: go.Figure, x: list, changes: list, name: str, colour: str, mode: str = "lines+markers"
 ) -> None:
-    """Estimates in percent with their intervals; None is the baseline, 0 by definition."""
+    """Estimates in percent with their intervals; None stands for the baseline, 0 by definition."""
     y = [0.0 if c is None else 100 * float(c.estimate) for c in changes]
     above = [0.0 if c is None else 100 * float(c.high - c.estimate) for c in changes]
     below = [0.0 if c is None else 100 * float(c.estimate - c.low) for c in changes]
@@ -210,7 +210,7 @@ def _interval_line(
 
 
 def _n(table: pd.DataFrame) -> str:
-    """How many prompts, or which groups of them, a table is over."""
+    """The number of prompts, or of groups of prompts, that a table is over."""
     unit = table.attrs["unit"]
     return str(table.n.iloc[0]) if unit == "prompts" else f"{table.n.iloc[0]} {unit}"
 

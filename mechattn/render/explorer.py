@@ -18,16 +18,16 @@ from mechattn.render.theme import FONT, model_caption
 from mechattn.render.view import View, in_script, prompt_tokens
 from mechattn.results.result import Result
 
-MOST = 64  # heads: 170 tokens then take 2.5 MB
-STEP = 0.003  # nats: a probability to 0.15 %, down to 1e-43
+MOST = 64  # heads: at 170 tokens they take 2.5 MB
+STEP = 0.003  # nats: probabilities are accurate to 0.15 %, down to 1e-43
 _RANKS = 8
-_KEY = (  # of the marks on the map
+_KEY = (  # symbols of the marks on the map
     "Marks: the strongest targets of each query that hold half of its attention, by rank "
     "● 1 ■ 2 ◆ 3 ▲ 4 ★ 5 ✚ 6 ✖ 7 ⬟ 8; "
     '<b data-part="key-itself">the query itself</b>, <b data-part="key-first">the first token</b>, '
     '<b data-part="key-another">another</b>.'
 )
-_UNSEEN = -32768  # a key outside the window, or masked
+_UNSEEN = -32768  # for a key outside the window, or masked
 
 
 def attention_explorer(
@@ -90,7 +90,7 @@ def check_count(layers: int, heads: int) -> None:
     """Refuse more maps than a page can show.
 
     Raises:
-        OptionError: More than 64.
+        OptionError: There are more than 64.
     """
     if layers * heads > MOST:
         per = max(1, MOST // heads)
@@ -101,7 +101,7 @@ def check_count(layers: int, heads: int) -> None:
 
 
 def _parts(result: Result, condition: str, prompt: int, length: int, heads: list[int]) -> dict[str, str] | None:
-    """Bias and ALiBi of every key; what is left of the score is content."""
+    """Bias and ALiBi of every key; the rest of the score is content."""
     if "score_decomposition" not in result.datasets:
         return None
     found = {}

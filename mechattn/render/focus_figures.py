@@ -90,9 +90,10 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
 
     Args:
         result: A result.
-        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (a panel a block).
+        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per
+            block).
         segment: The segment of the queries or tokens, if the quantity has segments.
-        conditions: All that have the quantity by default.
+        conditions: The conditions; by default all that have the quantity.
 
     Raises:
         OptionError: There is no such quantity, segment or condition.
@@ -122,7 +123,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
 
 
 def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
-    """What uniform attention gives in each layer, dotted."""
+    """The value under uniform attention in each layer, dotted."""
     figure.add_scatter(
         x=null.layer.values, y=null.mean("prompt").values, mode="lines", showlegend=False, row=1, col=column,
         name="uniform", line=dict(color=colour, dash="dot", width=1.3),
@@ -131,14 +132,14 @@ def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) 
 
 
 def _null_words(variable: xr.DataArray, null: xr.DataArray | None) -> str:
-    """Whether there is a null, and why not."""
+    """A note on the null, or on why there is none."""
     if null is not None:
         return "; dotted: uniform attention"
     return f"; no null: {variable.attrs['no_null']}" if variable.attrs.get("no_null") else ""
 
 
 def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]) -> str:
-    """The mean over everything but prompts, condition by condition, each beside its null."""
+    """The mean of each condition with its null; the intervals are over prompts."""
 
     def beside(name: str) -> str:
         if null is None:
@@ -168,7 +169,7 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
 
 
 def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean and ends over prompts; fewer than three prompts have no interval."""
+    """The mean and interval over prompts; no interval with fewer than three prompts."""
     if len(values) >= FEWEST:
         made = t_interval(values)
         return made.estimate, made.low, made.high
@@ -223,7 +224,7 @@ def _of(variable: xr.DataArray, segment: str) -> str:
 
 
 def _shade(rank: int, count: int) -> str:
-    """From dark to light blue by rank."""
+    """A shade from dark to light blue, by rank."""
     part = rank / max(1, count - 1)
     low, high = (11, 61, 120), (158, 197, 232)
     return "rgb(" + ", ".join(str(round(a + part * (b - a))) for a, b in zip(low, high, strict=True)) + ")"

@@ -44,7 +44,7 @@ def meaningless_and_sentence(
         results: One result per model.
         layer: The layer, from 0.
         heads: The head of each model, from 0; or one number for all.
-        conditions: The first in blue, the second in orange.
+        conditions: The two conditions, the first in blue and the second in orange.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
@@ -105,13 +105,13 @@ def across_layers(
         for n in layers
         if (change := change_words(result, condition, layer=n, heads=[head]))
     ]
-    if not said:  # of the baseline alone nothing has changed
+    if not said:  # with only the baseline, nothing has changed
         return figure
     return says(figure, f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}.")
 
 
 def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
-    """One panel beside the other, a line and its band for each condition."""
+    """Panels side by side, each with a line and its band for each condition."""
     from plotly.subplots import make_subplots
 
     figure = make_subplots(1, len(panels), subplot_titles=[p.title for p in panels], horizontal_spacing=0.07)

@@ -8,8 +8,8 @@ from pathlib import Path
 from mechattn.errors import OutputError
 from mechattn.results.whole import check_writable, write_whole
 
-GENERATOR = '<meta name="generator" content="mechattn'  # stands in the head of each of them
-_HEAD = 2**16  # bytes in which it has to stand, before any style or script
+GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
+_HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 Column = Literal["single", "double"]
 _INCHES = {"single": 3.35, "double": 6.9}  # 85 and 175 mm, the columns of most journals
-_PIXELS = 96  # to the inch, as SVG and PDF count them
+_PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
 _FORMATS = (".pdf", ".svg", ".png")
-_PATIENCE = 100  # seconds; kaleido itself gives a figure that it is drawing 90
+_PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
 
 
 def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
@@ -40,11 +40,11 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     if column == "single" and across > 2:
         raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or use column='double'")
     made, size = go.Figure(figure), _POINTS * _PIXELS / 72
-    title = title or bool(figure.layout.sliders)  # which says what the slider showed
+    title = title or bool(figure.layout.sliders)  # the caption of the slider
     made.layout.sliders = None
     _lay_out(made, _INCHES[column] * _PIXELS, size, title)
     made.update_annotations(font_size=size)
-    small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't meet
+    small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't overlap
     axis = dict(title_standoff=4, title_font_size=small, tickfont_size=0.9 * size)
     made.update_xaxes(**axis)
     made.update_yaxes(**axis)
@@ -55,7 +55,7 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
 
 
 def _lay_out(made: go.Figure, width: float, size: float, title: bool) -> None:
-    """Size, margins and legend: the figure grows by its legend, so the panels keep their height."""
+    """Set size, margins and legend; the figure grows by its legend, so the panels keep their height."""
     rows = _legend_rows(made, width, size)
     height = max(230.0, 0.72 * (made.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
     room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
@@ -70,7 +70,7 @@ def _lay_out(made: go.Figure, width: float, size: float, title: bool) -> None:
 
 
 def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
-    """How many rows a legend takes: plotly gives each of its entries the width of the longest."""
+    """The number of rows of a legend: plotly gives each entry the width of the longest."""
     alone = sum(trace.name is not None for trace in figure.data) < 2
     names = [
         str(trace.name)
@@ -79,12 +79,12 @@ def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
     ]
     if not names or figure.layout.showlegend is False:
         return 0
-    entry = 0.58 * size * max(map(len, names)) + 40  # a letter's mean width; the line before it, and the gap
+    entry = 0.58 * size * max(map(len, names)) + 40  # the mean width of a letter; the line sample and the gap
     return -(-len(set(names)) // max(1, int((width - 10) // entry)))
 
 
 def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:
-    """Write a figure for a paper as PDF, SVG or PNG (300 dots to the inch).
+    """Write a figure for a paper as PDF, SVG or PNG (300 dots per inch).
 
     Args:
         figure: A figure of ``mechattn.render``.
@@ -122,11 +122,11 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
 
 
 def _drawn(figure: go.Figure, path: Path) -> None:
-    """Kaleido now and then waits without end for a Chromium that is gone, so each of two attempts has a time limit."""
+    """Draw with a time limit and two attempts, because kaleido sometimes waits forever for a Chromium that is gone."""
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
         ended: Queue[Exception | None] = Queue()
-        # A daemon, as its own threads are: none keeps Python from ending.
+        # A daemon, like kaleido's own threads, so it does not keep Python from exiting.
         Thread(target=_attempt, args=(figure, path, scale, ended), daemon=True).start()
         try:
             error = ended.get(timeout=_PATIENCE)
@@ -139,7 +139,7 @@ def _drawn(figure: go.Figure, path: Path) -> None:
 
 
 def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception | None]) -> None:
-    """Draw, and say that it has ended: with what it failed on, which is raised again in the caller's thread."""
+    """Draw, and report the end, with the error if it failed, which is raised again in the caller's thread."""
     try:
         figure.write_image(path, scale=scale)
         ended.put(None)

@@ -31,8 +31,8 @@ def attention_pattern(
         result: A result with an attention map.
         layer: The layer, from 0.
         heads: The heads, from 0.
-        condition: Which condition of the prompt.
-        prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
+        condition: The condition of the prompt.
+        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
         OptionError: There is no such layer, head, condition or prompt.
@@ -55,7 +55,7 @@ def pattern_difference(
         layer: The layer, from 0.
         heads: The heads, from 0.
         condition: The condition; the first that isn't the baseline by default.
-        prompt: Which prompt, from 0.
+        prompt: The prompt, from 0.
 
     Raises:
         OptionError: There is no such layer, head, condition or prompt.
@@ -88,11 +88,11 @@ def received_text(
         result: A result with received attention of each prompt (``positions="prompts"``), or of one prompt.
         layer: The layer, from 0.
         heads: The heads whose mean is shown; all by default.
-        condition: The condition; by default the first that isn't the baseline, where there is one.
-        prompt: Which prompt, from 0; tokens are shown as text for the first, as ids for the others.
+        condition: The condition; by default the first that isn't the baseline, if there is one.
+        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
-        OptionError: No such layer, head, condition or prompt, or only means over prompts were kept.
+        OptionError: There is no such layer, head, condition or prompt, or only means over prompts were kept.
     """
     condition, dataset = result.shown_condition(condition), result[NAME]
     name = "received_per_prompt"
@@ -116,7 +116,7 @@ def received_text(
 
 
 def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str:
-    """Tokens on a ground as strong as their value; written here, since circuitsvis takes a token's text for HTML."""
+    """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not escape tokens."""
     red, green, blue = (int(WITH[at : at + 2], 16) for at in (1, 3, 5))
     spans = []
     for token, value in zip(tokens, values, strict=True):
@@ -162,7 +162,7 @@ def _rounded(maps: np.ndarray) -> list:
 
 
 def _drawn(component: str, properties: Mapping[str, Any], caption: str) -> str:
-    """A component of circuitsvis, and the line of script that draws it."""
+    """A circuitsvis component, and the line of script that draws it."""
     data = in_script(json.dumps(properties, separators=(",", ":")))
     name = "view-" + hashlib.sha256(f"{component} {caption} {data}".encode()).hexdigest()[:12]
     return (

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")  # all but what our own titles and hovers use
-_OURS = ("template", "meta")  # a look, and a sentence that plotly doesn't draw
+_MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")  # every "<" except in tags that our own titles and hovers use
+_OURS = ("template", "meta")  # the template, and metadata that plotly doesn't draw
 
 
 def with_plain_names(figure: go.Figure) -> go.Figure:
@@ -42,10 +42,10 @@ def _escape(part: Any) -> None:
 
 
 def _escaped(value: Any) -> Any:
-    """The same object where there is nothing to escape."""
+    """The same object if there is nothing to escape."""
     if isinstance(value, str):
         return _MARKUP.sub("&lt;", value) if _MARKUP.search(value) else value
-    if isinstance(value, dict):  # what a slider changes
+    if isinstance(value, dict):  # the arguments of a slider's steps
         made = {name: _escaped(one) for name, one in value.items()}
         return made if any(made[name] is not value[name] for name in value) else value
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":

@@ -92,7 +92,7 @@ def received_attention(
 
 
 def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
-    """What the figure shows, in a sentence; none where there is no change to say."""
+    """The sentence under the figure; empty if there is no change to report."""
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
     of = f"Attention received by the question's tokens in {which}"
     if condition == BASELINE:
@@ -104,7 +104,7 @@ def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], promp
 
 
 def _uniform_words(at: xr.Dataset) -> str:
-    """What uniform attention would give in the place of a mean."""
+    """The value that uniform attention would give."""
     return f"uniform attention would give {float(at.received_by_segment_uniform.mean()):.3g}"
 
 
@@ -112,7 +112,7 @@ def _null_line(
     dataset: xr.Dataset, quantity: str, condition: str, layer: int, prompts: np.ndarray, keys: np.ndarray,
     label: str, colour: str,
 ) -> go.Scatter:  # fmt: skip
-    """What every head would give these keys if it attended uniformly, dotted: no change is surprising without it."""
+    """The received attention if every head attended uniformly, dotted, since part of any change is expected."""
     import plotly.graph_objects as go
 
     name = quantity.replace("received", "received_uniform", 1)
@@ -127,7 +127,7 @@ def _null_line(
 
 
 def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | None, words: str) -> None:
-    """Axes, legend and the shaded span."""
+    """Set axes and legend, and shade the inserted span."""
     for column in range(1, columns + 1):
         if span is not None:
             figure.add_vrect(
@@ -143,7 +143,7 @@ def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | N
 
 
 def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
-    """The ``count`` heads of a layer whose question attention departs furthest from the null on these prompts."""
+    """The ``count`` heads of a layer whose attention to the question is furthest from the null on these prompts."""
     dataset = result[NAME]
     if "received_per_prompt" not in dataset:
         raise OptionError(
@@ -197,7 +197,7 @@ def _heads_words(result: Result) -> str:
 
 
 def matched_control(result: Result, condition: str) -> str | None:
-    """A condition of the result that inserts as many tokens of a random sentence, at the same place; None without."""
+    """The condition that inserts as many tokens of a random sentence at the same place; None if there is none."""
     origin = result["sequences"].origin
     if _is_random_sentence(result, condition):
         return None
@@ -219,10 +219,10 @@ def _control_words(result: Result, control: str, segment: str) -> str:
 
 
 def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[list[int], int | None]:
-    """The heads that are named, or none and how many are to be chosen; ``heads=3`` was how to say ``choose=3``.
+    """The named heads, or the number of heads to choose; ``heads=3`` was the old form of ``choose=3``.
 
     Raises:
-        OptionError: Both are given, or neither, or one of another kind.
+        OptionError: Both are given, or neither, or one has the wrong type.
     """
     if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
         warnings.warn(
@@ -246,7 +246,7 @@ def check_heads(heads: Seq[int], count: int) -> None:
     """Refuse heads that a layer doesn't have.
 
     Raises:
-        OptionError: A head is out of range, or there is none.
+        OptionError: A head is out of range, or no head is given.
     """
     for head in heads:
         if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
@@ -262,7 +262,7 @@ def check_heads(heads: Seq[int], count: int) -> None:
 def moments_of(
     dataset: xr.Dataset, quantity: str, condition: str, layer: int, head: int, prompts: np.ndarray
 ) -> Moments:
-    """Moments over some prompts of a quantity at each position of one head."""
+    """Moments over some prompts, for a quantity at each position of one head."""
     at = dict(condition=condition, layer=layer, head=head)
     if len(prompts) < dataset.sizes["prompt"]:
         return Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
@@ -272,7 +272,7 @@ def moments_of(
 
 
 def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend: bool) -> list:
-    """The mean over prompts and its band; keys that too few prompts have are left out."""
+    """The mean over prompts and its band, without the keys that too few prompts have."""
     import plotly.graph_objects as go
 
     position = np.flatnonzero(moments.n >= max(min(10, prompts), prompts / 2))
@@ -302,13 +302,13 @@ def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend
 
 
 def band_words(result: Result) -> str:
-    """What is to be said of bands at positions: they are from moments over prompts, which know no groups."""
+    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
     alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
     return "" if alone else ", which treat prompts as independent"
 
 
 def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
-    """The first and last inserted position, where it is the same in all prompts."""
+    """The first and last inserted position, if these are the same in all prompts."""
     origin = result["sequences"].origin.sel(condition=condition).values
     inserted = origin == -1
     if not inserted.any() or (inserted != inserted[0]).any():

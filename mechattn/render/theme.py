@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mechattn.results.result import Result
 
-# Okabe and Ito (2008), "Color universal design"; on white and on a dark ground at least 3 to 1.
+# Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
 WITHOUT = "#0072b2"  # blue: without the inserted tokens
 WITH = "#d55e00"  # vermilion: with them
-THIRD = "#009e73"  # green: a control beside them
+THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 DARK = {
     WITHOUT: "#56b4e9",
@@ -16,7 +16,7 @@ DARK = {
     "#000000": "#e6e6e3",
     "#7a5c00": "#c9a227",
     "#444": "#bbb",
-}  # on a dark ground
+}  # on a dark background
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -29,11 +29,11 @@ LAYOUT = dict(
 
 
 def headed(top: int, height: int) -> dict:
-    """The layout of a figure whose legend stands in a row of its own under the title, however narrow it is.
+    """The layout of a figure with its legend in a separate row under the title, at any width.
 
     Args:
         top: Pixels above the panels; 130 hold title, legend and a line of panel titles.
-        height: Of the figure, in pixels.
+        height: The height of the figure, in pixels.
     """
     return LAYOUT | {
         "title": dict(x=0.03, y=1 - 20 / height, yanchor="top"),
@@ -50,7 +50,7 @@ def faint(colour: str, alpha: float = 0.2) -> str:
 
 
 def quantity_words(quantity: str, segment: str) -> str:
-    """What a quantity of a segment is called in a title."""
+    """The name of a segment's quantity in a title."""
     words = {
         "received": "attention received by the {}",
         "mass": "attention to all of the {}",

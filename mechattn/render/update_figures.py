@@ -52,7 +52,7 @@ def update_histogram(
     figure, heads = go.Figure(), counts.sizes["head"]
     for number, layer in enumerate(counts.layer.values):
         here = counts.sel(layer=layer).transpose("head", ...)
-        with np.errstate(invalid="ignore"):  # a head that adds nothing has no bins
+        with np.errstate(invalid="ignore"):  # a head that adds nothing has no counts
             share = 100 * here.values / here.values.sum(-1, keepdims=True)
         x = _middles(bins)[shown]
         figure.add_heatmap(
@@ -171,7 +171,7 @@ def _dataset(result: Result, reading: str) -> xr.Dataset:
 
 
 def _means(result: Result, condition: str, reading: str) -> str:
-    """Magnitude and orientation of the question's tokens, their means over layers and heads."""
+    """Mean magnitude and orientation of the question's tokens, over layers and heads."""
     dataset, prefix = _dataset(result, reading).sel(condition=condition, segment="question"), _prefix(reading)
     size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
     return (
@@ -187,7 +187,7 @@ def _check_condition(result: Result, condition: str) -> None:
 
 
 def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
-    """Counts added up over prompts."""
+    """Counts summed over prompts."""
     dataset = _dataset(result, reading)
     _check_condition(result, condition)
     return dataset[f"{_prefix(reading)}{name}"].sel(condition=condition).sum("prompt")
@@ -198,7 +198,7 @@ def _heads(result: Result) -> int:
 
 
 def _middles(edges: np.ndarray) -> np.ndarray:
-    """The middle of each bin; the outermost are as wide as their neighbours. Magnitudes: in the logarithm."""
+    """The middle of each bin, on a log scale for magnitudes; the outermost bins are as wide as their neighbours."""
     if edges[0] == 0:
         inner = np.log10(edges[1:])
         step = inner[1] - inner[0]
@@ -227,7 +227,7 @@ def _escaped(texts: list[str]) -> list[str]:
 def _finish(
     figure: go.Figure, result: Result, condition: str, reading: str, what: str, values: xr.DataArray, height: int
 ) -> None:
-    """Title, and a slider with a step for each layer."""
+    """Set the title, and a slider with one step per layer."""
     layers = values.layer.values.tolist()
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""

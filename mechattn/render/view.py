@@ -27,7 +27,7 @@ class View:
     Args:
         body: The HTML.
         height: The height of the frame, in pixels.
-        script: The library whose script it needs; None for none.
+        script: The library whose script it needs, if any.
     """
 
     body: str
@@ -61,7 +61,7 @@ class View:
         return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
 
     def _repr_html_(self) -> str:
-        # Packed, so that a notebook with ten views holds 5 MB and not 15; unpacked by the browser, without a request.
+        # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it, without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
         source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
         return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
@@ -81,7 +81,7 @@ _UNPACKS = """<!doctype html><meta charset="utf-8"><script>
 
 @cache
 def view_script(script: Script = "circuitsvis") -> str:
-    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; once a page."""
+    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; needed once per page."""
     if script == "plotly":
         import plotly.offline
 
@@ -94,7 +94,7 @@ def view_script(script: Script = "circuitsvis") -> str:
 
 
 def in_script(json_text: str) -> str:
-    """JSON that can stand in a script element, whatever the tokens in it."""
+    """JSON that is safe in a script element, whatever tokens it contains."""
     return json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

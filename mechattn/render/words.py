@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure, no markup in its names, with what it says, for :func:`said`; plotly keeps it as ``layout.meta``."""
+    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`said`); names are escaped."""
     return with_plain_names(figure).update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 
 def said(figure: go.Figure) -> str:
-    """What a figure says; nothing where it was not drawn by this library."""
+    """The sentence of a figure; empty if it was not drawn by this library."""
     meta: Any = figure.layout.meta
     return str(meta.get("says", "")) if isinstance(meta, dict) else ""
 
@@ -51,12 +51,12 @@ def number_words(interval: Interval, units: str = "") -> str:
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """Values [prompt, …] as they enter an interval [unit, …]: those of prompts, or the means of their groups."""
+    """The values [unit, …] that an interval is computed from: those of prompts, or the means of groups."""
     return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
 
 
 def count_words(result: Result) -> str:
-    """How many prompts a result has, such as "64 prompts" or "24 groups of 96 prompts"."""
+    """The number of prompts of a result, in words such as "64 prompts" or "24 groups of 96 prompts"."""
     return units_of(result, result["sequences"].sizes["prompt"]).words
 
 
@@ -81,9 +81,9 @@ def change_words(
 
     Args:
         result: A result.
-        condition: Compared with the baseline.
+        condition: The condition to compare with the baseline.
         quantity: A positive quantity of each head.
-        segment: The segment that it is about.
+        segment: The segment.
         layer: One layer; the mean over all by default.
         heads: Some heads; the mean over all by default.
         prompts: Some prompts; all by default.
@@ -112,7 +112,7 @@ def choice_words(result: Result, condition: str, layer: int, choose: int) -> str
 
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:
-    """The result of some heads and prompts alone."""
+    """The result restricted to some heads and prompts."""
     wanted = {"head": None if heads is None else list(heads), "prompt": prompts}
     chosen = {dim: at for dim, at in wanted.items() if at is not None}
     made = {

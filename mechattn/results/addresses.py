@@ -1,4 +1,4 @@
-"""Where results lie: a path on this machine, or an address of fsspec, such as "s3://bucket/result.zarr"."""
+"""Where results are stored: a path on this machine, or an fsspec address such as "s3://bucket/result.zarr"."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 from mechattn.errors import OutputError
 
 _NAME, _PATH = 255, 4095  # bytes, on the file systems in use
-_HERE = ("file://", "local://")  # what fsspec calls this machine
+_HERE = ("file://", "local://")  # fsspec's names for this machine
 
 
 def is_address(path: str | Path) -> bool:
-    """Whether this is an address of fsspec, such as "s3://bucket/result.zarr", and no place on this machine."""
+    """Whether this is an fsspec address, such as "s3://bucket/result.zarr", rather than a local path."""
     return "://" in str(path) and not str(path).startswith(_HERE)
 
 
 def as_place(path: str | Path) -> str | Path:
-    """An address as it is, anything else as a path from the root.
+    """An address unchanged, anything else as an absolute path.
 
     Raises:
-        OutputError: It is neither.
+        OutputError: It is neither an address nor a path.
     """
     if not isinstance(path, (str, Path)):
-        raise OutputError(f'{path!r} is no path: give one such as "out/llama.zarr"')
+        raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
     return str(path) if is_address(path) else Path(here).absolute()
 
 
 def check_name(path: str | Path) -> None:
-    """Refuse what no file system takes, before it is asked.
+    """Refuse names that no file system accepts, before trying.
 
     Raises:
-        OutputError: The path, or a name in it, is too long, or it holds a NUL.
+        OutputError: The path, or a name in it, is too long, or contains a NUL.
     """
     text = str(path)
     if "\0" in text:
-        raise OutputError(f'"{text[:80]}" holds a NUL, which no file\'s name does; leave it out')
+        raise OutputError(f'"{text[:80]}" contains a NUL, which is not allowed in file names; remove it')
     stored = text.encode("utf-8", "surrogatepass")
     if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
         raise OutputError(
-            f'"{text[:40]}…" is too long: file systems take {_NAME} bytes for a name and {_PATH:,} for all of a path'
+            f'"{text[:40]}…" is too long: file systems allow {_NAME} bytes for a name and {_PATH:,} for a path'
         )
 
 
@@ -52,7 +52,7 @@ def filesystem(address: str) -> Any:
 
 
 def check_netcdf() -> None:
-    """Refuse a NetCDF file where nothing can read or write it.
+    """Refuse a NetCDF file if the package that reads and writes it is missing.
 
     Raises:
         OutputError: h5netcdf is not installed.

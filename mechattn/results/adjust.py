@@ -1,4 +1,4 @@
-"""Several tables of comparisons as one family of tests."""
+"""Adjusts several tables of comparisons as one family of tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ABOUT = ("models", "condition", "to", "quantity", "segment")
 
 
 def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
-    """Several tables of ``Result.compare`` under one another, their q-values over all of their tests at once.
+    """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
-    ``q = `` Benjamini-Hochberg over the p-values of all tables. A claim that was looked for in several results,
-    conditions or quantities has been given as many chances as there are rows in all of them.
+    ``q = `` Benjamini-Hochberg over the p-values of all tables. If an effect was searched for in several results,
+    conditions or quantities, each row of each table was a chance to find it.
 
     Args:
-        tables: What ``Result.compare`` gives, at least one.
+        tables: Tables from ``Result.compare``, at least one.
 
     Returns:
-        The rows of all tables. Columns before theirs: table (from 0, in the order given), models, condition, to,
-        quantity and about_segment; ``q`` is over all tables, ``q_of_table`` what it was. ``attrs`` state the family,
-        each table's own attributes ("tables") and the smallest q that one test alone can reach ("smallest_q_alone").
+        The rows of all tables. New first columns: table (from 0, in the order given), models, condition, to, quantity
+        and about_segment. ``q`` is over all tables, ``q_of_table`` is the original q. ``attrs`` state the family, each
+        table's own attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
 
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
@@ -66,16 +66,16 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
     if isinstance(tables, pd.DataFrame) or not isinstance(tables, Seq) or isinstance(tables, str):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
     if not tables:
-        raise OptionError("there are no tables; give a list of what Result.compare gives, one at least")
+        raise OptionError("there are no tables; give a list of tables from Result.compare")
     for number, table in enumerate(tables):
         if not isinstance(table, pd.DataFrame):
-            raise OptionError(f"table {number} is of type {type(table).__name__}; give what Result.compare gives")
+            raise OptionError(f"table {number} is of type {type(table).__name__}; give tables from Result.compare")
         if "p" not in table or not table.p.between(0, 1).all():
-            why = "has p-values that are none" if "p" in table else "has no column p"
-            raise OptionError(f"table {number} {why}; give what Result.compare gives")
+            why = "has invalid p-values" if "p" in table else "has no column p"
+            raise OptionError(f"table {number} {why}; give tables from Result.compare")
         if "table" in table:
-            raise OptionError(f"table {number} was adjusted already; give the tables that it was made of, all at once")
+            raise OptionError(f"table {number} is already adjusted; give all of the original tables at once")
         for before in range(number):
             if tables[before] is table or (tables[before].attrs == table.attrs and tables[before].equals(table)):
-                raise OptionError(f"table {number} is table {before} again; every test counts once")
+                raise OptionError(f"table {number} is the same as table {before}; give every table once")
     return list(tables)

@@ -1,4 +1,4 @@
-"""What a comparison is of: the differences of two conditions, prompt by prompt, and what the null expects of them."""
+"""The differences between two conditions, prompt by prompt, and the differences that the null expects."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _INSERTIONS = (
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """All [prompt, *cells].
+    """Differences by prompt; arrays are [prompt, *cells].
 
     Args:
         ours: The values of a condition.
-        theirs: Those of the one that it is compared with.
+        theirs: The values of the condition that it is compared with.
         difference: ``log(ours / theirs)``, or ``ours − theirs``.
-        expected: What the null expects of the difference; None where no null is known.
+        expected: The difference under the null; None if no null is known.
         null: The null, in words.
         cells: Which cells have a difference in every prompt [*cells].
         left_out: The names of the others.
@@ -53,7 +53,7 @@ class Differences:
     scale: Scale
 
     def rounding(self, units: Units, some: np.ndarray) -> np.ndarray:
-        """What counts as no difference over some units [*cells]: what float32 leaves of two equal numbers."""
+        """The largest mean difference that counts as none [*cells]: the float32 error between two equal numbers."""
         if self.scale == "log-ratio":
             return np.full(self.cells.shape, ROUNDING)
         return ROUNDING * units.means(abs(self.theirs.values))[some].mean(0)
@@ -71,12 +71,12 @@ def differences(
     scale: Scale | None = None,
     part: bool = False,
 ) -> Differences:
-    """What :meth:`mechattn.results.result.Result.compare` compares, which explains the arguments.
+    """The differences for :meth:`mechattn.results.result.Result.compare`, which explains the arguments.
 
-    ``part``: the results have some of the layers alone; cells that are left out are reported once all are known.
+    With ``part`` the results have only some of the layers; omitted cells are reported when all layers are done.
 
     Raises:
-        OptionError: There is nothing to compare, or results that were measured otherwise.
+        OptionError: There is nothing to compare, or the results were measured with different options.
     """
     parts = aligned(result, condition, other, to, quantity, by, segment, null, part)
     scale = scale or _own_scale(variable_of(result, quantity, by))
@@ -111,7 +111,7 @@ def aligned(
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
     ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
-    if "to_segment" in ours.dims:  # attention to what comes later is 0 in every prompt and condition
+    if "to_segment" in ours.dims:  # attention to later tokens is 0 in every prompt and condition
         other_dims = [dim for dim in ours.dims if dim != "to_segment"]
         some = ((ours != 0) | (theirs != 0)).any(other_dims)
         ours, theirs = ours.isel(to_segment=some.values), theirs.isel(to_segment=some.values)
@@ -121,14 +121,14 @@ def aligned(
 
 
 def _own_scale(variable: xr.DataArray) -> Scale:
-    """How a quantity is compared by default: by its ratio, or by its difference where the baseline may be 0."""
+    """The default scale of a quantity: the ratio, or the difference if the baseline may be 0."""
     return "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
 
 
 def _compared(parts: Parts, scale: Scale) -> tuple[np.ndarray, list[str]]:
     """The cells that have a difference in every prompt, and the names of those that are left out.
 
-    A value that is 0 or negative has no ratio; one that is NaN in every prompt is not there at all in this layer.
+    A value that is 0 or negative has no ratio; one that is NaN in every prompt does not exist in this layer.
     """
     ours = parts[0]
     cells = np.ones(ours.shape[1:], dtype=bool)
@@ -143,17 +143,17 @@ def _compared(parts: Parts, scale: Scale) -> tuple[np.ndarray, list[str]]:
 
 
 def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], above: int) -> None:
-    """Refuse a comparison of no cell; warn where some are left out.
+    """Refuse a comparison without any cell; warn if some cells are left out.
 
     Args:
-        quantity: What is compared.
-        scale: By what.
-        cells: How many there are.
+        quantity: The compared quantity.
+        scale: The scale of the comparison.
+        cells: The number of cells.
         left_out: The names of those without a difference.
-        above: How many calls above this one the user's is.
+        above: The number of stack frames between this call and the user's.
 
     Raises:
-        OptionError: All of them are left out.
+        OptionError: All cells are left out.
     """
     if len(left_out) == cells:
         raise OptionError(
@@ -172,10 +172,10 @@ def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], ab
 def _differences(
     ours: xr.DataArray, theirs: xr.DataArray, null: xr.DataArray | None, their_null: xr.DataArray | None, scale: Scale
 ) -> tuple[xr.DataArray, np.ndarray | None]:
-    """What was measured and what the null expects, each prompt's; ratios as their logarithms."""
+    """The measured differences and those under the null, by prompt; ratios as logarithms."""
 
     def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):  # in cells that are left out
+        with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
             return np.log(one / other) if scale == "log-ratio" else one - other
 
     expected = None if null is None or their_null is None else between(null.values, their_null.values)
@@ -183,14 +183,14 @@ def _differences(
 
 
 def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:
-    """What the null expects, each prompt's, None where none is known; and its name."""
+    """The values under the null, by prompt (None if no null is known), and its name."""
     if expected is not None:
         return expected, NULLS[null]
     return (np.zeros(parts[0].shape), "no difference") if alike else (None, NO_NULL)
 
 
 def _alike(one: Result, condition: str, other: Result, to: str) -> bool:
-    """Whether two conditions do the same but for what they insert, so that no change between them is by definition."""
+    """Whether two conditions differ only in which tokens they insert, so no change between them is by definition."""
     made = [stored_condition(r, name) for r, name in ((one, condition), (other, to))]
     if not all(some.inserts_only and some.kind in _INSERTIONS for some in made):
         return False

@@ -13,12 +13,12 @@ import numpy as np
 if TYPE_CHECKING:
     import xarray as xr
 
-_BLOCK = 64 * 2**20  # bytes that are hashed at a time of what is not in memory
-TEXT = "TUO"  # kinds of arrays that hold texts
+_BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
+TEXT = "TUO"  # dtype kinds of text
 
 
 def layout(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of names, dimensions, shapes, kinds and attributes; nothing is read for it."""
+    """A hash of names, dimensions, shapes, dtypes and attributes; reads no values."""
     made = hashlib.blake2b(digest_size=16)
     for header, _ in _variables(datasets):
         made.update(header)
@@ -31,13 +31,13 @@ def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
 
 
 def is_digest(stored: object, datasets: Mapping[str, xr.Dataset], provenance: str) -> bool:
-    """Whether this is the digest of these; version 0.1 took it of NaNs with their signs, where they were kept."""
+    """Whether this is the digest of these datasets; in version 0.1 it depended on the signs of NaNs."""
     return any(stored == _hashed(datasets, provenance, numbers) for numbers in (canonical, _little_endian))
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Numbers as they are hashed, with one NaN for all: CPUs differ in its sign, and Zarr does not always store it."""
-    if values.dtype.kind == "f" and (missing := np.isnan(values)).any():  # a signalling one too
+    """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may not store it."""
+    if values.dtype.kind == "f" and (missing := np.isnan(values)).any():  # signalling NaNs too
         values = np.where(missing, values.dtype.type(np.nan), values)
     return _little_endian(values)
 
@@ -60,9 +60,9 @@ def _hashed(datasets: Mapping[str, xr.Dataset], provenance: str, numbers: Callab
 
 
 def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of every array, its name, dimensions and attributes: equal for equal numbers, wherever they come from.
+    """A hash of every array with its name, dimensions and attributes; equal numbers have equal hashes.
 
-    The same for 0 and −0, and for every NaN, whose sign and payload are the CPU's.
+    0 and −0 are the same, and so are all NaNs, whose sign and payload depend on the CPU.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return _hashed(datasets, "", lambda values: canonical(values + values.dtype.type(0)))
@@ -84,7 +84,7 @@ def _nothing() -> xr.Variable:
 
 
 def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
-    """The numbers of a variable, some rows of its first dimension at a time where they are not in memory."""
+    """The numbers of a variable; if not in memory, some rows of its first dimension at a time."""
     if variable._in_memory or not variable.ndim:
         yield variable.values
         return
@@ -94,7 +94,7 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
 
 
 def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
-    """Attributes as numbers, texts and lists of them: NetCDF gives back numbers of numpy."""
+    """Attributes as plain numbers, texts and lists, since NetCDF returns numpy numbers."""
     return {
         str(name): value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
         for name, value in attributes.items()

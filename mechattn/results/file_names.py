@@ -20,8 +20,8 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
         for other, taken in found.items():
             if taken.casefold() == name.casefold() and other != model:
                 raise OptionError(
-                    f"the models {other!r} and {model!r} would both write to files named {name!r}: run them apart, or "
-                    "give their folders names of their own"
+                    f"the models {other!r} and {model!r} would both write to files named {name!r}: run them "
+                    "separately, or give their folders different names"
                 )
         found[model] = name
     return found

@@ -1,4 +1,4 @@
-"""The files of a stored Zarr folder, here or at an address: plain ones alone, as others act when they are read."""
+"""The files of a stored Zarr folder, local or at an address; only plain files, as reading others may have effects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mechattn.shown import plain
 
 @dataclass(frozen=True)
 class Files:
-    """What lies in a folder.
+    """The content of a folder.
 
     Args:
-        sizes: Bytes of each file, by its path in the folder, with "/".
-        read: All of a file.
-        heads: The first bytes of some files.
+        sizes: The size of each file in bytes, by its path in the folder, with "/".
+        read: Reads a whole file.
+        heads: Reads the first bytes of some files.
     """
 
     sizes: Mapping[str, int]
@@ -45,7 +45,7 @@ def files_in(folder: Path) -> Files:
                     waiting.append(path)
                     continue
                 if not entry.is_file(follow_symlinks=False):
-                    raise OutputError(f"{path} is {_kind(path)}, and a stored result holds plain files alone")
+                    raise OutputError(f"{path} is {_kind(path)}, but a stored result contains only plain files")
                 sizes[path.relative_to(folder).as_posix()] = entry.stat(follow_symlinks=False).st_size
 
     def heads(names: Seq[str], count: int) -> list[bytes]:
@@ -58,7 +58,7 @@ def files_at(address: str) -> Files:
     """The files at an address.
 
     Raises:
-        OutputError: There is something else than plain files.
+        OutputError: There is something other than plain files.
     """
     import fsspec
 
@@ -66,7 +66,7 @@ def files_at(address: str) -> Files:
     root, sizes = root.rstrip("/") + "/", {}
     for path, about in system.find(root, detail=True).items():
         if about.get("type") != "file" or about.get("islink"):
-            raise OutputError(f"{path} at {address} is no plain file, and a stored result holds nothing else")
+            raise OutputError(f"{path} at {address} is not a plain file, but a stored result contains only plain files")
         _check_name(path.removeprefix(root))
         sizes[path.removeprefix(root)] = int(about.get("size") or 0)
 
@@ -78,9 +78,11 @@ def files_at(address: str) -> Files:
 
 
 def _check_name(name: str) -> None:
-    """Libraries print names in warnings of their own."""
+    """Refuse control characters in names, which libraries print in their own warnings."""
     if plain(name) != name:
-        raise OutputError(f'a file in this result is called "{name}", with control characters, and none of ours is')
+        raise OutputError(
+            f'a file in this result is called "{name}", with control characters, so mechattn did not write it'
+        )
 
 
 def _head(path: Path, count: int) -> bytes:
@@ -89,7 +91,7 @@ def _head(path: Path, count: int) -> bytes:
 
 
 def _kind(path: Path) -> str:
-    """What a path is that is no plain file."""
+    """The kind of a path that is not a plain file."""
     mode = path.lstat().st_mode
     kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
     return next((word for is_kind, word in kinds.items() if is_kind(mode)), "a device")

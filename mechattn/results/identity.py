@@ -1,4 +1,4 @@
-"""What decides a number, in words that are the same on another day: never an address in memory."""
+"""A description of what determines a number, the same in every process: no memory addresses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, s
 
 
 def identity(value: Any, within: tuple[int, ...] = ()) -> str:
-    """An analysis, a condition or an intervention in words: its class and its fields, as ``repr`` has them.
+    """An analysis, a condition or an intervention as text: its class and fields, as in ``repr``.
 
-    Of a class that is not mechattn's a hash of its source stands with it, where its source can be had, and an object
-    without fields is told by its attributes. Arrays are told by a hash of their numbers.
+    For a class that is not mechattn's, a hash of its source is added, if the source is available. An object without
+    fields is described by its attributes, an array by a hash of its numbers.
 
     Args:
-        value: What is told.
-        within: The objects that this one stands in.
+        value: The object to describe.
+        within: The objects that contain this one.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -44,7 +44,7 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The name of an object's class; with a hash of its source where it is not mechattn's."""
+    """The name of an object's class, with a hash of its source if it is not mechattn's."""
     kind: Any = type(value)
     return _named(kind)
 
@@ -59,7 +59,7 @@ def _several(values: Any, within: tuple[int, ...]) -> str:
 
 
 def _function(function: Any, within: tuple[int, ...]) -> str:
-    """With what it remembers: its object, its defaults, what it took from around it."""
+    """A function, with everything it captures: its object, its defaults, its closure."""
     inner = getattr(function, "__func__", function)
     around = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
     held = [getattr(function, "__self__", None), *(getattr(inner, "__defaults__", None) or ()), *around]
@@ -68,12 +68,12 @@ def _function(function: Any, within: tuple[int, ...]) -> str:
 
 
 def _object(value: Any, within: tuple[int, ...]) -> str:
-    """A dataclass by its fields (one of ours by those alone that are given), anything else by all that it has."""
+    """A dataclass by its fields (only the given ones, if it is ours), any other object by all its attributes."""
     kind: Any = type(value)
     names: list[str] = []
     if is_dataclass(value):
         if _is_ours(kind) and kind.__repr__.__globals__["__name__"] not in _WRITE_REPR:
-            return repr(value)  # in words of its own: it says what it holds by a hash
+            return repr(value)  # it has its own repr, which contains a hash of its content
         names = [field.name for field in fields(value) if field.repr or not _is_ours(kind)]
     else:
         slots = [name for part in kind.__mro__ for name in vars(part).get("__slots__", ())]
@@ -83,12 +83,12 @@ def _object(value: Any, within: tuple[int, ...]) -> str:
     return f"{_named(kind)}({', '.join(f'{name}={identity(getattr(value, name), within)}' for name in names)})"
 
 
-_WRITE_REPR = ("dataclasses", "reprlib")  # the modules that write a dataclass its __repr__
+_WRITE_REPR = ("dataclasses", "reprlib")  # the modules that generate a dataclass's __repr__
 
 
 @cache
 def _named(kind: Any) -> str:
-    """The name of a class or function; with a hash of the source of what is not mechattn's."""
+    """The name of a class or function, with a hash of its source if it is not mechattn's."""
     name = getattr(kind, "__qualname__", type(kind).__qualname__)
     parts = kind.__mro__ if isinstance(kind, type) else (kind,)
     foreign = [part for part in parts if not _is_ours(part) and part.__module__ != "builtins"]
@@ -97,7 +97,7 @@ def _named(kind: Any) -> str:
 
 
 def _source(kind: Any) -> str:
-    """What it was written as; of a class in a notebook its functions; its name where there is neither."""
+    """The source; for a class in a notebook, its functions; the name if there is neither."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -110,7 +110,7 @@ def _is_ours(kind: Any) -> bool:
 
 
 def _numbers(array: Any) -> str:
-    """The kind, the shape and a hash of an array of numpy or torch."""
+    """The dtype, the shape and a hash of a numpy or torch array."""
     plain = array.detach().cpu() if hasattr(array, "detach") else array
     values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
     content = values.tobytes() if values.dtype != object else repr(values.tolist()).encode()

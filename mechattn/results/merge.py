@@ -1,4 +1,4 @@
-"""Results of parts of the same prompts as one result, whatever the order in which they are merged."""
+"""Merges results of parts of the prompts into one result, independent of the order of merging."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from mechattn.stats.moments import Moments
 if TYPE_CHECKING:
     import xarray as xr
 
-_GROW = ("pos", "key", "original_key")  # as long as the longest prompt
+_GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 _FIRST = "first_prompt_text"
 _FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
-# Everything else in the provenance has to agree, since it changes the numbers, or their meaning.
+# Everything else in the provenance must agree, since it changes the numbers or their meaning.
 _NAMED_BY_PART = ("model.path", "model.device", "threads", "versions.python", "command", "engine_reason", "job")
 
 
 def merge_results(results: Seq[Result]) -> Result:
-    """One result of all prompts, from results of some prompts each.
+    """Merge results of different prompts into one result of all prompts.
 
-    Any order and any tree of merges gives the values of one pass over all prompts: each prompt's own exactly, moments
-    over prompts to 1e-10 (Chan, Golub and LeVeque 1979). Prompts stand in the order of their places in the whole run.
+    Any order of merging gives the values of one pass over all prompts: each prompt's own exactly, moments over prompts
+    to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their places in the whole run.
 
     Raises:
-        OptionError: They don't belong together (another model, other conditions, options …), or a prompt is in two.
+        OptionError: They don't belong together (different models, conditions, options …), or two contain the same
+            prompt.
     """
     if not results:
-        raise OptionError("there are no results to merge; give one at least")
+        raise OptionError("there are no results to merge; give at least one")
     for result in results:
         if not isinstance(result, Result):
-            raise OptionError(f"{result!r} is no result; load it first: ma.load_result({str(result)!r})")
+            raise OptionError(f"{result!r} is not a result; load it first: ma.load_result({str(result)!r})")
     if len(results) == 1:
         return results[0]
     results = sorted(results, key=lambda result: _keys(result)[0])
@@ -55,7 +56,7 @@ def merge_results(results: Seq[Result]) -> Result:
 
 
 def is_part(part: Result, whole: Result) -> bool:
-    """Whether a result is of the same run as another one, and all its prompts are in that one."""
+    """Whether a result belongs to the same run as another one, which contains all its prompts."""
     try:
         reduce(_merged_provenance, (_plain(part), _plain(whole)))
         _check_datasets(part, whole)
@@ -76,7 +77,7 @@ def _keys(result: Result) -> list[tuple[int, str]]:
 
 
 def _order(results: Seq[Result]) -> np.ndarray:
-    """Where each prompt of the whole stands when the results are put one after the other."""
+    """The index of each prompt of the whole in the concatenated results."""
     keys = [key for result in results for key in _keys(result)]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
@@ -87,14 +88,14 @@ def _check_prompts(results: Seq[Result]) -> None:
         ids = [str(prompt) for prompt in result["sequences"].prompt.values]
         if twice := [prompt for prompt in ids if prompt in seen]:
             raise OptionError(
-                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); every prompt "
-                "counts once: give each result its own prompts, with ids of their own"
+                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); give each "
+                "result different prompts, with different ids"
             )
         seen.update(ids)
 
 
 def _check_datasets(one: Result, other: Result) -> None:
-    """The same variables with the same meaning and, beside the prompts, the same coordinates."""
+    """Check that variables, their meaning and, apart from prompts, their coordinates are the same."""
     _agree("the analyses", sorted(one.datasets), sorted(other.datasets))
     for name, ours in one.datasets.items():
         theirs = other[name]
@@ -141,7 +142,7 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
 
 
 def _stacked(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], order: np.ndarray) -> Any:
-    """Each prompt's own values, padded to the longest, in the order of the whole; read later where one array is."""
+    """Each prompt's own values, padded to the longest, in the order of the whole; lazy if one of the arrays is."""
     variables = [array.variable for array in arrays]
     if not all(variable._in_memory for variable in variables) and variables[0].dims[0] == "prompt":
         shape = (len(order), *(sizes[dim] for dim in variables[0].dims[1:]))
@@ -161,7 +162,7 @@ def _padded(values: np.ndarray, wanted: Seq[int | None]) -> np.ndarray:
 
 
 def _moments(parts: Seq[xr.Dataset], name: str) -> dict[str, np.ndarray]:
-    """Mean, variance and n over all prompts; the last axis is the one that grows."""
+    """Mean, variance and n over all prompts; only the last axis differs in length."""
     each = (
         Moments.from_statistics(*(part[f"{name}{suffix}"].values for suffix in ("_n", "", "_variance")))
         for part in parts
@@ -171,23 +172,23 @@ def _moments(parts: Seq[xr.Dataset], name: str) -> dict[str, np.ndarray]:
 
 
 def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) -> np.ndarray:
-    """The texts of the first prompt's tokens; anything else that is not of one prompt has to be the same."""
+    """The texts of the first prompt's tokens; any other variable without a prompt dimension must be equal."""
     made = [_padded(array.values, [sizes[dim] for dim in array.dims]) for array in arrays]
     if name != _FIRST and not all(np.array_equal(made[0], other, equal_nan=True) for other in made[1:]):
         raise OptionError(
-            f"{name} has no dimension prompt, and differs between the results: what it is of all prompts is not known"
+            f"{name} has no dimension prompt, and differs between the results, so its value for all prompts is unknown"
         )
     return made[0]
 
 
 def _plain(result: Result) -> dict[str, Any]:
-    """The provenance as it is stored, where every key is a text."""
+    """The provenance in its stored form, where every key is a text."""
     made: dict[str, Any] = json.loads(json.dumps(result.provenance))
     return made
 
 
 def _merged_provenance(one: dict[str, Any], other: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """What both have in common; what may differ as a list of all values; what counts as a sum."""
+    """The merged provenance: common entries, entries that may differ as lists, counts as sums."""
     made: dict[str, Any] = {}
     for name in [*one, *(name for name in other if name not in one)]:
         path = f"{where}{name}"
@@ -205,7 +206,7 @@ def _merged_provenance(one: dict[str, Any], other: dict[str, Any], where: str = 
 
 
 def _collected(one: Any, other: Any) -> Any:
-    """All values, each once; a single one stays itself."""
+    """All distinct values as a list; a single value as itself."""
     values = [value for some in (one, other) for value in (some if isinstance(some, list) else [some])]
     unique = {json.dumps(value): value for value in values if value is not None}
     found = [unique[key] for key in sorted(unique)]
@@ -225,7 +226,7 @@ def _concatenated(one: Any, other: Any) -> list:
 _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda one, other: one + other,
     "prompts.hash": added_hash,
-    "objects": lambda one, other: {**(one or {}), **(other or {})},  # of chunks in a store, as are regions
+    "objects": lambda one, other: {**(one or {}), **(other or {})},  # describes chunks in a store, as do regions
     "regions": widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
     "time": _span,

@@ -99,7 +99,7 @@ def _analyses(about: Mapping[str, Any]) -> str:
 
 
 def _nulls(result: Result) -> str:
-    """Which of its quantities have which null."""
+    """The nulls of the result's quantities."""
     found = {
         words
         for kind, words in NULLS.items()
@@ -110,7 +110,7 @@ def _nulls(result: Result) -> str:
 
 
 def _compared(table: pd.DataFrame) -> str:
-    """How one table was computed, from what it says of itself."""
+    """How one table was computed, from its attributes."""
     about = table.attrs
     of = "" if about["segment"] == "all" else f" of the {about['segment']}"
     n = f" (n = {table.n.iloc[0]})" if len(table) else ""

@@ -1,4 +1,4 @@
-"""What a NetCDF file declares, looked at before any of it is read: nothing outside of it, and nothing that unpacks."""
+"""Checks what a NetCDF file declares before reading it: no references to other files, nothing compressed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from mechattn.errors import OutputError
 from mechattn.results.size import BYTES, TEXT, TIMES, Size
 from mechattn.shown import plain
 
-_TEXTS = TIMES  # that an attribute holds at most: each may be all of the file
-_DESCRIPTOR = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])  # of a text in an HDF5 file
+_TEXTS = TIMES  # most texts in an attribute: each may be as long as the file
+_DESCRIPTOR = np.dtype(
+    [("length", "<u4"), ("address", "<u8"), ("index", "<u4")]
+)  # bytes of a text's reference in an HDF5 file
 
 
 def check_file(path: Path, size: Size) -> None:
-    """Look at every variable of a file, without reading one.
+    """Check every variable of a file, without reading any.
 
     Raises:
-        OutputError: The file refers to others, or one of its variables is packed, or is larger than what is stored.
+        OutputError: The file refers to others, or a variable is compressed or larger than what is stored.
     """
     import h5py
 
@@ -27,58 +29,60 @@ def check_file(path: Path, size: Size) -> None:
         try:
             _check_group(stored, size, path, 0)
         except (KeyError, TypeError, ValueError) as error:
-            raise OutputError(f"the result at {size.where} is not as mechattn writes it: {error}") from None
+            raise OutputError(
+                f"the result at {size.where} is not in the format that mechattn writes: {error}"
+            ) from None
     size.check()
 
 
 def _check_group(group: Any, size: Size, path: Path, depth: int) -> None:
-    """One group, and those within; ours lie in the root."""
+    """Check a group and its subgroups; ours are in the root."""
     import h5py
 
     _check_attributes(group)
     for name in group:
         if plain(name) != name:
-            raise ValueError(f"{name} is no name")
+            raise ValueError(f"{name} is not a valid name")
         link, kind = group.get(name, getlink=True), group.get(name, getclass=True)
         if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{name} is a link to somewhere else")
+            raise ValueError(f"{name} is a link to another place")
         if kind is h5py.Group and depth == 0:
             _check_group(group[name], size, path, depth + 1)
         elif kind is h5py.Dataset:
             _check_variable(group[name], size, path)
         else:
-            raise ValueError(f"{name} is no variable")
+            raise ValueError(f"{name} is not a variable")
 
 
 def _check_variable(variable: Any, size: Size, path: Path) -> None:
-    """One variable lies in the file as it is; of texts the lengths are added up."""
+    """Check that a variable is stored plainly in the file; for texts, add up the lengths."""
     import h5py
 
     _check_attributes(variable)
     if variable.external is not None or variable.is_virtual or variable.chunks is not None:
-        raise ValueError(f"{variable.name} lies in another file, or is packed")
+        raise ValueError(f"{variable.name} is in another file, or is compressed")
     text = h5py.check_string_dtype(variable.dtype) is not None
     if not text and variable.dtype.newbyteorder("=").name not in BYTES:
-        raise ValueError(f"{variable.name} holds neither numbers nor texts")
+        raise ValueError(f"{variable.name} contains neither numbers nor texts")
     each = _DESCRIPTOR.itemsize if text else variable.dtype.itemsize
     at, held = variable.id.get_offset(), variable.id.get_storage_size()
     if at is not None and (held != each * variable.size or at + held > size.stored):
         raise ValueError(f"{variable.name} is larger than what is stored")
     if at is None and text and variable.size:
-        raise ValueError(f"{variable.name} is filled with a text")
+        raise ValueError(f"{variable.name} has a text as its fill value")
     in_memory = TEXT * variable.size + _letters(path, at, variable.size) if text else each * variable.size
     size.variables[variable.name] = in_memory
 
 
 def _letters(path: Path, at: int | None, count: int) -> int:
-    """How many bytes some texts have, several of which may be one text of the file."""
+    """The number of bytes of some texts, several of which may share one text in the file."""
     if at is None:
         return 0
     return int(np.fromfile(path, _DESCRIPTOR, count, offset=at)["length"].sum(dtype=np.uint64))
 
 
 def _check_attributes(of: Any) -> None:
-    """Attributes are read with the file; several of their texts can be one long text of it."""
+    """Check attributes, which are read with the file; several of their texts can share one long text."""
     import h5py
 
     for name in of.attrs:

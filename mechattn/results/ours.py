@@ -1,4 +1,4 @@
-"""What mechattn wrote, told from what is somebody's: only a result that holds nothing else is ever replaced."""
+"""Recognises what mechattn wrote: only a result that contains nothing else is ever replaced."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 from mechattn.errors import OutputError
 
-_NAMED = 4  # files that a message names
+_NAMED = 4  # files listed in a message
 
 
 def check_ours(place: str | Path, files: Collection[str], read: Callable[[str], bytes]) -> None:
-    """Refuse to replace a Zarr folder that holds anything but a result of ours.
+    """Refuse to replace a Zarr folder that contains anything but a result of mechattn.
 
     Args:
-        place: Where it is, for the message.
-        files: The names of all its files, from the folder on; of an empty folder too, ending in "/".
-        read: Gives the content of one.
+        place: The place, for the message.
+        files: The names of all its files, relative to the folder, and of empty folders, ending in "/".
+        read: Returns the content of a file.
 
     Raises:
-        OutputError: It is no result, or holds something that mechattn did not write.
+        OutputError: It is not a result, or contains something that mechattn did not write.
     """
     root = _attributes(files, read)
     if "mechattn_schema" not in root:
-        raise OutputError(f"{place} exists and is no stored result; choose another name, or move it away")
+        raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")
     written = _written(root)
     if strangers := sorted(name for name in files if not written.fullmatch(name)):
         raise OutputError(
@@ -42,7 +42,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def named(files: Collection[str]) -> str:
-    """Some names, and how many there are."""
+    """Some names, and the number of the others."""
     first = ", ".join(list(files)[:_NAMED])
     return first if len(files) <= _NAMED else f"{first} and {len(files) - _NAMED} more"
 
@@ -60,7 +60,7 @@ def _files_in(folder: Path, within: str) -> Iterator[str]:
 
 
 def _attributes(files: Collection[str], read: Callable[[str], bytes]) -> dict[str, Any]:
-    """What the root of a Zarr folder says of itself; nothing but JSON is decoded for it."""
+    """The attributes at the root of a Zarr folder; only JSON is decoded."""
     if "zarr.json" not in files:
         return {}
     try:
@@ -71,7 +71,7 @@ def _attributes(files: Collection[str], read: Callable[[str], bytes]) -> dict[st
 
 
 def _written(root: dict[str, Any]) -> re.Pattern[str]:
-    """The names of files that a result has; one of an earlier version says its groups alone."""
+    """The names of the files of a result; an earlier version recorded only its groups."""
     contents = root.get("contents")
     if root.get("begun"):  # the chunks of a run are being written
         return re.compile(r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL)

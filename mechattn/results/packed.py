@@ -1,6 +1,6 @@
-"""A result as bytes, for parts of a run that are kept or sent one by one: a header in JSON, and each array as it is.
+"""A result as bytes, for parts of a run that are stored or sent one by one: a JSON header and the raw arrays.
 
-Zarr would do, at some tenths of a second for every part; a long run has thousands. Nothing here is a pickle.
+Zarr would work, but takes some tenths of a second per part, and a long run has thousands. No pickles are used.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ def packed(result: Result) -> bytes:
 
 
 def unpacked(content: bytes, where: object = "these bytes") -> Result:
-    """The result that :func:`packed` made these bytes of.
+    """The result from which :func:`packed` made these bytes.
 
     Raises:
-        OutputError: They are not what it wrote.
+        OutputError: They are not what :func:`packed` wrote.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.infolist()):
-                raise OutputError(f"{where} is packed, which mechattn never does: some bytes could fill the memory")
+                raise OutputError(
+                    f"{where} is compressed, which mechattn never does: a few bytes could unpack to fill the memory"
+                )
             header = json.loads(stored.read("header"))
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")
@@ -60,12 +62,12 @@ def unpacked(content: bytes, where: object = "these bytes") -> Result:
         if not is_digest(header["digest"], datasets, header["provenance"]):
             raise OutputError(f"{where} is damaged: its numbers are not those that were written")
         return Result(datasets, json.loads(header["provenance"]))
-    except Exception as error:  # zip, JSON and xarray have errors of their own
+    except Exception as error:  # zip, JSON and xarray have their own errors
         raise read_errors(where, error) from error
 
 
 def opened(path: Path) -> Result:
-    """As :func:`unpacked` of a file that is known to be whole; what is large, and of no prompt, is read when asked for.
+    """Like :func:`unpacked`, for a file known to be intact; large variables without prompts are read on demand.
 
     Raises:
         OutputError: It is not what :func:`packed` wrote.

@@ -1,4 +1,4 @@
-"""Where a result comes from: enough to make it again, or to see why two results differ."""
+"""Where a result comes from: enough to reproduce it, or to see why two results differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = ("mechattn", "transformer-lens", "transformers", "torch")
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computed the numbers."""
+    """The versions of the software that computed the numbers."""
     found = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -33,13 +33,13 @@ def versions() -> dict[str, str]:
 
 
 def name_of(place: str) -> str:
-    """What is published of where something lies: the last part of a path, as the rest tells a home and a user.
+    """The publishable part of a place: the last part of a path, since the rest may reveal a user name.
 
-    A name of the hub stays as it is, an address without its password.
+    A hub name stays unchanged; an address loses its password.
     """
     if "://" in place:
         return without_secrets(place)
-    if stored := re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place):  # the cache of the hub
+    if stored := re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place):  # the hub's cache
         return f"{stored[1]}/{stored[2]}"
     parts = [part for part in re.split(r"[/\\]", place) if part]
     is_path = place.startswith(("/", "\\", "~", ".")) or place[1:2] == ":" or len(parts) > 2
@@ -49,7 +49,7 @@ def name_of(place: str) -> str:
 
 
 def command_of(words: Seq[str], paths: bool = False) -> str:
-    """What was typed, with the names of files alone unless ``paths``; never with a password."""
+    """The command line, with file names only unless ``paths`` is set, and never with a password."""
     return " ".join(["mechattn", *(without_secrets(word) if paths else _word(word) for word in words)])
 
 
@@ -59,14 +59,14 @@ def _word(word: str) -> str:
 
 
 def digest(parts: Iterable[object]) -> str:
-    """A short hash of the parts, in their order."""
+    """A short hash of the parts, in order."""
     return hashlib.sha256(json.dumps([repr(part) for part in parts]).encode()).hexdigest()[:16]
 
 
 def set_hash(parts: Iterable[object]) -> str:
-    """A hash of a set of parts that no order changes, so that the hashes of two halves add up to that of the whole.
+    """A hash of a set of parts that ignores order, so the hashes of two halves add up to that of the whole.
 
-    ``Σ hash(part) mod 2^64``, with repeated parts counted: it tells sets apart, not forgers.
+    ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
     """
     each = (hashlib.sha256(repr(part).encode("utf-8", "backslashreplace")).digest()[:8] for part in parts)
     return f"{sum(int.from_bytes(one, 'big') for one in each) % 2**64:016x}"

@@ -19,7 +19,7 @@ NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 
 
 def variable_of(result: Result, quantity: str, by: str) -> xr.DataArray:
-    """The variable of a quantity."""
+    """The variable that holds a quantity."""
     dataset, name = _found(result, quantity, by)
     return dataset[name]
 
@@ -52,9 +52,9 @@ def _is_null(name: str) -> bool:
 def values_of(
     result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null, part: bool = False
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there.
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent.
 
-    ``part``: the result has some of the layers alone, and none of these may have the quantity.
+    With ``part``, the result has only some of the layers, and possibly none with the quantity.
     """
     if condition not in result.conditions:
         raise OptionError(
@@ -66,8 +66,8 @@ def values_of(
     null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
     if null is None and kind == "blind":
         raise OptionError(
-            f'{quantity!r} has no null="blind": it is there in models that add something to their scores (ALiBi, '
-            'learned sinks), for quantities made of attention; elsewhere it is null="uniform"'
+            f'{quantity!r} has no null="blind": it exists only in models that add something to their scores (ALiBi, '
+            'learned sinks), for quantities made of attention; otherwise use null="uniform"'
         )
     for dim in ("segment", "to_segment"):
         values = values.dropna(dim, how="all") if dim in values.dims else values
@@ -102,10 +102,10 @@ def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.D
 
 
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
-    """Refuse a layer that is none, or that was not measured.
+    """Refuse a layer that does not exist or was not measured.
 
     Raises:
-        OptionError: It is no whole number, or the dataset has others.
+        OptionError: It is not a whole number, or the dataset has other layers.
     """
     have = dataset.layer.values.tolist()
     if isinstance(layer, bool) or not isinstance(layer, Integral):

@@ -1,4 +1,4 @@
-"""Reading results, which may be somebody else's: looked at first, read when they are what mechattn writes."""
+"""Reads results, which may be someone else's: checked first, and read only if mechattn could have written them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from mechattn.results.whole import recover
 from mechattn.results.zarr_folder import FORMAT, check_folder
 
 Checked = tuple[dict[str, Any], Mapping[str, int], Mapping[str, Region]]
-_OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, no time
+_OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, not a time
 _ZARR: dict[str, Any] = {"engine": "zarr", "zarr_format": FORMAT, "consolidated": False}
 _NETCDF: dict[str, Any] = {"engine": "h5netcdf"}
 
 
 def load_result(path: str | Path, *, most: int | None = None) -> Result:
-    """Read what ``Result.save`` wrote, here or with an earlier version. Nothing in it is run, whoever made it.
+    """Load a result written by ``Result.save``, in this version or an earlier one; no code in it is run.
 
-    Of a result that a job with ``large=True`` wrote, and of a manifest of several, the metadata are read, and the
-    numbers of prompts a block at a time when they are asked for, each piece against its checksum.
+    For a result of a job with ``large=True``, or a manifest of several, only metadata are read at first. The numbers
+    are read on demand, one block of prompts at a time, and each piece is compared with its checksum.
 
     Args:
-        path: Where it lies, here or at an address.
-        most: Bytes of memory that it may take; without it 256 MiB, or 1,000 times what is stored where that is more.
+        path: A local path or an address.
+        most: The memory that it may take, in bytes; by default 256 MiB or 1,000 times its stored size, whichever is
+            more.
 
     Raises:
         OutputError: There is no stored result here, one of an unknown schema, a damaged one, or one that unpacks to
-            more than it may take.
+            more than ``most``.
     """
     check_name(path)
     place = as_place(path)
@@ -49,12 +50,12 @@ def load_result(path: str | Path, *, most: int | None = None) -> Result:
         return _read(place, path, kind, files, regions)
     except OutputError:
         raise
-    except Exception as error:  # files, codecs and the network have errors of their own
-        raise read_errors(path, error) from (None if isinstance(place, str) else error)  # it may tell a password
+    except Exception as error:  # files, codecs and the network have their own errors
+        raise read_errors(path, error) from (None if isinstance(place, str) else error)  # it may contain a password
 
 
 def _checked(place: str | Path, path: str | Path, most: int | None) -> Checked:
-    """How to open what lies at a place, when it is what it should be; its files, and its arrays in regions."""
+    """How to open a stored result, after checking it; its files, and its arrays in regions."""
     if isinstance(place, str):
         files = files_at(place)
         _check_complete(attributes_of(place), place)
@@ -88,14 +89,14 @@ def _read(
 
 
 def _nothing(place: Path, path: str | Path) -> OutputError:
-    """What there is in place of a result."""
+    """The error if there is no result, with a hint at what is there instead."""
     within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
     hint = f"; there is {', '.join(within)} in it" if within else ""
-    there = ": what is there is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
+    there = ": it is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
     return OutputError(f"there is no stored result at {path}{there}{hint}")
 
 
 def _check_complete(root: Mapping[str, Any], place: str) -> None:
     """The mark that is written last at an address is there, if anything of ours is."""
     if root.get("mechattn_schema") not in (None, 1) and not root.get(COMPLETE):
-        raise OutputError(f"the result at {place} was not written to its end; write it again")
+        raise OutputError(f"the result at {place} is incomplete; write it again")

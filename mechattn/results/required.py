@@ -1,4 +1,4 @@
-"""What every stored result has, so that all that reads one can rely on it: somebody else's may lack anything."""
+"""The required parts of a stored result. They are checked once, since someone else's file may lack anything."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class _Provenance(_Part):
 
 
 def check_provenance(about: Any, where: object) -> None:
-    """Refuse a provenance that lacks what is read from it.
+    """Refuse a provenance that lacks a required entry.
 
     Raises:
-        OutputError: Something is missing, or of another kind.
+        OutputError: Something is missing or has the wrong type.
     """
     try:
         _Provenance.model_validate(about)
@@ -87,7 +87,7 @@ def check_provenance(about: Any, where: object) -> None:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "it"
         raise OutputError(
-            f"the result at {where} says not where it comes from ({name}: {first['msg']}): it is damaged"
+            f"the result at {where} lacks its provenance ({name}: {first['msg']}): it is damaged"
         ) from None
 
 
@@ -111,7 +111,7 @@ def _problem(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> st
             return f"its sequences have no {dim}s"
         labels[dim] = [str(value) for value in sequences[dim].values]
         if not labels[dim] or len(set(labels[dim])) < len(labels[dim]):
-            return f"two of its {dim}s have one name, or there is none"
+            return f"two of its {dim}s have the same name, or there are none"
     if labels["condition"][0] != BASELINE:
         return "its first condition is not the baseline"
     return _sequences_problem(sequences) or _others_problem(datasets, labels, about["measured_layers"])
@@ -121,18 +121,18 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
     for name in _TOKENS:
         found = sequences.get(name)
         if found is None or found.dims != ("prompt", "condition", "pos") or found.dtype.kind != "i":
-            return f"its sequences hold no {name}"
+            return f"its sequences have no {name}"
     if "first_prompt_text" not in sequences or sequences.first_prompt_text.dims != ("condition", "pos"):
-        return "its sequences hold no first_prompt_text"
+        return "its sequences have no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
-        return "its sequences have groups that are not of prompts"
-    if sequences.segment_index.variable._in_memory:  # others are looked at as they are read
+        return "its sequences have groups without the dimension prompt"
+    if sequences.segment_index.variable._in_memory:  # arrays not in memory are checked when they are read
         return segments_problem(sequences.segment_index.values)
     return None
 
 
 def segments_problem(found: np.ndarray) -> str | None:
-    """What is wrong with the numbers of segments."""
+    """What is wrong with the segment indices, if anything."""
     if found.size and not _PADDING <= found.min() <= found.max() < len(SEGMENTS):
         return f"its sequences have the segment {found.max()}, and there are {len(SEGMENTS)}"
     return None
@@ -141,14 +141,14 @@ def segments_problem(found: np.ndarray) -> str | None:
 def _others_problem(
     datasets: Mapping[str, xr.Dataset], labels: Mapping[str, list[str]], layers: list[int]
 ) -> str | None:
-    """Dimensions of all analyses: the same prompts, conditions, layers and segments."""
+    """What is wrong with the analyses' dimensions, if anything: prompts, conditions, layers, segments must agree."""
     expected: dict[str, list[Any]] = {**labels, "layer": layers, "segment": list(SEGMENTS)}
     for name, dataset in datasets.items():
         for dim, wanted in expected.items():
             if dim not in dataset.dims:
                 continue
             if dim not in dataset.coords or not _equal(dataset[dim].values, wanted):
-                return f"{name} is of other {dim}s"
+                return f"{name} has other {dim}s"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a result's number of prompts can show of a quantity, before anything is tested."""
+"""What can be detected with a result's number of prompts, before anything is tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run returns: labelled numbers and where they come from. It draws nothing."""
+"""The result of a run: labelled numbers and their provenance. It draws nothing."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """One xarray dataset an analysis, and their provenance.
+    """The result of a run: one xarray dataset per analysis, and their provenance.
 
-    ``result["received_attention"]`` is a dataset; its dimensions are named (prompt, condition, layer, head, segment,
-    key, original_key), every variable has units and a description.
+    ``result["received_attention"]`` is a dataset. Its dimensions are named: prompt, condition, layer, head, segment,
+    key, original_key. Every variable has units and a description.
     """
 
     datasets: Mapping[str, xr.Dataset]
@@ -44,7 +44,7 @@ class Result:
         return [str(c) for c in self["sequences"].condition.values]
 
     def shown_condition(self, name: str | None = None) -> str:
-        """The condition that a figure is to show: by default the first that isn't the baseline, or else the baseline.
+        """The condition to show in a figure: by default the first that isn't the baseline, or else the baseline.
 
         Raises:
             OptionError: There is no such condition.
@@ -53,10 +53,10 @@ class Result:
         return BASELINE if name == BASELINE or (name is None and only) else self.condition(name)
 
     def condition(self, name: str | None = None) -> str:
-        """The condition that is compared with the baseline; by default the first that isn't it.
+        """The condition to compare with the baseline; by default the first that isn't the baseline.
 
         Raises:
-            OptionError: There is no such condition, or none but the baseline.
+            OptionError: There is no such condition, or only the baseline.
         """
         if name == BASELINE:
             raise OptionError("the baseline is what others are compared with; name another condition")
@@ -75,16 +75,16 @@ class Result:
         unit: Literal["auto", "prompt"] = "auto",
         memory: str = "2GiB",
     ) -> Verdict:
-        """How the attention that a segment receives changed from the baseline, against its uniform null.
+        """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
         Args:
-            condition: Compared with the baseline; the first other condition by default.
-            segment: One of the segments that every prompt has.
+            condition: The condition to compare with the baseline; by default the first other one.
+            segment: A segment that every prompt has.
             unit: As for :meth:`compare`.
             memory: As for :meth:`compare`.
 
         Raises:
-            OptionError: No such condition or segment, or fewer than 3 prompts or groups of them.
+            OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
         from mechattn.results.verdict import verdict
 
@@ -110,44 +110,44 @@ class Result:
         random: Seq[Result] | None = None,
         memory: str = "2GiB",
     ) -> pd.DataFrame:
-        """How a quantity differs between two conditions, paired by prompt, for every layer and head: a tidy table.
+        """Compare a quantity between two conditions for every layer and head, paired by prompt; returns a tidy table.
 
-        The difference is ``log(value / reference)``, so −0.22 is a fifth less; for a quantity that may be 0 by
-        definition it is ``value − reference``. What is tested is ``beyond``, the difference less that of its null:
-        the same quantity of a head that attends uniformly (``…_uniform``). Where no null is known, null and beyond are
-        NaN, the difference itself is tested, and ``table.attrs["null"]`` says that a change may be there by definition.
-        Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
-        bootstrap-t and simultaneous intervals; null; effect_size (d_z), p (sign-flip), q (Benjamini-Hochberg over the
-        table), detectable (the smallest effect found with 80 % power), all of what is tested; n.
-        ``table.attrs`` says what n counts ("unit"), the family, the null, and the smallest q that can be reached.
+        The difference is ``log(value / reference)``, so −0.22 is a fifth less. For a quantity that may be 0 by
+        definition, it is ``value − reference``. The test is of ``beyond``, the difference minus that of its null, a
+        head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
+        is tested, and ``table.attrs["null"]`` says that part of the change may be there by definition. Columns: layer,
+        head, value, reference (means over prompts); difference and beyond, each with t (…low, …high), bootstrap-t and
+        simultaneous intervals; null; and for the tested difference effect_size (d_z), p (sign-flip), q
+        (Benjamini-Hochberg over the table) and detectable (the smallest effect found with 80 % power); n.
+        ``table.attrs`` has the unit that n counts, the family of tests, the null, and the smallest reachable q.
 
         Args:
             condition: A condition.
-            to: What it is compared with.
-            quantity: A quantity that each prompt has, such as "received", "mass" or "scale".
-            by: With ``by="segment"`` "received" is ``received_by_segment``.
-            segment: The segment it is about; None for all, which makes the family of tests larger.
-            other: The result that holds ``to``, of the same prompts; this one by default.
+            to: The condition to compare it with.
+            quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
+            by: With ``by="segment"``, "received" means ``received_by_segment``.
+            segment: The segment; None for all of them, which makes the family of tests larger.
+            other: The result that contains ``to``, for the same prompts; this one by default.
             select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other. If a head
                 was selected for its effect on the same prompts, its interval is too narrow.
             matched: Refuse two conditions that insert different numbers of tokens.
-            null: "uniform"; or "blind": softmax of what the model adds to its scores besides the content (ALiBi,
-                learned sinks), for the models that do.
-            scale: "log-ratio" or "difference"; by default that of the quantity. A cell that has no ratio (0 in some
-                prompt) is left out, with a warning that names it.
-            unit: "auto" takes groups of prompts as the units where prompts have them (``Prompt.group``), by the means
-                of their prompts; "prompt" takes each prompt for itself.
-            level: Of the intervals.
-            resamples: Of bootstrap and sign flips.
-            seed: Of the resampling.
-            random: What ``run_random`` gave for this run. Adds null_random (mean change of the layer's heads in models
-                with random weights), random_low and random_high (where a head of one more such model would lie),
-                p_random and q_random. A head with both q and q_random below 0.05 shows what training has made.
-            memory: What this may take; where all layers don't fit it, they are gone through some at a time.
+            null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
+                sinks): the softmax of these terms alone.
+            scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0 in some prompt)
+                is left out, with a warning that names it.
+            unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the means over their
+                prompts; "prompt" uses single prompts.
+            level: The level of the intervals.
+            resamples: The number of resamples for bootstrap and sign flips.
+            seed: The seed of the resampling.
+            random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
+                models with random weights), random_low and random_high (a prediction interval for a head of one more
+                such model), p_random and q_random. If q and q_random are both below 0.05, training made the change.
+            memory: The memory that this may take; if all layers don't fit, they are processed a few at a time.
 
         Raises:
-            OptionError: No such condition, quantity or segment; different prompts; fewer than 3 of them, or of
-                their groups; random models that are none, or of another run; a layer that doesn't fit the memory.
+            OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
+                (or groups); ``random`` does not belong to this run; or a layer doesn't fit in memory.
         """
         from mechattn.results.compare import compare
 
@@ -168,23 +168,23 @@ class Result:
         level: float = 0.05,
         resamples: int = 9999,
     ) -> Resolution:
-        """What this number of prompts can find in the table of :meth:`compare`, and how many would do.
+        """What the table of :meth:`compare` can detect with these prompts, and how many prompts would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
         (smallest p 0.00049): 8 tests have to reach it together; 19 would do".
 
         Args:
-            condition: Compared with the baseline; the first other condition by default.
+            condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             by: As for :meth:`compare`.
             segment: As for :meth:`compare`.
-            select: "half": of the half of the prompts on which cells are found.
+            select: "half" is for the half of the prompts on which cells are found.
             unit: As for :meth:`compare`.
-            level: The q below which a test is a finding.
+            level: The q below which a test counts as a finding.
             resamples: As for :meth:`compare`.
 
         Raises:
-            OptionError: What :meth:`compare` refuses, or a level that is no probability.
+            OptionError: :meth:`compare` refuses the options, or the level is not a probability.
         """
         from mechattn.results.resolution import resolution_of
 
@@ -202,24 +202,24 @@ class Result:
         level: float = 0.95,
         memory: str = "2GiB",
     ) -> pd.DataFrame:
-        """The heads with the largest values of a quantity, with intervals over prompts, beside uniform attention.
+        """List the heads with the largest values of a quantity, with intervals over prompts and the uniform null.
 
         Columns: layer, head, the quantity (mean over prompts), low and high (t interval), uniform (NaN where there is
         no such null), n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
-            top: How many; None for all.
-            condition: In this condition.
-            segment: Whose queries or keys, where the quantity has segments.
-            select: "half" ranks on one half of the prompts and shows the other: the interval of a head that was picked
-                as the largest on the same prompts is too optimistic.
+            top: The number of heads; None for all.
+            condition: The condition.
+            segment: The segment of queries or keys, if the quantity has segments.
+            select: "half" ranks on one half of the prompts and reports the other. If a head was picked as the largest
+                on the same prompts, its interval is too optimistic.
             unit: As for :meth:`compare`.
-            level: Of the intervals.
+            level: The level of the intervals.
             memory: As for :meth:`compare`.
 
         Raises:
-            OptionError: No such quantity, condition or segment; more than one number a head; too few prompts.
+            OptionError: No such quantity, condition or segment, more than one number per head, or too few prompts.
         """
         from mechattn.results.heads import ranked_heads
 
@@ -240,30 +240,29 @@ class Result:
         patterns: int = 999,
         seed: int = 0,
     ) -> pd.DataFrame:
-        """How much selections of heads share that are made on random disjoint halves of the prompts.
+        """Measure how much selections of heads overlap when they are made on random disjoint halves of the prompts.
 
-        ``|A ∩ B| / |A ∪ B|`` (Jaccard), its mean over splits, beside what two random selections of those sizes would
-        share (exactly, from the hypergeometric distribution). Columns: condition, other, jaccard, low and high (2.5 and
-        97.5 % of the splits), by_chance, selected (heads, on average), none_selected (the share of splits in which
-        neither half selects any, which have no index), on_all (of two conditions: the index of their selections on all
-        prompts).
+        The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of two random selections
+        of the same sizes (exact, from the hypergeometric distribution). Columns: condition, other, jaccard, low and
+        high (2.5 and 97.5 % of the splits), by_chance, selected (heads, on average), none_selected (the share of splits
+        without an index, as neither half selects any), on_all (the index of two conditions on all prompts).
 
         Args:
-            condition: Compared with the baseline; the first other condition by default.
+            condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             by: As for :meth:`compare`.
-            choose: How many heads, by the size of what :meth:`compare` tests; None selects those with q < 0.05.
-            layer: Among the heads of this layer; of all by default.
-            over: Conditions, such as several fillers: a row for each, and one for each two of them, where the first
-                selects on one half and the other on the other half.
+            choose: The number of heads with the largest tested differences; None selects those with q < 0.05.
+            layer: Only heads of this layer; by default all.
+            over: Several conditions, such as fillers: a row for each, and one for each pair, where the first selects on
+                one half and the other on the other half.
             segment: As for :meth:`compare`.
             unit: As for :meth:`compare`.
-            resamples: Random splits.
-            patterns: Of signs, for q, where not all are tried; 20 for each test at least.
-            seed: Of the splits.
+            resamples: The number of random splits.
+            patterns: The number of sign patterns for q, if not all are tried; at least 20 per test.
+            seed: The seed of the splits.
 
         Raises:
-            OptionError: What :meth:`compare` refuses; too few prompts, or no such number of heads.
+            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``choose``.
 
         Source:
             Stability over resampled inputs, arXiv:2510.00845.
@@ -285,61 +284,61 @@ class Result:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
-        """The cosine between the changes that two conditions make, layer by layer, beside those with controls.
+        """Compute the cosine between the changes that two conditions make, by layer, and the same with controls.
 
-        ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number a prompt; means with t
-        intervals over prompts. Two conditions whose histograms match need not agree at all. Columns: condition, other,
-        layer, cosine, low, high; beyond (the first pair's cosine less this one's, paired by prompt), beyond_low,
-        beyond_high; n. The first rows are of the two conditions, the next ones of the first with each control.
+        ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
+        t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
+        low, high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low, beyond_high; n. The
+        first rows compare the two conditions, the following ones the first condition with each control.
 
         Args:
             condition: A condition, such as "slash".
-            other: Another, such as "arm".
-            over: What both are changes from.
-            quantity: "activations": those of ``MlpActivations``.
-            controls: Other conditions to set beside them; all others of the result by default.
+            other: Another condition, such as "arm".
+            over: The condition from which both changes are measured.
+            quantity: "activations", from ``MlpActivations``.
+            controls: Conditions to compare the first one with as controls; by default all others of the result.
             unit: As for :meth:`compare`.
-            level: Of the intervals.
+            level: The level of the intervals.
 
         Raises:
-            OptionError: No such condition, quantity or analysis in the result; fewer than 3 prompts.
+            OptionError: The result has no such condition, quantity or analysis, or fewer than 3 prompts.
         """
         from mechattn.results.agreement import agreement
 
         return agreement(self, condition, other, over, quantity, controls, unit, level)
 
     def methods(self, *tables: pd.DataFrame) -> str:
-        """What was done, as a paragraph for the methods of a paper; every number in it is one that the result holds.
+        """Write a methods paragraph for a paper; every number in it comes from the result.
 
-        Model, versions, verification, prompts and their groups, conditions with what they inserted, analyses, nulls and
-        seed; and for each table how it was computed.
+        It states the model, versions, verification, prompts and their groups, conditions with what they inserted,
+        analyses, nulls and seed; and how each table was computed.
 
         Args:
-            tables: What :meth:`compare` gave.
+            tables: Tables from :meth:`compare`.
 
         Raises:
-            OptionError: A table doesn't say how it was made.
+            OptionError: A table has no record of how it was made.
         """
         from mechattn.results.methods import methods
 
         return methods(self, tables)
 
     def digest(self) -> str:
-        """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
+        """A hash of the numbers: every array with its name, dimensions and attributes, without the provenance.
 
-        Two equal runs have the same one, and so has a result that was stored and read again. On another CPU, or with
-        another number of threads, the last digits differ, and so does this.
+        Two equal runs have the same digest, and so does a result that was stored and loaded. With another CPU or number
+        of threads, the last digits differ, and so does the digest.
         """
         from mechattn.results.digest import numbers_digest
 
         return numbers_digest(self.datasets)
 
     def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
-        """A tidy table: one row for each prompt, condition, layer, head and so on.
+        """Return a tidy table with one row per prompt, condition, layer, head and so on.
 
         Args:
             name: The analysis.
-            quantity: One of its quantities; by default all that are per segment.
+            quantity: One of its quantities; by default all per segment.
         """
         dataset = self[name]
         if quantity is None:
@@ -350,13 +349,13 @@ class Result:
         return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
 
     def merge(self, *others: Result) -> Result:
-        """What :func:`mechattn.merge_results` makes of this result and others of the same run on other prompts."""
+        """Merge this result with others of the same run on other prompts; see :func:`mechattn.merge_results`."""
         import mechattn
 
         return mechattn.merge_results([self, *others])
 
     def save(self, path: str | Path) -> None:
-        """What :func:`mechattn.save_result` writes: "….zarr" or "….nc", whole or not at all."""
+        """Save to "….zarr" or "….nc", completely or not at all; see :func:`mechattn.save_result`."""
         import mechattn
 
         mechattn.save_result(self, path)
@@ -370,7 +369,7 @@ class Result:
         *,
         choose: int = 3,
     ) -> Path:
-        """What :func:`mechattn.page` writes: one HTML file with the figures, which opens offline."""
+        """Write one HTML file with the figures, which opens offline; see :func:`mechattn.page`."""
         import mechattn
 
         return mechattn.page(self, path, layer, heads, force, choose=choose)

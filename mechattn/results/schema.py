@@ -1,10 +1,9 @@
-"""How a result is laid out when it is stored: a tree of datasets, a digest of what they hold, and the schema's number.
+"""The layout of a stored result: a tree of datasets, a digest of their content, and the schema's number.
 
 Schema 4: a sharded store that is read lazily (``large_store.py``); ``objects`` has a digest of each object.
-Schema 3: one group an analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
-``contents``, the names of all arrays, by which files of somebody else are told from ours.
-Schema 2 had the conditions in words alone.
-Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it is read as well.
+Schema 3: one group per analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
+``contents``, the names of all arrays, which distinguish our files from other people's. Schema 2 had conditions only as
+text. Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it can still be read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SCHEMA = 3
-COMPLETE = "complete"  # written last at an address, where nothing can be renamed
+COMPLETE = "complete"  # written last at an address, where renaming is not possible
 
 
 def as_tree(result: Result, text: Any) -> xr.DataTree:
@@ -37,7 +36,7 @@ def as_tree(result: Result, text: Any) -> xr.DataTree:
 
     Args:
         result: The result.
-        text: The dtype of texts: Zarr and NetCDF take different ones.
+        text: The dtype of texts, which differs between Zarr and NetCDF.
     """
     import xarray as xr
 
@@ -57,24 +56,24 @@ def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None)
     """A result from its tree, checked against its digest.
 
     Args:
-        tree: What was opened.
-        where: What the user calls the place.
-        place: Where it is.
+        tree: The opened tree.
+        where: The user's name of the place.
+        place: The place.
 
     Raises:
-        OutputError: This is no result, one of another schema, or one that was changed after it was written.
+        OutputError: This is not a result, has an unknown schema, or was changed after it was written.
     """
     found = tree.attrs.get("mechattn_schema")
     readers = _READERS | {LARGE: partial(_read_large, place=where if place is None else place)}
     if found is None:
-        raise OutputError(f"{where} holds no result of mechattn: it says no schema")
+        raise OutputError(f"{where} is not a result of mechattn: it has no schema")
     if not isinstance(found, (int, np.integer)) or found not in readers:
         known = f"{min(readers)} to {max(readers)}"
         raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schemas {known}")
     try:
         about = json.loads(tree.attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise OutputError(f"the result at {where} says not where it comes from ({error!r}): it is damaged") from None
+        raise OutputError(f"the result at {where} lacks its provenance ({error!r}): it is damaged") from None
     written = about.get("conditions") if isinstance(about, dict) else None
     if int(found) < SCHEMA and isinstance(written, dict):
         about["conditions"] = {name: from_words(words) for name, words in written.items() if isinstance(words, str)}
@@ -86,7 +85,9 @@ def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None)
 
 def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     lazy = _datasets(tree)
-    if layout(lazy) != tree.attrs.get("layout"):  # before anything is read: a changed shape could ask for any memory
+    if layout(lazy) != tree.attrs.get(
+        "layout"
+    ):  # before anything is read, since a changed shape could require any amount of memory
         raise OutputError(f"the result at {where} is damaged: its variables are not those that were written; {_REDO}")
     datasets = {name: dataset.load() for name, dataset in lazy.items()}
     if not is_digest(tree.attrs.get("digest"), datasets, tree.attrs["provenance"]):
@@ -103,7 +104,7 @@ def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
     return Result(datasets, about | {"stored_schema": 1})
 
 
-_REDO = "run it again, or take it from a copy"
+_REDO = "run it again, or restore a copy"
 _READERS = {1: _read_1, 2: _read_sealed, 3: _read_sealed}
 
 
@@ -126,7 +127,7 @@ def _with_texts(dataset: xr.Dataset, text: Any) -> xr.Dataset:
 
 
 def read_errors(where: object, error: Exception) -> MechattnError:
-    """What a reader of files found, as a sentence; an error of ours stays itself."""
+    """Turn errors of file readers into ours, with a sentence; our own errors pass unchanged."""
     if isinstance(error, MechattnError):
         return error
     reason = str(error).splitlines()[0] if str(error) else "no reason given"

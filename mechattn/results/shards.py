@@ -1,4 +1,4 @@
-"""Stored results of shards, merged into one that is stored beside them and takes the place of none of them."""
+"""Merges the stored results of shards into a new stored result, without replacing any of them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mechattn.results.storage import check_result_place, save_manifest, save_res
 
 
 def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
-    """Merge stored results, and store what comes out of it.
+    """Merge stored results and store the merged result.
 
-    Results in regions (``Job(large=True)``) are not copied: what is stored is a manifest that names them.
+    Results in regions (``Job(large=True)``) are not copied; instead a manifest that refers to them is stored.
 
     Args:
-        out: Where it goes; an earlier merge of these results, or of some of them, is replaced.
-        places: Where the results are.
-        copy: Copy them all the same, a chunk at a time.
+        out: The target; an earlier merge of these results, or of some of them, is replaced.
+        places: The paths of the results.
+        copy: Copy them anyway, one chunk at a time.
 
     Raises:
-        OptionError: They don't belong together, or what is stored at ``out`` would be lost.
-        OutputError: One cannot be read, or nothing can be written.
+        OptionError: They don't belong together, or the content of ``out`` would be lost.
+        OutputError: A result cannot be read, or ``out`` cannot be written.
     """
     check_result_place(out)
     if _real(out) in map(_real, places):
-        raise OptionError(f"{out} is to be merged and is the target as well; name the target first, and a new one")
+        raise OptionError(f"{out} is both a result to merge and the target; name a new target first")
     results = [load_result(place) for place in places]
     merged, named_alone = merge_results(results), not copy and all(map(is_lazy, results))
     if _exists(out) and not _holds_nothing_else(out, places) and not is_part(load_result(out), merged):
         raise OptionError(
-            f"{out} exists and is no merge of {named(places)}: it holds something else, which would be lost. The first "
+            f"{out} exists and is not a merge of {named(places)}: its content would be lost. The first "
             "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
         )
     if named_alone:

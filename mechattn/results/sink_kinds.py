@@ -1,4 +1,4 @@
-"""What kind of sink a head has: one that lets it do nothing, or one that adds the same to every token."""
+"""Classifies each head's sink: one that lets the head do nothing, or one that adds the same to every token."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def sink_kinds(
     rank_below: float = 2.0,
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
-    """The kind of sink of each head, from a run with ``ma.AttentionSinks()``.
+    """Classify the sink of each head, from a run with ``ma.AttentionSinks()``.
 
-    A head has a sink if, in more than ``rate_above`` of the prompts, some key gets more than the analysis' threshold of
-    mean attention. "nop": the values of its strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so that a
-    head which looks there adds little. "broadcast": they are not, and what the head writes has a low effective rank
-    (exp of the entropy of the shares of its singular values), ``rank < rank_below``, so that it adds much the same to
-    every token. Else "neither". The thresholds are conventions, not constants of nature: :func:`sweep_sink_kinds` shows
-    how many heads are of each kind under others.
+    A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is above the analysis's
+    threshold. "nop": the values of its strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending
+    there adds little. "broadcast": the values are not small, but the head's output has a low effective rank (exp of the
+    entropy of the shares of its singular values), ``rank < rank_below``, so it adds much the same to every token.
+    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` shows how many heads are of each kind
+    under others.
 
     Args:
         result: A run with ``AttentionSinks``.
-        condition: Of which condition.
-        value_below: Of the ratio of norms.
-        rank_below: Of the effective rank, 1 at least.
-        rate_above: Share of prompts.
+        condition: The condition.
+        value_below: The threshold of the ratio of norms.
+        rank_below: The threshold of the effective rank, at least 1.
+        rate_above: The threshold of the share of prompts.
 
     Returns:
-        One row a head: layer, head, ``sink_rate``, ``position`` (the commonest of the strongest key; −1 for none),
-        ``value_ratio`` and ``output_rank`` (medians over the prompts with a sink), ``massive_overlap`` (share of those
-        prompts whose strongest key is also where the largest massive activation of the layer is; NaN where no prompt
-        has one), ``kind``.
+        One row per head: layer, head, ``sink_rate``, ``position`` (the most common position of the strongest key; −1
+        for none), ``value_ratio`` and ``output_rank`` (medians over the prompts with a sink), ``massive_overlap``
+        (the share of those prompts in which the strongest key is also the place of the layer's largest massive
+        activation; NaN if no prompt has one), ``kind``.
 
     Source:
-        The two kinds are those of arXiv:2606.08105 (read in its abstract alone; the thresholds are ours).
+        The two kinds are those of arXiv:2606.08105 (known from its abstract only; the thresholds are ours).
 
     Raises:
-        OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold cannot be.
+        OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold is out of range.
     """
     import pandas as pd
 
@@ -88,7 +88,7 @@ def sweep_sink_kinds(
     rank_below: Seq[float] = RANK_BELOW,
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
-    """How many heads have each kind of sink, for every pair of thresholds; see :func:`sink_kinds`."""
+    """Count the heads with each kind of sink for every pair of thresholds; see :func:`sink_kinds`."""
     import pandas as pd
 
     rows = []
@@ -107,21 +107,21 @@ def _check_threshold(name: str, value: Any, least: float, most: float) -> None:
 
 
 def _read(result: Result, condition: str) -> dict[str, np.ndarray]:
-    """What is needed of the run, each [prompt layer head] or [prompt layer]."""
+    """The variables needed from the run, each [prompt layer head] or [prompt layer]."""
     if "attention_sinks" not in result.datasets:
-        raise OptionError("this run did not look for sinks: add ma.AttentionSinks() to its analyses")
+        raise OptionError("this run did not measure sinks: add ma.AttentionSinks() to its analyses")
     if condition not in result.conditions:
         have = ", ".join(map(repr, result.conditions))
         raise OptionError(f"there is no condition {condition!r}; the result has {have}")
     data = result["attention_sinks"].sel(condition=condition)
     if "strongest_value_ratio" not in data:
-        raise OptionError("this run is of an older version, which did not keep strongest_value_ratio: run it again")
+        raise OptionError("this run is from an older version, which did not store strongest_value_ratio: run it again")
     found = {name: data[name].transpose("prompt", "layer", ...).values for name in _READ}
     return found | {"layer": data["layer"].values, "head": data["head"].values}
 
 
 def _about(read: dict[str, np.ndarray], layer: int, head: int) -> dict[str, Any]:
-    """A head's sink, over prompts."""
+    """Summarise a head's sink over prompts."""
     at = int(np.flatnonzero(read["layer"] == layer)[0]), int(np.flatnonzero(read["head"] == head)[0])
     has = read["sinks"][:, at[0], at[1]] > 0
     where = read["strongest_position"][has, at[0], at[1]]

@@ -1,4 +1,4 @@
-"""How large a stored result unpacks, against what is stored: a few hundred bytes can declare any number of them."""
+"""The unpacked size of a stored result, compared with its stored size: a few hundred bytes can declare any size."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from mechattn.errors import OptionError, OutputError
 
-ALWAYS = 256 * 2**20  # bytes; what any machine that runs a model has
-TIMES = 1000  # of what is stored; the results of all analyses with all their padding are 20 to 60 times
-TEXT = 64  # bytes of a text in memory, beside its letters
+ALWAYS = 256 * 2**20  # bytes, which any machine that runs a model has
+TIMES = 1000  # times the stored size; results of all analyses, with padding, unpack to 20 to 60 times
+TEXT = 64  # bytes of a text in memory, in addition to its letters
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# Of one number of each kind that a result may hold.
+# Bytes of one number of each dtype that a result may contain.
 BYTES: Mapping[str, int] = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
@@ -23,7 +23,7 @@ def memory_bytes(memory: str) -> int:
     """The number of bytes of a budget such as "2GiB".
 
     Raises:
-        OptionError: It isn't written like that.
+        OptionError: It has another format.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
     if not match or not float(match[1]):
@@ -33,12 +33,12 @@ def memory_bytes(memory: str) -> int:
 
 @dataclass
 class Size:
-    """What the variables of a result take in memory, added up before one of them is read.
+    """The memory that the variables of a result take, added up before any is read.
 
     Args:
         where: The result.
-        stored: Bytes of its files.
-        most: What the user allows; without it 256 MiB, or 1,000 times what is stored where that is more.
+        stored: The size of its files in bytes.
+        most: The bytes that the user allows; by default 256 MiB or 1,000 times the stored size, whichever is more.
     """
 
     where: object
@@ -47,10 +47,10 @@ class Size:
     variables: dict[str, int] = field(default_factory=dict, init=False)
 
     def check(self) -> None:
-        """When all variables are counted.
+        """Refuse a result that is too large; called when all variables are counted.
 
         Raises:
-            OutputError: They are more than is allowed.
+            OutputError: The result would take more than allowed.
         """
         allowed = max(ALWAYS, TIMES * self.stored) if self.most is None else self.most
         needed = sum(self.variables.values())
@@ -59,7 +59,7 @@ class Size:
             raise OutputError(
                 f"the result at {self.where} would take {_mebibytes(needed)} of memory ({largest} alone "
                 f"{_mebibytes(self.variables[largest])}), {_mebibytes(allowed)} are allowed, and {self.stored:,} bytes "
-                "are stored: it is damaged, or made to fill a machine. If you know whose it is: "
+                "are stored: it is damaged, or made to fill a machine. If you trust its source: "
                 f"load_result(…, most={needed})"
             )
 

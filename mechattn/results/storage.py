@@ -1,4 +1,4 @@
-"""Results on disk or at an address: a Zarr folder or a NetCDF file, which plain xarray opens too."""
+"""Stores results on disk or at an address: as a Zarr folder or a NetCDF file, which xarray opens too."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mechattn.results.whole import check_writable, recover, write_whole
 
 
 def check_result_place(path: str | Path) -> None:
-    """Find out before the work whether a result can be stored under this name.
+    """Check in advance that a result can be stored under this name.
 
     Raises:
-        OutputError: It doesn't end with .zarr or .nc, holds what mechattn did not write, or cannot be written.
+        OutputError: The name doesn't end with .zarr or .nc, contains what mechattn did not write, or cannot be written.
     """
     check_name(path)
     place = as_place(path)
@@ -49,11 +49,11 @@ def check_result_place(path: str | Path) -> None:
 
 
 def save_result(result: Result, path: str | Path) -> None:
-    """Write a result, whole or not at all: beside its name first, then under it; at an address with a last mark.
+    """Save a result completely or not at all: under a temporary name first; at an address, the root is written last.
 
     Raises:
-        OutputError: The place cannot be written, is full, or holds something that mechattn did not write; or what was
-            written cannot be read again. What was there before still is.
+        OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the
+            written result cannot be read back. What was there before is kept.
     """
     check_result_place(path)
     place = as_place(path)
@@ -64,16 +64,19 @@ def save_result(result: Result, path: str | Path) -> None:
 
 
 def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
-    """Write a manifest of stored results, which takes the place of their merge.
+    """Write a manifest of stored results, in place of their merge.
 
     Raises:
-        OutputError: It cannot be written, or its name is not of a Zarr folder.
-        OptionError: One of the results lies elsewhere.
+        OutputError: It cannot be written, or its name does not end with .zarr.
+        OptionError: One of the results is stored elsewhere.
     """
     check_result_place(path)
     place = as_place(path)
     if str(path).endswith(".nc"):
-        raise OutputError(f'"{path}" is one file, and results in regions are merged into a .zarr; name it so')
+        raise OutputError(
+            f'"{path}" would be one file, but large results are merged into a .zarr folder; give a name that '
+            "ends with .zarr"
+        )
     if isinstance(place, str):
         store = Store(place)
         store.begin(A_COPY)
@@ -83,7 +86,7 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
 
 
 def _write(result: Result, new: Path) -> None:
-    """Write a result, and read it again: a file system may take what it doesn't give back."""
+    """Write a result and read it back, because a file system may accept what it cannot return."""
     if new.suffix == ".nc":
         _write_netcdf(result, new)
     else:
@@ -92,7 +95,7 @@ def _write(result: Result, new: Path) -> None:
 
 
 def _write_zarr(result: Result, new: Path) -> None:
-    if is_lazy(result):  # no memory may hold it
+    if is_lazy(result):  # it may not fit in memory
         copied(result, Store(new))
     else:
         as_tree(result, _text()).to_zarr(new, consolidated=False)
@@ -102,13 +105,13 @@ def _check_read_back(result: Result, place: str | Path) -> None:
     try:
         same = digest(load_result(place).datasets) == digest(result.datasets)
     except OutputError as error:
-        raise OutputError(f"what was just written cannot be read again: {error}") from error
+        raise OutputError(f"what was just written cannot be read back: {error}") from error
     if not same:
-        raise OutputError(f"what was just written to {place} reads as other numbers")
+        raise OutputError(f"what was just written to {place} reads back with other numbers")
 
 
 def _write_netcdf(result: Result, path: Path) -> None:
-    """The file, and after its end a checksum: the HDF5 library can crash on a damaged file, so it must not see one."""
+    """Write the file and append a checksum, because the HDF5 library can crash on a damaged file."""
     as_tree(result, object).to_netcdf(path, engine="h5netcdf")
     seal(path)
 
@@ -124,16 +127,16 @@ def _save_at_address(result: Result, address: str) -> None:
             return _check_read_back(result, address)
         as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)
         zarr.open_group(address, mode="r+").attrs[COMPLETE] = True
-    except Exception as error:  # each kind of address has errors of its own
+    except Exception as error:  # each kind of address has its own errors
         raise OutputError(
-            f"{address} could not be written ({type(error).__name__}: {error}); what is there is no whole result, and "
-            "load_result will say so"
+            f"{address} could not be written ({type(error).__name__}: {error}); what is there is "
+            "incomplete, and load_result will refuse it"
         ) from error
     _check_read_back(result, address)
 
 
 def _check_address(address: str) -> None:
-    """Whether a file can be made at this address, and nothing else is there."""
+    """Check that a file can be created at this address and that nothing else is there."""
     try:
         files, probe = filesystem(address), f"{address}.mechattn-{os.urandom(8).hex()}"
         if files.exists(address):
@@ -152,18 +155,18 @@ def _check_address(address: str) -> None:
 
 
 def _check_ours(place: Path) -> None:
-    """Refuse to replace what is at a place here, unless it is a result and nothing else."""
+    """Refuse to replace what is at a local path, unless it is a result and nothing else."""
     try:
         if place.suffix == ".zarr" and place.is_dir():
             check_ours(place, files_in(place), lambda name: (place / name).read_bytes())
             return
         ours = place.suffix == ".nc" and place.is_file() and is_sealed(place)
     except OSError as error:
-        raise OutputError(f"{place} exists and cannot be looked at: {error.strerror or error}") from None
+        raise OutputError(f"{place} exists and cannot be inspected: {error.strerror or error}") from None
     if not ours:
         raise OutputError(
-            f"{place} exists and is no stored result, or was changed since mechattn wrote it; choose another name, or "
-            "move it away"
+            f"{place} exists and is not a stored result, or was changed since mechattn wrote it; choose another "
+            "name, or move it away"
         )
 
 

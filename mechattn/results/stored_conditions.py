@@ -1,4 +1,4 @@
-"""What was done in each condition, as the provenance has it: data, so that no figure has to read words."""
+"""The conditions of a result as data from its provenance, so that figures need not parse text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mechattn.results.result import Result
 
-_LONGEST = 2000  # characters of a condition of an older result
+_LONGEST = 2000  # characters of a condition's text in an older result
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class StoredCondition:
     """A condition of a result.
 
     Args:
-        kind: The class of what is inserted, such as "MeaninglessTokens"; "Baseline" where nothing is. A class that is
-            not mechattn's has a hash of its source beside its name.
+        kind: The class of what is inserted, such as "MeaninglessTokens"; "Baseline" if nothing is. For a class that is
+            not mechattn's, a hash of its source follows.
         options: Its options.
         masked: Whether original tokens don't see the inserted ones.
         unshifted: Whether original tokens keep their positions.
-        interventions: What is done to the model: the kind and the options of each.
-        written: The whole in words.
+        interventions: The interventions on the model: the kind and the options of each.
+        written: All of this as text.
     """
 
     kind: str
@@ -36,23 +36,23 @@ class StoredCondition:
 
     @property
     def inserts_only(self) -> bool:
-        """Whether it inserts tokens and does nothing else."""
+        """Whether it only inserts tokens."""
         return self.kind != "Baseline" and not (self.masked or self.unshifted or self.interventions)
 
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
-    """What the provenance of a result says about one of its conditions."""
+    """A condition of a result, from its provenance."""
     about = result.provenance.get("conditions", {}).get(name) or from_words("")
     return StoredCondition(**(about | {"interventions": tuple(about["interventions"])}))
 
 
 def from_words(written: str) -> dict[str, Any]:
-    """The data of a condition of which an older result (schemas 1 and 2) has words alone: those of ``repr``."""
+    """The data of a condition that an older result (schemas 1 and 2) has only as text, from ``repr``."""
     made: dict[str, Any] = {"kind": "", "options": {}, "masked": False, "unshifted": False, "interventions": []}
     try:
         call = _call(ast.parse(written[:_LONGEST], mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return made | {"written": written}  # of a class that writes itself otherwise
+        return made | {"written": written}  # of a class with its own repr
     acts: list[Any] = []
     while call["kind"] == "Variant":
         options = call["options"]
@@ -67,10 +67,10 @@ def from_words(written: str) -> dict[str, Any]:
 
 
 def _call(node: ast.AST) -> dict[str, Any]:
-    """A call as its kind and its options.
+    """Parse a call into its kind and options.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a call.
     """
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError("no call")

@@ -1,4 +1,4 @@
-"""The units of replication of a result: its prompts, or the groups that they are of."""
+"""The units of replication of a result: its prompts, or their groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
     """The units of all prompts of a result.
 
     Args:
-        result: A result; one that was stored without groups has none.
-        prompts: How many prompts it has.
-        unit: "prompt" takes each prompt for itself, also where it is of a group.
+        result: A result; older stored results have no groups.
+        prompts: The number of its prompts.
+        unit: "prompt" uses single prompts, even if they have groups.
 
     Raises:
-        OptionError: No such unit.
+        OptionError: There is no such unit.
     """
     check_unit(unit)
     sequences = result["sequences"]
@@ -32,7 +32,7 @@ def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
 
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
-    """The units of those prompts of a result that some values are of, by their ids."""
+    """The units of some prompts of a result, by their ids."""
     ids = values["prompt"].values.tolist() if "prompt" in values.coords else None
     if ids is None or "group" not in result["sequences"]:
         return Units(values.sizes["prompt"])
@@ -44,13 +44,13 @@ def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Uni
     """The units of two results of the same prompts.
 
     Raises:
-        OptionError: The prompts are of other groups in one of them than in the other.
+        OptionError: The prompts have different groups in the two results.
     """
     groups = [result["sequences"].group.values.tolist() if "group" in result["sequences"] else None]
     groups += [other["sequences"].group.values.tolist() if "group" in other["sequences"] else None]
     if unit == "auto" and groups[0] != groups[1]:
         raise OptionError(
-            "the prompts have other groups in one result than in the other; run both with the same prompts, or say "
-            'unit="prompt", which takes each prompt for itself'
+            "the prompts have different groups in the two results; run both with the same prompts, or give "
+            'unit="prompt" to use single prompts'
         )
     return units_of(result, prompts, unit)

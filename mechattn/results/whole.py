@@ -1,8 +1,8 @@
-"""Files and folders that are written whole or not at all, whenever the process that writes them is killed.
+"""Writes files and folders completely or not at all, even if the process is killed.
 
-What is written stands in a folder beside its name first, ``.NAME.mechattn-…``, and is renamed when it is whole. A file
-is renamed over the old one in one step. A folder cannot be: the old one is moved away, and the new one gets its name.
-A process that is killed between the two leaves both, and :func:`recover` finishes what it began.
+Everything is first written to a temporary folder next to the target, ``.NAME.mechattn-…``, and renamed when complete. A
+file replaces the old one in one step. A folder cannot: the old one is moved away, then the new one gets its name. If a
+process is killed between these steps, both exist, and :func:`recover` finishes the job.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pathlib import Path
 from mechattn.errors import OutputError
 
 _MARKER, _LOCK, _OLD = "mechattn.json", "lock", "old"
-_WAIT = 10.0  # seconds for another process that is just renaming what it wrote
+_WAIT = 10.0  # seconds to wait for another process that is renaming
 
 
 def say(sentence: str) -> None:
-    """Tell the user something on standard error."""
+    """Print a message to standard error."""
     print(f"mechattn: {sentence}", file=sys.stderr, flush=True)
 
 
 def check_writable(path: str | Path) -> None:
-    """Find out before the work whether a file or folder can be written at this place.
+    """Check in advance that a file or folder can be written at this place.
 
     Raises:
-        OutputError: The folder cannot be made or written to.
+        OutputError: The folder cannot be created or written to.
     """
     path = Path(path).absolute()
     folder = path.parent
@@ -49,12 +49,12 @@ def check_writable(path: str | Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file or a folder under a new name beside its own, and rename it when it is whole.
+    """Write a file or a folder under a temporary name, and rename it when complete.
 
-    A link is followed: what it points to is replaced.
+    Links are followed: the target of the link is replaced.
 
     Raises:
-        OutputError: It could not be written; what was there before still is, and nothing else.
+        OutputError: It could not be written; only what was there before is left.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -63,16 +63,16 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             _rename(folder / f"new{path.suffix}", path, folder / _OLD)
     except OSError as error:
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}. Nothing of it is left; make room, or choose "
-            "another place"
+            f"{path} could not be written: {error.strerror or error}. No part of it is left; free some space, "
+            "or choose another place"
         ) from error
     sweep(path)
 
 
 def move_whole(new: Path, path: Path) -> None:
-    """Give a folder that is whole its name; what has the name goes away. A link is followed.
+    """Move a complete folder to its name, replacing what is there; links are followed.
 
-    Killed between the two renames, the new one lies where it was, and :func:`recover` puts the old one back.
+    If killed between the two renames, the new folder is where it was, and :func:`recover` puts the old one back.
 
     Raises:
         OutputError: It cannot be renamed; it stays where it was.
@@ -87,9 +87,9 @@ def move_whole(new: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give a folder its name where a process was killed after it had written it, and had moved the old one away.
+    """Finish the renaming of a folder if a process was killed after moving the old one away.
 
-    Where the new one is to be found elsewhere (:func:`move_whole`), the old one gets its name back.
+    If the new one is elsewhere (:func:`move_whole`), the old one gets its name back.
 
     Raises:
         OutputError: It cannot be renamed; the message says what to do.
@@ -105,17 +105,17 @@ def recover(path: Path) -> None:
             with _locked(folder, _WAIT) as alone:
                 if alone and not os.path.lexists(path):
                     os.replace(new if new.exists() else folder / _OLD, path)
-                    say(f"the result of {path} was found whole in {folder}, where a killed process had left it")
+                    say(f"the result of {path} was found complete in {folder}, where a killed process had left it")
                     _remove(folder, path)
         except OSError as error:
             raise OutputError(
-                f"the result of {path} was found whole in {folder}, and cannot be put in its place "
+                f"the result of {path} was found complete in {folder}, but cannot be moved to its place "
                 f"({error.strerror or error}): rename {new if new.exists() else folder / _OLD} to {path}"
             ) from error
 
 
 def sweep(path: Path) -> None:
-    """Throw away what processes left that were killed while they wrote this file or folder, now that it is there."""
+    """Delete what killed processes left behind while writing this file or folder, now that it exists."""
     path = Path(os.path.realpath(path))
     for folder in _left_beside(path):
         with suppress(OSError), _locked(folder, 0) as alone:
@@ -125,7 +125,7 @@ def sweep(path: Path) -> None:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A folder beside a name, marked as ours and locked for the length of a ``with``."""
+    """A temporary folder next to a name, marked as ours and locked inside a ``with`` block."""
     folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
     try:
         (folder / _MARKER).write_text(json.dumps({"writes": path.name}), encoding="utf-8")
@@ -153,7 +153,7 @@ def _prefix(path: Path) -> str:
 
 
 def _left_beside(path: Path) -> list[Path]:
-    """The folders of :func:`_beside` that are there: told by their names, their markers and what they hold."""
+    """The existing folders of :func:`_beside`, recognised by name, marker and content."""
     named = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
     try:
         found = [folder for folder in path.parent.iterdir() if named.fullmatch(folder.name)]
@@ -172,18 +172,18 @@ def _is_ours(folder: Path, path: Path) -> bool:
         with suppress(ValueError, RecursionError):
             return bool(json.loads((folder / _MARKER).read_text(encoding="utf-8")) == {"writes": path.name})
         return False
-    return True  # killed before it wrote anything, or when it had thrown all away
+    return True  # killed before it wrote anything, or after it had deleted everything
 
 
 @contextmanager
 def _locked(folder: Path, wait: float) -> Iterator[bool]:
-    """Whether no other process is at work in the folder; it is reserved for this one during the ``with`` then."""
+    """Whether no other process is using the folder; if so, it is reserved for this one inside the ``with`` block."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / _LOCK, timeout=wait)
     try:
         lock.acquire()
-    except (Timeout, NotImplementedError):  # held by another process, or a file system without locks
+    except (Timeout, NotImplementedError):  # locked by another process, or a file system without locks
         yield False
         return
     try:
@@ -193,10 +193,10 @@ def _locked(folder: Path, wait: float) -> Iterator[bool]:
 
 
 def _remove(folder: Path, path: Path) -> None:
-    """Throw the folder away, its marker last; never where it holds the only result that there is."""
+    """Delete the folder, its marker last, unless it contains the only copy of a result."""
     if (folder / _OLD).exists() and not os.path.lexists(path):
         return
-    for entry in (_OLD, f"new{path.suffix}"):  # in this order: a new one beside an old one is whole
+    for entry in (_OLD, f"new{path.suffix}"):  # in this order: a new one next to an old one is complete
         if (folder / entry).is_dir():
             shutil.rmtree(folder / entry)
         else:

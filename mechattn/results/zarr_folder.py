@@ -1,6 +1,6 @@
-"""What a Zarr folder declares, looked at before Zarr reads it: our own format and codecs, and how large it unpacks.
+"""Checks what a Zarr folder declares before Zarr reads it: our own format and codecs, and the unpacked size.
 
-Zarr takes a folder for the older format 2 where it finds no ``zarr.json``, and that has a codec that runs code.
+Without a ``zarr.json`` Zarr assumes its older format 2, which has a codec that runs code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMAT = 3
 _METADATA = "zarr.json"
 _LONGEST = 64 * 2**20  # bytes of a zarr.json
 _FEW = 10_000  # chunks
-_SMALL = 4096  # bytes of a chunk: Zarr itself makes them of 128 KiB and more
+_SMALL = 4096  # bytes of a chunk: Zarr's own start at 128 KiB
 _LARGEST = 2**30  # bytes of a piece of a region
 _KEYS = {"name": "default", "configuration": {"separator": "/"}}
 _ENDIAN: dict[bool, dict[str, Any]] = {True: {"configuration": {"endian": "little"}}, False: {}}
@@ -29,10 +29,10 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def check_folder(files: Files, size: Size) -> dict[str, Region]:
-    """Look at every array of a folder, without unpacking any; gives those that lie in regions, which are read lazily.
+    """Check every array of a folder without unpacking any; return those in regions, which are read lazily.
 
     Raises:
-        OutputError: One of them is of another format, has codecs that mechattn does not write, or is too large.
+        OutputError: An array has another format or codecs that mechattn does not write, or is too large.
     """
     if _METADATA not in files.sizes:
         raise OutputError(f"there is no stored result at {size.where}")
@@ -49,13 +49,15 @@ def check_folder(files: Files, size: Size) -> dict[str, Region]:
                 raise ValueError(f"node_type is {about['node_type']!r}")
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise OutputError(f"{path} in the result at {size.where} is not as mechattn writes it: {reason}") from None
+            raise OutputError(
+                f"{path} in the result at {size.where} is not in the format that mechattn writes: {reason}"
+            ) from None
     size.check()
     return regions
 
 
 def frame_size(header: bytes) -> int | None:
-    """How many bytes a frame of zstd unpacks to, from its first 18; None where it does not say, or is no frame.
+    """The number of bytes that a zstd frame unpacks to, from its first 18; None if not stated or not a frame.
 
     Source:
         RFC 8878, section 3.1.1.1.
@@ -76,16 +78,16 @@ def _metadata(files: Files, path: str) -> dict[str, Any]:
         raise ValueError(f"it has {files.sizes[path]:,} bytes")
     about = json.loads(files.read(path))
     if not isinstance(about, dict) or about["zarr_format"] != FORMAT:
-        raise ValueError(f"it is not of Zarr's format {FORMAT}")
+        raise ValueError(f"it does not have Zarr's format {FORMAT}")
     return about
 
 
 def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -> None:
-    """One array: what it declares, and what its chunks say that they unpack to."""
+    """Check one array: what it declares, and the sizes that its chunks say they unpack to."""
     shape, chunk = _sizes(about["shape"]), _sizes(about["chunk_grid"]["configuration"]["chunk_shape"])
     _check_codecs(about)
     if about["chunk_grid"]["name"] != "regular" or len(shape) != len(chunk) or 0 in chunk:
-        raise ValueError(f"its chunks are of shape {chunk}, and it is of shape {shape}")
+        raise ValueError(f"its chunks have the shape {chunk}, but it has the shape {shape}")
     kind = about["data_type"]
     each = TEXT if kind == "string" else BYTES[kind]
     declared, in_chunk = each * math.prod(shape), each * math.prod(chunk)
@@ -97,13 +99,13 @@ def _check_array(files: Files, folder: str, about: dict[str, Any], size: Size) -
     for name, header in zip(names, files.heads(names, _HEADER), strict=True):
         made = frame_size(header)
         if made is None or (kind != "string" and made != in_chunk):
-            raise ValueError(f"{name} is not of the size that it declares")
+            raise ValueError(f"{name} does not have the size that it declares")
         unpacked += made + (in_chunk if kind == "string" else 0)
     size.variables[folder.rstrip("/")] = max(declared, unpacked)
 
 
 def _region(about: dict[str, Any]) -> Region:
-    """An array in regions: cut as mechattn cuts, with the codecs that it writes, none of which packs anything."""
+    """Check an array in regions: it must be divided as mechattn does, with its codecs, none of which compress."""
     grid, (codec,) = about["chunk_grid"], about["codecs"]
     shape, shard = _sizes(about["shape"]), _sizes(grid["configuration"]["chunk_shape"])
     made = Region(tuple(about["dimension_names"]), tuple(shape), about["data_type"], shard[0], about["attributes"])
@@ -111,33 +113,33 @@ def _region(about: dict[str, Any]) -> Region:
     index = [{"name": "bytes", **_ENDIAN[True]}, {"name": "crc32c"}]
     wanted = {"chunk_shape": list(made.piece), "codecs": plain, "index_codecs": index, "index_location": "end"}
     if codec["configuration"] != wanted or grid["name"] != "regular" or about["chunk_key_encoding"] != _KEYS:
-        raise ValueError("it is cut otherwise")
+        raise ValueError("it is divided differently")
     if tuple(shard) != made.shard or made.dims[0] != "prompt" or 0 in shard or about.get("storage_transformers"):
-        raise ValueError(f"its objects are of shape {shard}, and it is of shape {shape}")
+        raise ValueError(f"its objects have the shape {shard}, but it has the shape {shape}")
     if prod_bytes(made) > _LARGEST:
         raise ValueError(f"each of its pieces has {prod_bytes(made):,} bytes")
     return made
 
 
 def prod_bytes(region: Region) -> int:
-    """Bytes of what is read at a time."""
+    """The number of bytes that are read at a time."""
     return BYTES[region.dtype] * math.prod(region.piece)
 
 
 def _check_codecs(about: dict[str, Any]) -> None:
-    """Only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
+    """Allow only what mechattn writes: numbers as bytes, texts with their lengths, both packed by zstd."""
     names = [codec["name"] for codec in about["codecs"]]
     if names != ["vlen-utf8" if about["data_type"] == "string" else "bytes", "zstd"]:
         raise ValueError(f"it is stored with the codecs {names}")
     if about["chunk_key_encoding"] != _KEYS:
-        raise ValueError(f"its chunks are named by {about['chunk_key_encoding']}")
+        raise ValueError(f"its chunk names follow {about['chunk_key_encoding']}")
     if about.get("storage_transformers"):
         raise ValueError("it has storage transformers")
     if about["data_type"] == "string" and about["fill_value"] != "":
-        raise ValueError("its texts are filled with something else than nothing")
+        raise ValueError("its texts have a fill value")
 
 
 def _sizes(values: Any) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise ValueError(f"{values!r} is no shape")
+        raise ValueError(f"{values!r} is not a shape")
     return values

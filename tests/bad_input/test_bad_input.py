@@ -192,7 +192,7 @@ def test_answers_that_are_not_there(tmp_path):
     assert ma.load_prompts(str(path))[0].solution is None
 
 
-@pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is no stored result")])
+@pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is not a stored result")])
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
     monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)
     (tmp_path / "taken.zarr").mkdir()
@@ -371,7 +371,7 @@ def test_saving_over_something_else(slash_result, tmp_path):
     other = tmp_path / "other.zarr"
     other.mkdir()
     (other / "precious").write_text("data")
-    with pytest.raises(OutputError, match="is no stored result"):
+    with pytest.raises(OutputError, match="is not a stored result"):
         slash_result.save(other)
     assert (other / "precious").read_text() == "data"
     with pytest.raises(OutputError, match="no stored result"):

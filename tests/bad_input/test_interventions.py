@@ -113,7 +113,7 @@ def test_experts_that_make_something_else_of_their_activations(tokenizer):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     experts_of(mixture).is_concatenated = False
     original_of(mixture).set_experts_implementation("eager")
-    assert_both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not what the mixture gives")
+    assert_both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not the mixture's output")
 
 
 def test_experts_that_are_not_called(tokenizer, monkeypatch):

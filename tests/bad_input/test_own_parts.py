@@ -127,7 +127,7 @@ def test_values_that_are_no_dictionary(toy):
         ),
         (lambda m: ma.Knockout(3, "inserted"), "queries=3: choose among"),
         (lambda m: ma.Knockout("question", None), "keys=None: choose among"),
-        (lambda m: ma.load_result(5), "5 is no path"),
+        (lambda m: ma.load_result(5), "5 is not a path"),
         (lambda m: ma.load_model(5), "5 is not a model"),
     ],
 )
@@ -143,7 +143,7 @@ def test_values_of_another_kind(toy, call, message, no_forward):
         (lambda r: ma.render.received_attention(r, 0, None), "heads=None, choose=None: give one"),
         (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
-        (lambda r: r.save(5), "5 is no path"),
+        (lambda r: r.save(5), "5 is not a path"),
         (lambda r: r.page(None), "None is not a path"),
     ],
 )

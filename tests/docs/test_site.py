@@ -215,6 +215,30 @@ def test_the_api_has_signatures(opened):
     assert "load_model" in page.locator("article").inner_text()
 
 
+def headings(path: Path) -> list[tuple[str, str]]:
+    """The entries of a page's table of contents: anchor and label."""
+    nav = re.search(r'md-nav--secondary.*?(?=<div class="md-content")', path.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(r'href="#([^"]*)" class="md-nav__link">\s*<span[^>]*>(.*?)</span>', nav[0], re.DOTALL)
+    return [(anchor, re.sub(r"<.*?>|&nbsp;|\s+", "", label)) for anchor, label in found]
+
+
+def test_the_api_is_headed_by_names_that_users_type(site):
+    import mechattn as ma
+
+    plumbing = {"name", "options", "quantities", "problem", "start", "add", "values", "check", "acting"}
+    labels = {path.stem: [label for _, label in headings(path)] for path in sorted((site / "api").glob("*.html"))}
+    assert not {page: plumbing & set(shown) for page, shown in labels.items() if plumbing & set(shown)}
+    shown = {label for page in labels.values() for label in page}
+    assert {f"ma.{name}" for name, home in ma._HOME.items() if home} <= shown
+    assert "ma.render.two_by_two" in shown
+
+
+def test_an_analysis_is_described_with_its_shapes_first(opened):
+    first = opened("api/analyses.html").locator("article .doc-class table").first.inner_text()
+    assert "mass_by_segment" in first
+    assert "prompt, condition, layer, head, segment" in first
+
+
 def test_search_works_without_a_server(opened):
     page = opened("index.html")
     page.locator("input.md-search__input").click()

@@ -260,7 +260,7 @@ def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path
         new.write_bytes(content)
 
     monkeypatch.setattr(storage, "_write_netcdf", rotten)
-    with pytest.raises(OutputError, match="what was just written cannot be read again"):
+    with pytest.raises(OutputError, match="what was just written cannot be read back"):
         ma.run_job(job, path)
     assert [p.name for p in tmp_path.iterdir()] == ["r.nc.parts"]
     assert len(list(parts_folder(path).glob("*.zip"))) == 6

@@ -204,7 +204,7 @@ def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
 def test_another_window_than_the_models_is_noticed(model):
     wrong = dict.fromkeys(windows(model), 5)
     with (
-        pytest.raises(ModelError, match="layer 0 attends in a window of 8, and mechattn took it for 5"),
+        pytest.raises(ModelError, match="layer 0 attends in a window of 8, but mechattn assumed 5"),
         streaming(model, wrong, lambda layer, rows: None),
     ):
         model(torch.arange(5, 35)[None])

@@ -75,7 +75,7 @@ def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
     model = loaded(name, tokenizer, dtype=dtype)
     assert "times a gate of its query (sigmoid)" in facts_of(model).report.limited["values"]
     assert ma.run(model, PROMPT, {"slash": SLASH}, progress=False).provenance["model"]["verified"]
-    with pytest.raises(ModelError, match=r"times a gate .*λ and Σσ are of pattern · v"):
+    with pytest.raises(ModelError, match=r"times a gate .*λ and Σσ describe pattern · v"):
         ma.record_affine(model, PROMPT, SLASH, layers=attention_layers(model)[0])
 
 

@@ -83,9 +83,9 @@ def test_what_it_refuses(tables):
         (tables[0], "give a list of tables"),
         ([tables[0], 3], "table 1 is of type int"),
         ([tables[0].drop(columns="p")], "table 0 has no column p"),
-        ([tables[0].assign(p=2.0)], "table 0 has p-values that are none"),
-        ([tables[0], tables[1], tables[0].copy()], "table 2 is table 0 again"),
-        ([ma.adjust(tables)], "was adjusted already"),
+        ([tables[0].assign(p=2.0)], "table 0 has invalid p-values"),
+        ([tables[0], tables[1], tables[0].copy()], "table 2 is the same as table 0"),
+        ([ma.adjust(tables)], "is already adjusted"),
     ):
         with pytest.raises(OptionError, match=message):
             ma.adjust(given)

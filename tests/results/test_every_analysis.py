@@ -99,7 +99,7 @@ def test_the_digest_of_bytes_would_refuse_it(toy, prompts, tmp_path, monkeypatch
         name: dataset.map(lambda v: v.copy(data=with_signs(v.values)) if v.dtype.kind == "f" else v, keep_attrs=True)
         for name, dataset in result.datasets.items()
     }
-    with pytest.raises(OutputError, match=r"just written cannot be read again: .* is damaged"):
+    with pytest.raises(OutputError, match=r"just written cannot be read back: .* is damaged"):
         ma.Result(signed, result.provenance).save(tmp_path / "r.zarr")
     monkeypatch.undo()
     ma.Result(signed, result.provenance).save(tmp_path / "r.zarr")

@@ -134,7 +134,7 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
         assert again.digest() == made.digest()
         assert_frame_equal(again.compare("slash"), made.compare("slash"), check_exact=True)
     broken = result["sequences"].assign(group=("condition", np.array(["a", "b", "c"], dtype=object)))
-    with pytest.raises(OutputError, match="groups that are not of prompts"):
+    with pytest.raises(OutputError, match="groups without the dimension prompt"):
         ma.save_result(Result(dict(result.datasets) | {"sequences": broken}, result.provenance), tmp_path / name)
 
 
@@ -155,7 +155,7 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungroup
 
 
 def test_other_groups_in_the_other_result(result, ungrouped):
-    with pytest.raises(OptionError, match=r'other groups in one result than in the other.*unit="prompt"'):
+    with pytest.raises(OptionError, match=r'different groups in the two results.*unit="prompt"'):
         result.compare("slash", other=ungrouped)
     assert set(result.compare("slash", other=ungrouped, unit="prompt").n) == {18}
 

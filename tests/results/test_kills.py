@@ -154,7 +154,7 @@ def test_between_the_two_renames_the_new_one_is_found(shards, halfway, tmp_path,
     assert not (tmp_path / "r.zarr").exists()
     (left,) = tmp_path.iterdir()
     assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
-    assert f"the result of {tmp_path / 'r.zarr'} was found whole in {left}" in capsys.readouterr().err
+    assert f"the result of {tmp_path / 'r.zarr'} was found complete in {left}" in capsys.readouterr().err
     assert names(tmp_path) == ["r.zarr"]
 
 
@@ -162,7 +162,7 @@ def test_a_target_that_was_killed_halfway_is_seen(shards, halfway, tmp_path):
     """It is not there under its name, and it is not lost by a merge to which it does not belong."""
     copied(halfway, tmp_path)
     shards[2].save(tmp_path / "2.zarr")
-    with pytest.raises(OptionError, match="exists and is no merge of"):
+    with pytest.raises(OptionError, match="exists and is not a merge of"):
         merge_stored(str(tmp_path / "r.zarr"), [str(tmp_path / "2.zarr")])
     assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
 
@@ -182,7 +182,9 @@ def test_where_it_cannot_be_put_back_it_is_named(halfway, tmp_path, monkeypatch)
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(OutputError, match=f"was found whole in {left}.*Read-only file system.*rename .*new.zarr to "):
+    with pytest.raises(
+        OutputError, match=f"was found complete in {left}.*Read-only file system.*rename .*new.zarr to "
+    ):
         ma.load_result(tmp_path / "r.zarr")
 
 

@@ -220,7 +220,9 @@ def test_a_region_that_is_cut_otherwise_is_refused(stored, old, new):
     array = stored / "0.zarr" / RECEIVED / "zarr.json"
     assert old in array.read_text()
     array.write_text(array.read_text().replace(old, new))
-    with pytest.raises(OutputError, match=f"{RECEIVED}/zarr.json in the result at .* is not as mechattn writes it"):
+    with pytest.raises(
+        OutputError, match=f"{RECEIVED}/zarr.json in the result at .* is not in the format that mechattn writes"
+    ):
         ma.load_result(stored / "0.zarr")
 
 
@@ -346,7 +348,7 @@ def test_processes_write_at_the_same_time(parts, folder, tmp_path):
 
 
 def test_netcdf_is_refused_for_a_manifest(stored):
-    with pytest.raises(OutputError, match="name it so"):
+    with pytest.raises(OutputError, match=r"give a name that ends with \.zarr"):
         merge_stored(str(stored / "all.nc"), [str(stored / "0.zarr"), str(stored / "1.zarr")])
 
 

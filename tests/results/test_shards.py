@@ -42,14 +42,14 @@ def test_a_target_that_is_no_merge_of_them_stays(shards, target):
     before = digest(ma.load_result(target).datasets)
     done = CliRunner().invoke(app, ["merge", target, "2.zarr", "3.zarr"])
     assert isinstance(done.exception, OptionError)
-    assert f"{target} exists and is no merge of 2.zarr, 3.zarr" in str(done.exception)
+    assert f"{target} exists and is not a merge of 2.zarr, 3.zarr" in str(done.exception)
     assert digest(ma.load_result(target).datasets) == before
 
 
 @pytest.mark.parametrize("target", ["1.zarr", "./1.zarr", "../{folder}/1.zarr"])
 def test_a_target_that_is_merged_itself(shards, target):
     target = target.format(folder=shards.name)
-    with pytest.raises(OptionError, match="is to be merged and is the target as well"):
+    with pytest.raises(OptionError, match="is both a result to merge and the target"):
         merge_stored(target, ["1.zarr", "2.zarr"])
     assert prompts_of("1.zarr") == ["0", "3"]
 
@@ -59,6 +59,6 @@ def test_an_earlier_merge_is_replaced(shards, target):  # negative control
     for places in (["1.zarr"], ["1.zarr", "3.zarr"], ["3.zarr", "1.zarr"], ["2.zarr", "1.zarr", "3.zarr"]):
         merge_stored(target, places)
     assert prompts_of(target) == [str(place) for place in range(6)]
-    with pytest.raises(OptionError, match=r"exists and is no merge of 1\.zarr, 3.zarr: it holds something else"):
+    with pytest.raises(OptionError, match=r"exists and is not a merge of 1\.zarr, 3.zarr: its content would be lost"):
         merge_stored(target, ["1.zarr", "3.zarr"])  # what it has of the second would be lost
     assert prompts_of(target) == [str(place) for place in range(6)]

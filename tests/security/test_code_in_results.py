@@ -107,14 +107,16 @@ ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
 def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, change):
     monkeypatch.setattr(xr, "open_datatree", None)  # refused before Zarr sees it
     changed(stored, "received_attention/received", **change)
-    with pytest.raises(OutputError, match=r"received_attention/received/zarr\.json .* is not as mechattn writes it"):
+    with pytest.raises(
+        OutputError, match=r"received_attention/received/zarr\.json .* is not in the format that mechattn writes"
+    ):
         ma.load_result(stored)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", "9" * 5000, "[" * 100_000, '{"zarr_format": 3}', "\ud800"])
 def test_metadata_that_is_none(stored, content):
     (stored / "sequences" / "zarr.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(OutputError, match=r"sequences/zarr\.json .* is not as mechattn writes it"):
+    with pytest.raises(OutputError, match=r"sequences/zarr\.json .* is not in the format that mechattn writes"):
         ma.load_result(stored)
 
 

@@ -59,7 +59,7 @@ def packed(folder, length=2**25):
 def test_a_bomb_is_refused_before_memory_is_taken(stored, bomb):
     bomb(stored)
     words, used = peak(stored)
-    assert "a machine. If you know whose it is: load_result(…, most=" in words
+    assert "a machine. If you trust its source: load_result(…, most=" in words
     assert used < 64
 
 
@@ -111,7 +111,7 @@ def test_a_chunk_that_unpacks_to_another_size(stored, name, monkeypatch):
     path.write_bytes(Zstd().encode(np.zeros(ALWAYS + 4, np.uint8)))
     assert path.stat().st_size < 2**16
     monkeypatch.setattr("xarray.open_datatree", None)
-    with pytest.raises(OutputError, match=r"not of the size that it declares|would take 2\d\d MiB"):
+    with pytest.raises(OutputError, match=r"does not have the size that it declares|would take 2\d\d MiB"):
         ma.load_result(stored)
 
 
@@ -170,7 +170,7 @@ def test_pipes_sockets_devices_and_links_in_a_result(stored, odd, where, monkeyp
     path.unlink(missing_ok=True)
     odd(path)
     with pytest.raises(
-        OutputError, match=r"is a (link|named pipe|socket), and a stored result holds plain files alone"
+        OutputError, match=r"is a (link|named pipe|socket), but a stored result contains only plain files"
     ):
         ma.load_result(stored)
 
@@ -190,7 +190,7 @@ def test_at_an_address_as_well(small):
     assert ma.load_result("memory://security/r.zarr").conditions == ["baseline", "slash"]
     name = next(name for name in files.sizes if name.startswith("received_attention/received/c"))
     filesystem("memory").pipe_file(f"/security/r.zarr/{name}", Zstd().encode(np.zeros(2**20, np.uint8)))
-    with pytest.raises(OutputError, match="not of the size that it declares"):
+    with pytest.raises(OutputError, match="does not have the size that it declares"):
         ma.load_result("memory://security/r.zarr")
 
 
@@ -270,7 +270,7 @@ def test_a_netcdf_file_refers_to_nothing_and_unpacks_nothing(stored_file, attack
         attack(stored, tmp_path / "elsewhere")
     seal(stored_file)
     monkeypatch.setattr("xarray.open_datatree", None)
-    with pytest.raises(OutputError, match=r"is not as mechattn writes it|would take"):
+    with pytest.raises(OutputError, match=r"is not in the format that mechattn writes|would take"):
         ma.load_result(stored_file)
 
 

@@ -23,7 +23,7 @@ from mechattn.model.unloaded import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
-Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and its sequence
+Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Served:
     """A model on a server, probed.
 
     Args:
-        connection: To the server.
+        connection: The connection to the server.
         model: Its tokenizer.
         texts: The text of each prompt and condition, for a server that takes text only; None for token ids.
-        probe: What the probe has found.
+        probe: The findings of the probe.
     """
 
     connection: Connection
@@ -45,10 +45,10 @@ class Served:
     def answered(
         self, todo: Seq[Todo], new_tokens: int, at_once: int, temperature: float, seed: int, progress: bool
     ) -> Iterator[list[tuple[Todo, Answer, str]]]:
-        """Each answer with its text, as it comes, in no order.
+        """Each answer with its text, in the order of arrival.
 
         Raises:
-            ServerError: One could not be had; those before it were given.
+            ServerError: A request failed; the answers before it were yielded.
         """
         asked = ((one, self._asked(one, new_tokens, temperature, seed)) for one in todo)
         doubtful: dict[tuple[str, str, int], tuple[Answer, str]] = {}
@@ -93,17 +93,17 @@ def served(
     """A connection to a server that has been found to serve the model.
 
     Args:
-        server: Where.
-        model: Its tokenizer, and the model itself where it is loaded.
+        server: The server.
+        model: Its tokenizer, and the model itself if it is loaded.
         prompts: The prompts.
-        sequences: What each condition makes of them.
+        sequences: The sequences of each prompt, by condition.
         new_tokens: The largest number of tokens per answer.
-        temperature: Of the sampling.
-        before: What an earlier probe has found, of which this run is the continuation.
+        temperature: The temperature of the sampling.
+        before: The findings of the probe of the earlier run that this run resumes.
 
     Raises:
         ServerError: The server cannot be reached, or it is not the model.
-        PromptError: It takes text only, and a prompt would be read as other tokens.
+        PromptError: The server takes text only, and a prompt would be read as different tokens.
     """
     with connected(server) as connection:
         if connection.longest is not None:
@@ -144,7 +144,7 @@ def check_room(
     """Refuse prompts that are too long with their answers.
 
     Raises:
-        PromptTooLong: One is.
+        PromptTooLong: A prompt is too long.
     """
     for prompt, made in zip(prompts, sequences, strict=True):
         for name, sequence in made.items():
@@ -156,7 +156,7 @@ def check_room(
 
 
 def seed_of(seed: int, prompt: str, sample: int) -> int:
-    """The seed of one answer, the same under each condition, as here: 31 bits, which every server takes."""
+    """The seed of one answer, the same under each condition, as without a server; 31 bits, which every server takes."""
     made = hashlib.sha256(f"{seed} {sample} {prompt}".encode("utf-8", "backslashreplace"))
     return int.from_bytes(made.digest()[:4], "big") >> 1
 
@@ -164,7 +164,7 @@ def seed_of(seed: int, prompt: str, sample: int) -> int:
 def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
     """An answer and its text.
 
-    Of a server that tells no token ids, they are those that the tokenizer makes of the text.
+    If a server gives no token ids, they are the tokenizer's ids for the text.
     """
     logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
     if reply.tokens is None:
@@ -176,10 +176,10 @@ def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
 
 
 def may_have_ended(reply: Reply, answer: Answer, new_tokens: int) -> bool:
-    """Whether the last token that was allowed may be the one that ends the answer, though the server says "length".
+    """Whether the last allowed token may have ended the answer, although the server says "length".
 
-    transformers and SGLang look at the limit first. The text then has a token less than was written, or the model has
-    written it in more tokens than its tokenizer would; which of them, one token more will tell.
+    transformers and SGLang check the limit first. Then the text has one token less than was generated; or the model
+    used more tokens for it than its tokenizer would. One more token shows which.
     """
     return reply.tokens is None and not reply.stopped and len(answer.tokens) < new_tokens
 
@@ -190,7 +190,7 @@ def _key(one: Todo) -> tuple[str, str, int]:
 
 @contextmanager
 def _bar(total: int, show: bool) -> Iterator[Any]:
-    """A bar of answers that says how many tokens a second there are."""
+    """A progress bar of answers that shows tokens per second."""
     from tqdm.auto import tqdm
 
     began, written = time.monotonic(), 0
@@ -206,7 +206,7 @@ def _bar(total: int, show: bool) -> Iterator[Any]:
 
 
 def tokens_of(sequences: Iterable[Mapping[str, Sequence]]) -> Iterator[list[int]]:
-    """What is sent, for a digest of it."""
+    """The tokens that are sent, for their digest."""
     for made in sequences:
         for sequence in made.values():
             yield sequence.tokens.tolist()

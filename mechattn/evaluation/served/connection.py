@@ -15,10 +15,10 @@ from mechattn.evaluation.served.reply import Asked, Garbled, Reply, reply_of
 from mechattn.evaluation.served.server import Server
 
 Named = TypeVar("Named")
-_RETRIES = 8  # of 429, 5xx, time-outs and lost connections, after 0.5, 1, 2, 4, 8, 8 … seconds, or as the server asks
-_GARBLED = 4  # of replies that are not whole
+_RETRIES = 8  # after 429, 5xx, time-outs and lost connections: 0.5, 1, 2, 4, 8, 8 … seconds, or as the server asks
+_GARBLED = 4  # retries after incomplete replies
 _FIRST_GARBLED_WAIT = 0.5  # seconds, doubled each time
-_HELLO = 10.0  # seconds in which a server says that it is there
+_HELLO = 10.0  # seconds in which a server must respond at first
 _LONGEST_REASON = 300  # characters
 
 
@@ -35,11 +35,11 @@ class Connection:
     """An open connection.
 
     Args:
-        server: Where.
-        client: Of the package openai.
-        portal: Of anyio, to the thread in which the client runs.
-        model: The name of the model there.
-        longest: Tokens that it reads and writes in all, where the server says so.
+        server: The server.
+        client: The client of the package openai.
+        portal: An anyio portal to the thread in which the client runs.
+        model: The model's name on the server.
+        longest: The longest sequence, prompt and answer together, if the server says so.
     """
 
     server: Server
@@ -49,10 +49,10 @@ class Connection:
     longest: int | None
 
     def replies(self, asked: Iterable[tuple[Named, Asked]], at_once: int) -> Iterator[tuple[Named, Reply]]:
-        """Each reply as it comes, with a bound on the requests under way.
+        """Each reply in the order of arrival, with a bound on the requests in progress.
 
         Raises:
-            ServerError: One could not be had; after the others that were under way.
+            ServerError: A request failed; raised after the others in progress have finished.
         """
         left, running = iter(asked), dict[Future, Named]()
         failed: Exception | None = None
@@ -62,7 +62,7 @@ class Connection:
             if not running:
                 break
             done, _ = wait(running, None if failed is None else self.server.timeout, FIRST_COMPLETED)
-            if not done:  # what is under way beside a failure may fail as slowly
+            if not done:  # requests in progress when one fails may fail just as slowly
                 break
             for future in done:
                 name, error = running.pop(future), future.exception()
@@ -74,7 +74,7 @@ class Connection:
             raise failed
 
     def reply(self, asked: Asked) -> Reply:
-        """One reply."""
+        """Request one reply."""
         return next(reply for _, reply in self.replies([(None, asked)], 1))
 
     async def _reply(self, asked: Asked) -> Reply:
@@ -125,7 +125,7 @@ async def _client(server: Server, timeout: int | float, retries: int) -> Any:
     from openai import AsyncOpenAI
 
     made = AsyncOpenAI(base_url=server.address, api_key=server.key or "none", timeout=timeout, max_retries=retries)
-    made.organization = made.project = None  # of an account with OpenAI, in the environment: not for this server
+    made.organization = made.project = None  # from the environment, for an account with OpenAI: not for this server
     return made
 
 
@@ -140,7 +140,7 @@ async def _models(server: Server) -> dict[str, int | None]:
     except Refused as error:
         if error.status in (401, 403):
             raise
-        return {}  # transformers serve lists its cache, and fails where there is none
+        return {}  # `transformers serve` lists its cache, and fails if there is none
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     finally:
@@ -156,7 +156,7 @@ def _only(there: dict[str, int | None], server: Server) -> str:
 
 @contextmanager
 def _in_our_words(server: Server) -> Iterator[None]:
-    """What the client raises, as an error of ours, without the request in which the key stands."""
+    """The client's error as one of ours, without the request, which contains the key."""
     from openai import APIConnectionError, APIStatusError, APITimeoutError
 
     try:

@@ -25,11 +25,11 @@ from mechattn.results.provenance import name_of
 PROMPTS, TOKENS = 8, 32
 ALIKE = 0.8  # the least share of an answer's text up to the first difference
 LOGPROB = 0.05  # the largest mean difference in nats; on the toys bfloat16 gives 0.005, 8 bits 0.016, 4 bits 0.35
-_HOT = 2.0  # a temperature at which no two answers are alike
+_HOT = 2.0  # a temperature at which no two answers are equal
 
 
 def takes_ids(connection: Connection, made: Mapping[str, Sequence], end: frozenset[int]) -> bool:
-    """Whether a server takes token ids; it says that the request is wrong where it does not."""
+    """Whether a server takes token ids; one that doesn't rejects the request."""
     ids = tuple(next(iter(made.values())).tokens.tolist())
     try:
         connection.reply(Asked(ids, len(ids), 1, end=end))
@@ -48,7 +48,7 @@ def probed(
     texts: Mapping[tuple[str, str], str] | None,
     temperature: float,
 ) -> dict[str, Any]:
-    """What a few answers say: figures, and the answers themselves, to compare a continuation with.
+    """Probe the server with a few answers; return figures, and the answers, with which a resumed run is compared.
 
     Returns:
         "model", its name there; "sent" (token ids or text); "against" what; "alike", the mean share of an answer's
@@ -58,7 +58,7 @@ def probed(
         sampled "same_seed", the share of answers that a second run with the same seeds repeats.
 
     Raises:
-        ServerError: It does not sample, though it is to.
+        ServerError: The server should sample but does not.
     """
     some = _some(prompts, sequences)
     asked = [
@@ -91,7 +91,7 @@ def probed(
 
 
 def accepted(found: Mapping[str, Any], before: Mapping[str, Any] | None, server: Server) -> None:
-    """Refuse a server whose answers are not the model's, or no longer those of the run that is gone on with.
+    """Refuse a server whose answers are not the model's, or no longer those of the run that is resumed.
 
     Raises:
         ServerError: With the figures.
@@ -117,7 +117,7 @@ def accepted(found: Mapping[str, Any], before: Mapping[str, Any] | None, server:
 
 
 def _some(prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> list[tuple[str, str, Sequence]]:
-    """A few sequences, from all over the prompts, each of the next condition."""
+    """A few sequences, spread over the prompts, with each condition in turn."""
     names = list(sequences[0])
     places = sorted({i * len(prompts) // PROMPTS for i in range(PROMPTS)})
     named = [(at, names[i % len(names)]) for i, at in enumerate(places)]
@@ -130,7 +130,7 @@ def _all(connection: Connection, asked: Seq[Asked]) -> list[Reply]:
 
 
 def _here(model: UnloadedModel) -> tuple[Any, str]:
-    """The model without hooks, if it is loaded, and what the server is compared with."""
+    """The model without hooks, if it is loaded, and a description of what the server is compared with."""
     if model.loaded is None:
         return None, "a second run of itself"
     try:
@@ -142,7 +142,7 @@ def _here(model: UnloadedModel) -> tuple[Any, str]:
 
 
 def _alike(one: Seq[str], other: Seq[str]) -> float:
-    """The mean share of texts up to the first difference; 1 for the same ones."""
+    """The mean fraction of the texts before the first difference; 1 if they are equal."""
     shares = []
     for a, b in zip(one, other, strict=False):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
@@ -151,7 +151,7 @@ def _alike(one: Seq[str], other: Seq[str]) -> float:
 
 
 def _logprob_difference(native: Any, sequences: Seq[Sequence], replies: Seq[Reply]) -> dict[str, Any]:
-    """The mean |difference| of log-probabilities there and here, of the prompts' tokens or of those written there."""
+    """The mean |difference| of log-probabilities between server and model, of prompt tokens or generated tokens."""
     differences: dict[str, list[Float[Tensor, " token"]]] = {"prompts": [], "answers": []}
     for sequence, reply in zip(sequences, replies, strict=True):
         here = _logprobs(native, [*sequence.tokens.tolist(), *(reply.tokens or ())])
@@ -177,10 +177,10 @@ def _logprobs(native: Any, ids: list[int]) -> Float[Tensor, " token"]:
 
 
 def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> float:
-    """The share of answers that the same seed repeats.
+    """The fraction of answers that the same seed reproduces.
 
     Raises:
-        ServerError: No answer differs from the greedy one, however hot.
+        ServerError: No answer differs from the greedy one, even at a high temperature.
     """
     hot = [Asked(a.prompt, a.read, a.new_tokens, _HOT, seed, a.end) for seed, a in enumerate(asked)]
     first, second = ([reply.text for reply in _all(connection, hot)] for _ in range(2))

@@ -8,27 +8,27 @@ from typing import Any
 
 from mechattn.errors import ServerError
 
-# Servers of vLLM and SGLang fill in what a checkpoint's generation_config.json says, so all is said.
+# vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option is sent.
 _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
 _PLAIN_BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 class Garbled(Exception):
-    """A reply that is not whole; asked for again."""
+    """An incomplete reply; it is requested again."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One completion.
+    """A requested completion.
 
     Args:
         prompt: Token ids, or a text that gives them.
-        read: How many tokens the model has to read.
+        read: The number of tokens that the model has to read.
         new_tokens: The largest number of tokens per answer.
         temperature: 0 for the likeliest token.
-        seed: Of the sampling.
+        seed: The seed of the sampling.
         end: Tokens that end an answer.
-        prompt_logprobs: Whether the log-probabilities of the prompt's own tokens are asked for.
+        prompt_logprobs: Whether to request the log-probabilities of the prompt's own tokens.
     """
 
     prompt: tuple[int, ...] | str
@@ -40,28 +40,28 @@ class Asked:
     prompt_logprobs: bool = False
 
     def body(self) -> dict[str, Any]:
-        """What is sent, beside the model's name."""
+        """What is sent, in addition to the model's name."""
         made = {"max_tokens": self.new_tokens, "temperature": self.temperature, **_PLAIN}
         if self.temperature and self.seed is not None:
             made["seed"] = self.seed
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt, **made}
         beside = {**_PLAIN_BESIDE_OPENAI, "stop_token_ids": sorted(self.end)}
-        beside |= {"prompt_logprobs": 0} if self.prompt_logprobs else {}  # of no other token than those that are there
+        beside |= {"prompt_logprobs": 0} if self.prompt_logprobs else {}  # not of alternatives
         return {"prompt": list(self.prompt), **made, "extra_body": beside}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server has written.
+    """A server's completion.
 
     Args:
-        text: Without special tokens.
-        tokens: Its ids, where the server tells them.
-        logprobs: Of each token, where the server tells them.
-        stopped: Whether the model ended by itself.
-        written: How many tokens it has written, the end token among them, where the server tells it.
-        prompt_logprobs: Of each token of the prompt but the first, where they were asked for and are told.
+        text: The text, without special tokens.
+        tokens: Its token ids, if the server gives them.
+        logprobs: The log-probability of each token, if the server gives them.
+        stopped: Whether the model ended the text itself.
+        written: The number of generated tokens, including the end token, if the server gives it.
+        prompt_logprobs: The log-probability of each prompt token except the first, if requested and given.
     """
 
     text: str
@@ -76,8 +76,8 @@ def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
     """Read a reply.
 
     Raises:
-        Garbled: It is not whole.
-        ServerError: It is of another model, or the model has not read what was sent.
+        Garbled: The reply is incomplete.
+        ServerError: It comes from another model, or the model has not read what was sent.
     """
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         raise Garbled("it has no choices")
@@ -102,7 +102,7 @@ def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
 
 
 def _check_model(said: Any, model: str, address: str) -> None:
-    """transformers adds the revision to the name."""
+    """Refuse a reply from another model; transformers adds the revision to the name."""
     if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):
         raise ServerError(
             f"the server at {address} answers as {said[:200]!r}, but served_model is {model!r}. If that is the model, "
@@ -122,7 +122,7 @@ def _check_read(count: Any, ids: Any, asked: Asked, address: str) -> None:
 
 
 def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
-    """Of vLLM: for each token but the first {"its id": {"logprob": …}}."""
+    """Parse vLLM's format: for each token except the first, {"its id": {"logprob": …}}."""
     if not isinstance(given, list) or isinstance(asked.prompt, str) or len(given) != asked.read:
         return None
     try:

@@ -17,10 +17,10 @@ class Server:
 
     Args:
         address: Such as "http://host:8000/v1".
-        model: The name under which it serves the model; None for the only one that it has.
-        timeout: Seconds that one answer may take, before it is asked for again.
+        model: The model's name on the server; None for the only one that it has.
+        timeout: Seconds that one answer may take before it is requested again.
         verify: Whether a server whose answers are not the model's is refused.
-        key: What it asks for, from the environment.
+        key: The key that the server requires, from the environment.
     """
 
     address: str
@@ -30,17 +30,18 @@ class Server:
     key: str | None = field(default=None, repr=False)
 
     def without_key(self, text: str) -> str:
-        """What a server has said, without the key, should it have repeated that."""
+        """A server's message, with the key removed in case it is repeated there."""
         return text.replace(self.key, "…") if self.key else text
 
 
 def server_given(
     address: str | None, model: str | None, key_name: str | None, timeout: int | float, verify: bool
 ) -> Server | None:
-    """The server that the arguments of ``evaluate`` name; None for none.
+    """The server that the arguments of ``evaluate`` name; None if they name none.
 
     Raises:
-        OptionError: The address is none, holds a key, the key is not in the environment, or a package is missing.
+        OptionError: The address is invalid or contains a key, the key is not in the environment, or a package is
+            missing.
     """
     if address is None:
         for name, value in (("served_model", model), ("server_key", key_name)):
@@ -73,7 +74,7 @@ def _check_address(address: str) -> None:
 
 
 def _key(name: str | None) -> str | None:
-    """The key in an environment variable; what was given is not repeated where it may be the key itself."""
+    """The key in an environment variable; messages don't repeat the argument if it may be the key itself."""
     if name is None:
         return None
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

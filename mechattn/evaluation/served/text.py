@@ -12,7 +12,7 @@ from mechattn.prompts.sequences import Sequence
 
 
 def text_of(tokenizer: Any, ids: Seq[int]) -> str | None:
-    """The text from which a tokenizer makes these very ids, its BOS token among them; None where there is none."""
+    """The text from which a tokenizer makes exactly these ids, including its BOS token; None if there is none."""
     ids = list(ids)
     bos = getattr(tokenizer, "bos_token_id", None)
     without = [ids[1:]] if ids and ids[0] == bos else []
@@ -29,7 +29,7 @@ def texts_of(
     """The text of each prompt under each condition.
 
     Raises:
-        PromptError: One would be read as other tokens; with the first of them.
+        PromptError: A prompt would be read as different tokens; the message shows the first.
     """
     made: dict[tuple[str, str], str] = {}
     refused: list[tuple[Prompt, str, list[int]]] = []
@@ -54,7 +54,7 @@ def texts_of(
 
 
 def _first_difference(tokenizer: Any, ids: list[int]) -> str:
-    """Where the tokens of the text and those that were meant part."""
+    """The first place where the text's tokens differ from the intended ones."""
     bos = getattr(tokenizer, "bos_token_id", None)
     got = list(tokenizer(_decoded(tokenizer, ids[1:] if ids[:1] == [bos] else ids))["input_ids"])
     at = next((i for i, (a, b) in enumerate(zip(ids, got, strict=False)) if a != b), min(len(ids), len(got)))

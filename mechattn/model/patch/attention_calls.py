@@ -23,9 +23,9 @@ from mechattn.model.values import clip_of
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"
 
 
-@runtime_checkable  # for checks of types at run time
+@runtime_checkable  # needed by run-time type checks
 class Attend(Protocol):
-    """What is put in the place of a layer's attention."""
+    """The function that replaces a layer's attention."""
 
     @property
     def number(self) -> int:
@@ -34,7 +34,7 @@ class Attend(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many keys a query sees."""
+        """The number of keys that a query sees."""
         ...
 
     def __call__(
@@ -52,18 +52,18 @@ class Attend(Protocol):
 
 
 Call = Callable[[HookedModel, Any, Attend], AbstractContextManager[None]]
-# By the id of the attention module of transformers: what it is to call, and what q, k, v pass before.
+# By the id of the transformers attention module: the function to call, and what q, k, v pass through before.
 _asking: dict[int, tuple[Attend, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 
 def call_of(attention: Any) -> Call | None:
-    """How the function is replaced in this attention of TransformerLens; None where that is not known."""
+    """How to replace the function in this TransformerLens attention; None if unknown."""
     return _CALLS.get(type(attention).__name__)
 
 
 @contextmanager
 def called_by_transformers(model: HookedModel, attending: list[int]) -> Iterator[None]:
-    """Have transformers call our function, for the length of a ``with``, wherever it can be told which it calls."""
+    """Make transformers call our function inside a ``with`` block, wherever the function can be configured."""
     if original_of(model) is not None:
         _register()
     name = _NAME_WITH_MASK if particulars_of(model).uses_mask else _NAME
@@ -74,7 +74,7 @@ def called_by_transformers(model: HookedModel, attending: list[int]) -> Iterator
 
 
 def _configs(model: HookedModel, attending: list[int]) -> list[Any]:
-    """The configuration objects that say which attention function runs: shared by the layers, mostly one."""
+    """The configuration objects that select the attention function: usually one, shared by the layers."""
     if original_of(model) is None:
         return []
     found = [original_of(model).config]
@@ -90,7 +90,7 @@ def _configs(model: HookedModel, attending: list[int]) -> list[Any]:
 
 
 def _register() -> None:
-    """Tell transformers of the attention function, and that its masks are needed for padding alone."""
+    """Register the attention function with transformers, and that it needs masks only for padding."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -108,13 +108,13 @@ def _attention_function(
     mask: Any,
     **options: Any,
 ) -> Any:
-    """What transformers calls in place of SDPA: [batch head pos d_head] in, [batch pos head d_head] out."""
+    """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attend, hooks = _asking[id(module)]
     if options.get("sliding_window") not in (None, attend.window):
         raise ModelError(
-            f"layer {attend.number} attends in a window of {options['sliding_window']}, and mechattn took it for "
+            f"layer {attend.number} attends in a window of {options['sliding_window']}, but mechattn assumed "
             f'{attend.window or "full attention"}; use engine="hooks", and report it'
         )
     query, key, value = (hook(part) for hook, part in zip(hooks, (query, key, value), strict=True))
@@ -130,7 +130,7 @@ def _same(given: Tensor, *rest: Any) -> Tensor:
 def _delegated(
     model: HookedModel, attention: Any, attend: Attend, hooks: Sequence[Callable[[Tensor], Tensor]] = (_same,) * 3
 ) -> Iterator[None]:
-    """The module of transformers computes, and calls the attention function that it is told to call."""
+    """The transformers module does the computation, and calls the configured attention function."""
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
@@ -147,7 +147,7 @@ def _delegated(
 
 @contextmanager
 def _plain(model: HookedModel, attention: Any, attend: Attend) -> Iterator[None]:
-    """As ``_delegated``; some modules of transformers have a method ``_attn`` instead (GPT-Neo, GPT-J)."""
+    """Like ``_delegated``, for modules with a method ``_attn`` instead (GPT-Neo, GPT-J)."""
     own = hasattr(attention.original_component, "_attn")
 
     def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Any:
@@ -160,7 +160,7 @@ def _plain(model: HookedModel, attention: Any, attend: Attend) -> Iterator[None]
 
 @contextmanager
 def _latent(model: HookedModel, attention: Any, attend: Attend) -> Iterator[None]:
-    """As ``_delegated``, with the hooks that the bridge fires in a forward pass of its own."""
+    """Like ``_delegated``, with the hooks that the bridge fires in its own forward pass."""
     latents = {"q_a_layernorm": "hook_q_latent", "kv_a_layernorm": "hook_kv_latent"}
     with ExitStack() as stack:
         for part, hook in latents.items():
@@ -177,7 +177,7 @@ def _fire(hook: Any, module: Any, given: Any, out: Tensor) -> Tensor:
 
 
 def _fused(model: HookedModel, attention: Any, attend: Attend) -> AbstractContextManager[None]:
-    """A bridge that splits a fused projection and computes attention itself: from projected q, k, v to its output."""
+    """For a bridge that splits a fused projection and computes attention itself: from projected q, k, v to output."""
 
     def reconstruct(
         q: Float[Tensor, "batch pos ..."],
@@ -203,8 +203,8 @@ def _fused(model: HookedModel, attention: Any, attend: Attend) -> AbstractContex
 def _alibi(
     model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
 ) -> Float[Tensor, "#batch head key"] | None:
-    """The bias of each key, under either name that models hand it over by; once, as no mask that holds it is made."""
-    if (bias := kwargs.get("position_bias")) is not None:  # MPT: of the longest sequence, the last keys of it
+    """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it here."""
+    if (bias := kwargs.get("position_bias")) is not None:  # MPT: made for the longest sequence; take its last keys
         return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
     if (bias := kwargs.get("alibi")) is None:
         return None
@@ -219,13 +219,13 @@ def _scale(model: HookedModel, layer: int, width: int) -> float:
 
 @contextmanager
 def _in_parts(model: HookedModel, attention: Any, attend: Attend) -> Iterator[None]:
-    """A ``HookedTransformer``: scores, mask, softmax and mix are methods; the mix alone has all that is needed."""
+    """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix gets all it needs."""
     asked: list[Tensor] = []
     by_head = "batch pos head d_head -> batch head pos d_head"
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
         asked[:] = q, k
-        return q.new_zeros(len(q), q.shape[2], 1, 1)  # in place of the matrix: nobody reads it
+        return q.new_zeros(len(q), q.shape[2], 1, 1)  # a placeholder for the matrix, which is not read
 
     def z(v: Tensor, pattern: Tensor) -> Tensor:
         q, k, v = (rearrange(part, by_head) for part in (*asked, v))
@@ -250,8 +250,8 @@ def _in_parts(model: HookedModel, attention: Any, attend: Attend) -> Iterator[No
         yield
 
 
-# By the class of TransformerLens: no subclass is taken for what it is derived from, as one may choose the keys that a
-# query sees, and the check of a short probe would not notice.
+# By TransformerLens class. A subclass is not treated like its base class: it may select the keys that a query sees, and
+# the check on a short probe would not notice.
 _CALLS: Mapping[str, Call] = {
     **dict.fromkeys(
         (

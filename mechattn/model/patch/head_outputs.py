@@ -13,20 +13,20 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.model.heads import split_heads
 from mechattn.model.hooks import blocks_of, chosen_layers
 
-_OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in the models of transformers
+_OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models
 ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
 
 
 @contextmanager
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> Iterator[None]:
-    """Call a function with each head's output before W_O as it passes; what it returns goes on in its place.
+    """Call a function with each head's output before W_O; what it returns replaces the output.
 
     Args:
-        model: A hooked model, or a model of transformers, where it is what the output projection is given.
+        model: A hooked model, or a transformers model, where the input of the output projection is changed.
         layers: The function for each layer.
 
     Raises:
-        ModelError: The model has no hook_z in a layer, or no output projection that is known.
+        ModelError: A layer has no hook_z, or no known output projection.
     """
     with ExitStack() as stack:
         for layer, change in layers.items():
@@ -37,7 +37,7 @@ def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> Iterator[None]:
 
 
 def heads_of(model: Any) -> int:
-    """How many heads a layer of a hooked model, or of a model of transformers, has."""
+    """The number of heads in a layer of a hooked model or a transformers model."""
     cfg = getattr(model, "cfg", None)
     if cfg is not None:
         return int(cfg.n_heads)
@@ -49,7 +49,7 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
     """Refuse layers that don't exist or have no attention.
 
     Raises:
-        OptionError: Naming the layer.
+        OptionError: Names the layer.
     """
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
@@ -66,12 +66,12 @@ def _hook_z(model: Any, layer: int, changed: _Changed) -> Any:
         return projection.register_forward_pre_hook(lambda module, given: (changed(given[0]),))
     name = f"blocks.{layer}.attn.hook_z"
     if name not in model.hook_dict:
-        raise ModelError(f"{model.cfg.model_name} has no {name}, so what its heads give cannot be changed")
+        raise ModelError(f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be changed")
     return model.hook_dict[name].register_forward_hook(lambda module, given, z: changed(z))
 
 
 def _output_projection(model: Any, layer: int) -> Any:
-    """W_O of a layer of a model of transformers."""
+    """W_O of a layer of a transformers model."""
     for path, module in blocks_of(model)[layer].named_modules():
         if path.rpartition(".")[2] in _OUTPUT and ("attn" in path or "attention" in path):
             return module
@@ -79,7 +79,7 @@ def _output_projection(model: Any, layer: int) -> Any:
 
 
 class _Changed:
-    """A change of z that knows whether it was made."""
+    """A change of z that records whether it was made."""
 
     def __init__(self, change: ChangeZ, layer: int, heads: int) -> None:
         self.change, self.layer, self.heads = change, layer, heads
@@ -90,7 +90,9 @@ class _Changed:
         return self.change(split_heads(z, self.heads)).to(z.dtype).reshape(z.shape)
 
     def check(self, block: Any, given: Any, out: Any) -> None:
-        """When the layer has run: was this called?"""
+        """After the layer has run, raise an error if this was not called."""
         if not self.called:
-            raise ModelError(f"layer {self.layer} has run without its hook_z, so what its heads give cannot be changed")
+            raise ModelError(
+                f"layer {self.layer} has run without its hook_z, so the outputs of its heads cannot be changed"
+            )
         self.called = False

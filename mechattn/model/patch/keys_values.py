@@ -16,24 +16,24 @@ from mechattn.model.heads import is_latent
 from mechattn.model.hooks import blocks_of
 
 Part = Literal["k", "v"]
-# What takes keys or values of all heads in a row; what it returns goes on in their place.
+# Receives the keys or values of all heads, concatenated; what it returns replaces them.
 Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
 
 _PARTS: tuple[Part, Part] = ("k", "v")
 _ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}  # a fused projection's columns: all q, all k, all v
-_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # the queries that share a key, that key, its value; then the next
+_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, their key, their value
 
 
 @contextmanager
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> Iterator[None]:
-    """Call a function with the keys, and with the values, of a layer as they pass; what it returns goes on.
+    """Call functions with the keys and the values of a layer; what they return replaces them.
 
     Args:
-        model: A hooked model, or a model of transformers.
+        model: A hooked model or a transformers model.
         layers: The function for each layer.
 
     Raises:
-        ModelError: The model makes keys and values in a way that is not known.
+        ModelError: The model makes keys and values in an unknown way.
     """
     with ExitStack() as stack:
         for layer, change in layers.items():
@@ -69,7 +69,7 @@ def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
     config = getattr(model.config, "text_config", model.config)
     columns = None if fused is None else _columns(config)
     if fused is None or columns is None:
-        raise ModelError(f"where a {type(model).__name__} makes its keys and values is not known to mechattn")
+        raise ModelError(f"mechattn does not know where a {type(model).__name__} makes its keys and values")
 
     def changed_columns(module: Any, given: Any, out: Tensor) -> Tensor:
         out = out.clone()
@@ -82,7 +82,7 @@ def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
 
 
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
-    """Which outputs of a fused projection are keys, and which are values; None where that is not known."""
+    """Which outputs of a fused projection are keys, and which are values; None if unknown."""
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     groups = _groups(config, heads)
@@ -96,7 +96,7 @@ def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
 
 
 def _groups(config: Any, heads: int) -> int:
-    """How many heads have keys and values of their own."""
+    """The number of key-value heads."""
     if config.model_type == "falcon" and not config.new_decoder_architecture:
         return 1 if config.multi_query else heads
     if config.model_type == "falcon":

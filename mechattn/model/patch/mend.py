@@ -27,10 +27,10 @@ ROTATED = (
 
 
 def mend(model: Any) -> tuple[str, ...]:
-    """Mend what is known to be wrong in a booted bridge, in place.
+    """Correct known faults of a booted bridge, in place.
 
     Returns:
-        What was mended, a sentence each; empty for most models.
+        One sentence per correction; empty for most models.
     """
     fault = particulars_of(model).fault
     if fault == "rotated in float32" and next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
@@ -53,7 +53,7 @@ def _rotated_in(attention: Any, dtype: torch.dtype) -> None:
 
 
 def _without_empty_rotary(model: Any, original: Any) -> tuple[str, ...]:
-    """A model that asks whether it has a rotary embedding gets a true answer again."""
+    """Remove an empty rotary embedding, so that the model does not try to use it."""
     if model.rotary_emb.original_component is not None:
         return ()
     for module in original.modules():
@@ -71,9 +71,9 @@ def _count_alibi_once(attention: Any) -> None:
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out ``alibi`` where the mask holds it: a mask alone is never positive, ALiBi at later keys always is.
+    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is.
 
-    So nothing changes in a version of transformers that keeps the two apart.
+    So nothing changes with a version of transformers that keeps the two separate.
     """
 
     def once(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:

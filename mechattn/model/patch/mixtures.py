@@ -15,14 +15,14 @@ from mechattn.errors import ModelError
 from mechattn.model.experts import Given, Mixture, Routing
 from mechattn.model.hooks import blocks_of
 
-_FINE, _COARSE = 1e-3, 5e-2  # how far rounding takes an output, in float32 and in half precision
+_FINE, _COARSE = 1e-3, 5e-2  # the largest rounding error of an output, in float32 and in half precision
 
 See = Callable[[int, Float[Tensor, "token channel"], Float[Tensor, "token channel"]], Tensor | None]
 
 
 @dataclass
 class _Watched:
-    """A mixture that shows its activations to functions, and adds what their changes make of its output."""
+    """A mixture that passes its activations to functions, and adds the effect of their changes to its output."""
 
     mixture: Mixture
     layer: int
@@ -32,13 +32,13 @@ class _Watched:
     agrees: bool = False
 
     def take(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the experts are given, with each token's experts in the order of their numbers."""
+        """Note the experts' inputs, with each token's experts in the order of their indices."""
         x, experts, weights = [*args, *kwargs.values()][:3]
         experts, order = experts.sort(-1)
         self.given = Given(x, experts, weights.gather(-1, order))
 
     def show(self, module: Any, given: Any, out: Any) -> Any:
-        """The activations to each function; a change that one returns goes on to the next, and into the output."""
+        """Pass the activations to each function; a change that one returns goes to the next, and into the output."""
         if self.given is None:
             return None
         at, self.called = self.given, True
@@ -63,10 +63,10 @@ class _Watched:
         return self.mixture.act(gate) * self.mixture.weights(at.x, at)
 
     def compare(self, activations: Float[Tensor, "token channel"], whole: Tensor, at: Given) -> None:
-        """Refuse a mixture that makes something else of these activations than its output, tried on the first token.
+        """Refuse a mixture whose output does not follow from these activations, tried on the first token.
 
         Raises:
-            ModelError: Naming the layer.
+            ModelError: Names the layer.
         """
         first = Given(at.x[:1], at.experts[:1], at.weights[:1])
         hidden = activations[:1] * self.mixture.into(first.x, first, second=True)
@@ -75,13 +75,13 @@ class _Watched:
         rounding = _FINE if expected.dtype in (torch.float32, torch.float64) else _COARSE
         if not float((got - expected).norm()) <= rounding * float(expected.norm()):
             raise ModelError(
-                f"layer {self.layer}: Σ w · down(act(gate) · up) of the experts is not what the mixture gives, so its "
-                "activations are not known"
+                f"layer {self.layer}: Σ w · down(act(gate) · up) of the experts is not the mixture's output, so its "
+                "activations are unknown"
             )
         self.agrees = True
 
     def check(self, block: Any, given: Any, out: Any) -> None:
-        """When the layer has run: were the experts called?"""
+        """After the layer has run, raise an error if the experts were not called."""
         if not self.called:
             raise ModelError(
                 f"layer {self.layer} has run without calling its experts (another kernel computes them), so their "
@@ -95,7 +95,7 @@ _watched: dict[int, _Watched] = {}  # by the id of the experts
 
 @contextmanager
 def watching(model: Any, mixture: Mixture, layer: int, see: See) -> Iterator[None]:
-    """Call a function with the gates and the activations of a mixture; nested, the outer functions come first."""
+    """Call a function with the gates and the activations of a mixture; if nested, outer functions are called first."""
     key = id(mixture.experts)
     outer = _watched.get(key)
     watched = outer or _Watched(mixture, layer)
@@ -121,7 +121,7 @@ def watching(model: Any, mixture: Mixture, layer: int, see: See) -> Iterator[Non
 
 
 def routing_now(mixture: Mixture) -> Routing | None:
-    """Which experts the tokens go to whose activations are being shown at this moment; None at any other."""
+    """The routing of the tokens whose activations are being passed on right now; None otherwise."""
     watched = _watched.get(id(mixture.experts))
     if watched is None or watched.given is None:
         return None

@@ -16,9 +16,10 @@ from mechattn.model.hooks import blocks_of
 from mechattn.model.patch.mixtures import watching
 
 _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
-_WRAPPER_NAMES = ("_activation_fn",)  # of a bridge that splits a fused gate and up projection, and runs it itself
+_WRAPPER_NAMES = ("_activation_fn",)  # of a bridge that splits a fused gate and up projection and runs it itself
 
-# Layer, before and after the nonlinearity; what is returned, if anything, takes the place of what came after it.
+# Receives the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the
+# latter.
 SeeActivations = Callable[
     [int, Float[Tensor, "*token d_mlp"], Float[Tensor, "*token d_mlp"]], Float[Tensor, "*token d_mlp"] | None
 ]
@@ -28,16 +29,16 @@ SeeActivations = Callable[
 def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
     """Call a function with ``pre`` and ``act(pre)`` of a layer's MLP at each forward pass; ``act(gate)`` in gated MLPs.
 
-    What the function returns goes on in place of ``act(pre)``. Nested, the outer functions come first. The model is
-    put back as it was at the end, also after an exception. Of a mixture of experts, the gates and the weighted
-    activations of each token's experts, one after the other (:mod:`mechattn.model.experts`).
+    What the function returns replaces ``act(pre)``. If nested, outer functions are called first. The model is restored
+    at the end, also after an exception. For a mixture of experts, the function receives the gates and the weighted
+    activations of each token's experts, concatenated (:mod:`mechattn.model.experts`).
 
     Args:
-        model: A hooked model, or a model of transformers.
+        model: A hooked model or a transformers model.
         layers: The function for each layer.
 
     Raises:
-        ModelError: A layer has no MLP whose nonlinearity is known; or, when it has run, didn't call it.
+        ModelError: A layer has no MLP with a known nonlinearity, or has run without calling it.
     """
     with ExitStack() as stack:
         for layer, see in layers.items():
@@ -52,10 +53,10 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 
 
 def mixture_of(model: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None where it has an MLP.
+    """The mixture of experts of a layer; None if it has an MLP instead.
 
     Raises:
-        ModelError: The layer does not exist; or it has a mixture in another form than is known, or an MLP beside it.
+        ModelError: The layer does not exist, has a mixture in an unknown form, or has both a mixture and an MLP.
     """
     block = _block(model, layer)
     mixture = mixture_in(block, layer)
@@ -65,10 +66,10 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
 
 
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
-    """The module of a layer that owns the nonlinearity of its MLP, and the attribute that holds it.
+    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
 
     Raises:
-        ModelError: There is none, or there are several.
+        ModelError: There is no such module, or there are several.
     """
     found: dict[int, tuple[Any, str]] = {}
     for place in _nonlinearities(_block(model, layer)):
@@ -87,10 +88,10 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
 
 
 def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
-    """The function itself, whoever looks at it now.
+    """The nonlinearity itself, even while it is being watched.
 
     Raises:
-        ModelError: There is none that is known.
+        ModelError: There is no known nonlinearity.
     """
     if (mixture := mixture_of(model, layer)) is not None:
         return mixture.act
@@ -108,7 +109,7 @@ def _block(model: Any, layer: int) -> Any:
 
 
 def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple[Any, str]]:
-    """Where nonlinearities of MLPs are held in a block: module and attribute."""
+    """The nonlinearities of MLPs in a block, as module and attribute."""
     inside = set() if beside is None else {id(module) for module in beside.whole.modules()}
     for path, module in block.named_modules():
         parts = path.lower().split(".")
@@ -120,12 +121,12 @@ def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Whether a module is a bridge, which hands attributes of the module that it wraps on."""
+    """Whether a module is a bridge, which forwards the attributes of the module that it wraps."""
     return getattr(module, "original_component", None) is not None
 
 
 class _Watched:
-    """A nonlinearity that shows what it is given and what it gives."""
+    """A nonlinearity that passes its input and output to a function."""
 
     def __init__(self, original: Callable, layer: int, see: SeeActivations) -> None:
         self.original, self.layer, self.see = original, layer, see
@@ -138,7 +139,7 @@ class _Watched:
         return post if made is None else made
 
     def check(self, block: Any, given: Any, out: Any) -> None:
-        """When the layer has run: was this called?"""
+        """After the layer has run, raise an error if this was not called."""
         if not self.called:
             raise ModelError(
                 f"layer {self.layer} has run without its nonlinearity: its MLP computes it elsewhere (weights that "

@@ -1,4 +1,4 @@
-"""Replaces a hooked model's attention by attention in row blocks, inside a ``with`` block."""
+"""Replaces a hooked model's attention with attention in blocks of rows, inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.attention_calls import call_of, called_by_transformers
 
 See = Callable[[int, Rows | Fused], None]
-# Hooks of a block that don't fire while it is streamed, in some models, or see another layout.
+# Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
 _HOOKS_ALONE = (
     *(
         f"attn.hook_{part}"
@@ -30,7 +30,7 @@ _HOOKS_ALONE = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function must know of the layer that calls it; ``see`` is None for one that is not seen."""
+    """What the attention function must know about the calling layer; ``see`` is None if the layer is not measured."""
 
     number: int
     window: int | None
@@ -49,7 +49,7 @@ class _Layer:
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Float[Tensor, "batch head pos d_value"]:
-        """Attention [batch head pos d_head], in row blocks if somebody looks or if SDPA has no mask for it."""
+        """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no mask for it."""
         special = (bias, softcap, sinks, self.window, self.edge_mask)
         if self.see is None and all(part is None for part in special):
             return torch.nn.functional.scaled_dot_product_attention(
@@ -66,15 +66,15 @@ class _Layer:
 
 
 def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
-    """Why this model cannot be streamed, from the classes of the layers that attend; "" if it perhaps can."""
+    """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it might."""
     attending = hooks.attention_layers(model) if attending is None else attending
     attentions = [model.blocks[layer].attn for layer in attending]
     other = {type(attention).__name__ for attention in attentions if call_of(attention) is None}
-    return f"its attention is a {min(other)}, and where that computes its scores is not known" if other else ""
+    return f"its attention is a {min(other)}, and mechattn does not know where it computes its scores" if other else ""
 
 
 def fires_while_streamed(name: str) -> bool:
-    """Whether a hook of a block, such as "attn.hook_z", sees the same while the model is streamed."""
+    """Whether a hook of a layer, such as "attn.hook_z", has the same values while the model is streamed."""
     return not name.startswith(_HOOKS_ALONE)
 
 
@@ -90,16 +90,16 @@ def streaming(
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
 
     hook_q, hook_k, hook_v, hook_z, and the hooks of the residual stream and of MLPs fire as before; hook_attn_scores
-    and hook_pattern don't, nor do some others (:func:`fires_while_streamed`). The model is put back as it was at the
-    end, also after an exception and when nested.
+    and hook_pattern don't, nor do some others (:func:`fires_while_streamed`). The model is restored at the end, also
+    after an exception and when nested.
 
     Args:
         model: A hooked model.
-        layers: For each layer to look at, its window.
-        see: Takes a layer and a block of its rows.
+        layers: For each layer to measure, its window.
+        see: Called with a layer and a block of its rows.
         block: Rows in a block.
         edge_masks: For some layers, edges that are cut.
-        fused: Whether a layer is handed over as a whole, in place of blocks, where a fused kernel can compute it.
+        fused: Whether to hand over a whole layer instead of blocks if a fused kernel can compute it.
 
     Raises:
         ModelError: The model cannot be streamed.

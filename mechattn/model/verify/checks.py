@@ -33,11 +33,11 @@ from mechattn.model.verify.neighbours import check_neighbours
 from mechattn.model.verify.probe import probe_tokens
 from mechattn.model.verify.verification import Check, Report
 
-AT_LOADING = 8  # tokens: two passes over so few cost little beside the loading of the weights
+AT_LOADING = 8  # tokens: two passes over so few cost little compared with loading the weights
 PADDED = 3
 
 
-# Inputs that TransformerLens fires only when asked to by a flag of cfg.
+# Input hooks that TransformerLens fires only if a flag of cfg is set.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 
@@ -48,15 +48,15 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself.
 
     The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
-    has attention: logits and patterns against native attention; every field of the configuration that says something
-    of attention is known; rows of the pattern sum to 1; no mass on keys that a query cannot see, some on every distance
-    that it can; softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts
-    = residual; padded = unpadded; alone = beside a longer row; BOS; every declared hook fires.
+    has attention: logits and patterns against native attention; every configuration field about attention is known;
+    rows of the pattern sum to 1; no mass on keys that a query cannot see, some mass at every distance that it can see;
+    softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts = residual;
+    padded = unpadded; alone = batched with a longer row; BOS; every declared hook fires.
 
     Args:
         model: A hooked model.
         about: What is known about it.
-        length: Tokens of the probe; as many more as it takes to go beyond a window of at most 128.
+        length: The number of tokens in the probe; more if needed to exceed a window of at most 128.
     """
     tokens = probe_tokens(model, length)
     dtype = dtype_of(model)
@@ -96,7 +96,7 @@ def architecture(model: HookedModel) -> str:
 def _forward(
     model: HookedModel, tokens: Int[Tensor, "1 pos"]
 ) -> tuple[Seen, Float[Tensor, "batch pos d_vocab"], set[str]]:
-    """Activations and logits of the probe and of its beginning, padded; and the names of the hooks that fired."""
+    """Activations and logits of the probe and of its beginning (padded), and the names of the hooks that fired."""
     captured: Seen = {}
     fired: set[str] = set()
     wanted = {name for name in model.hook_dict if name.startswith("blocks.") and _is_captured(name.split(".", 2)[2])}
@@ -132,7 +132,7 @@ def _is_captured(name: str) -> bool:
 def _native(
     model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, "1 pos"], seen: Seen, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "1 pos d_vocab"] | None, Check]:
-    """Logits of the model itself, and whether its patterns are those that the hooks show."""
+    """Check the logits against the model's own, and the patterns of the hooks against the model's own."""
     if facts.native is None:
         return None, Check("kernel", "not checked", detail=facts.why_not_native)
     logits, patterns, how = run_native(facts.native, tokens.to(next(facts.native.parameters()).device))
@@ -154,7 +154,7 @@ def _logits(
 
 
 def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, dtype: torch.dtype) -> list[Check]:
-    """Whether the weights are those of the first verification: a longer probe begins with the same tokens."""
+    """Check that the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
     if facts.probe_logits is None:
@@ -177,7 +177,7 @@ def _rows(model: HookedModel, seen: Seen) -> Check:
 
 
 def _mask(model: HookedModel, seen: Seen, length: int) -> Check:
-    """No mass on keys that a query cannot see; no key masked that it can (where the scores show it)."""
+    """Check that keys that a query cannot see have no mass and, if scores show it, that no visible key is masked."""
     pairs, beyond = {}, []
     masked = torch.finfo(dtype_of(model)).min / 2
     for layer, pattern in _each_layer(model, seen, "attn.hook_pattern"):
@@ -229,7 +229,7 @@ def _heads(model: HookedModel, seen: Seen, dtype: torch.dtype) -> Check:
     for layer, shown in _each_layer(model, seen, "attn.hook_z"):
         z = _by_head(model, shown)
         parts = _sum_of_heads(model, layer, z)
-        # Where the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
+        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
         outs = [
             seen[name] for name in (f"blocks.{layer}.attn.hook_out", f"blocks.{layer}.hook_attn_out") if name in seen
         ]
@@ -248,7 +248,7 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     try:
         w_o = output_projection(model, layer).float().cpu()
         b_o = getattr(model.blocks[layer].attn, "b_O", None)
-    except Exception:  # an adapter that does not say what its output weights are
+    except Exception:  # an adapter that does not declare its output weights
         return None
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
@@ -311,7 +311,7 @@ def _each_layer(model: HookedModel, seen: Seen, name: str) -> list[tuple[int, Te
 
 
 def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """z of each head; as it is where its numbers don't share out among the heads."""
+    """z of each head; unchanged if its size is not a multiple of the number of heads."""
     heads = int(model.cfg.n_heads)
     return z if z[0, 0].numel() % heads else split_heads(z, heads)
 

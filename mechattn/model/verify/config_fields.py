@@ -1,8 +1,8 @@
 """Checks that every attention-related field of a configuration is used, known to be harmless, or refused.
 
-A probe of a few tokens compares patterns with the model's own, so whatever changes the pattern of a short text is found
-there, under whatever name. What it cannot show is what begins later: a window, a chunk, a choice of keys, a scale that
-depends on the position. Such a feature has a field, and a field that is not known here stops the model.
+The probe compares patterns on a few tokens with the model's own, so whatever changes the pattern of a short text is
+found there, whatever its name. It cannot show what acts only on longer texts: a window, a chunk, a selection of keys, a
+scale that depends on position. Such a feature has a configuration field, and a model with an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _REASONS: Mapping[str, str] = {
     """,
 }
 KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-# Fields that change which keys a query sees, or its scores, in a way that is not known here: the values that are off.
+# Fields that change which keys a query sees, or its scores, in an unsupported way; with the values that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
     "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),
@@ -72,18 +72,18 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "index_topk": ("a query sees only the keys that an indexer chooses", (None,)),
     "is_causal": ("queries see the keys after them", (None, True)),
 }
-_WITH = {  # fields that mean something only beside one of those
+_WITH = {  # fields that matter only together with one of those
     "attention_chunk_size": ("floor_scale", "attn_scale"),
     "index_topk": ("index_head_dim", "index_n_heads", "indexer_types", "compress_rope_theta"),
 }
-_LENGTHS = ("chunked_attention",)  # of layer_types: what an attention_chunk_size without such a layer means nothing for
+_LENGTHS = ("chunked_attention",)  # the layer types for which attention_chunk_size matters
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The fields of a configuration that may mean another attention than mechattn's, each with what is known of it.
+    """The configuration fields that may mean an unsupported kind of attention, each with what is known about it.
 
     Args:
-        config: Of the text model of transformers.
+        config: The configuration of the transformers text model.
     """
     found = {}
     for name, value in _fields(config):
@@ -97,7 +97,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
 
 
 def check_config(model: HookedModel, native: Any = None) -> Check:
-    """Whether every field that says something of attention is known: of the model, or of the one it was made from."""
+    """Check that every field about attention is known, in the config of the model or of the one it was made from."""
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
         return Check("config", "not checked", detail=f"a {type(model).__name__} has no configuration of transformers")
@@ -114,7 +114,7 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of this configuration class that may be about attention, those of a nested ``attn_config`` too."""
+    """The fields of this configuration that may concern attention, including those of a nested ``attn_config``."""
     from transformers import PretrainedConfig
 
     usual = PretrainedConfig().to_dict()
@@ -130,7 +130,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _is_idle(name: str, config: Any) -> bool:
-    """Whether a field acts in no layer of this model."""
+    """Whether a field has no effect in any layer of this model."""
     if name != "attention_chunk_size":
         return False
     kinds = getattr(config, "layer_types", None)

@@ -34,8 +34,8 @@ def compare(
 ) -> Check:
     """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
 
-    The figures of a check that fails are of the place where the two differ most. Where it passes, rounding chooses that
-    place, and on another CPU it is another one: the figures are then of the largest entry of the last layer.
+    A failed check shows the figures where the two differ most. For a passed check that place depends on rounding, and
+    so on the CPU; it shows the largest entry of the last layer instead.
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
@@ -58,7 +58,7 @@ def compare_positions(
 ) -> Check:
     """The largest root mean square of a position's differences.
 
-    The figures of a check that fails are of that position's worst logit; else of the last position's largest one, as in
+    A failed check shows the worst logit of that position; a passed one the largest logit of the last position, as in
     :func:`compare`.
     """
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
@@ -82,7 +82,7 @@ def _distances(
 
 
 def _largest(hooked: Float[Tensor, ...], expected: Float[Tensor, ...]) -> tuple[float, float]:
-    """Where the expected figure is the largest: of several nearly equal ones, each shows the same digits."""
+    """The place of the largest expected figure; if several are nearly equal, each shows the same digits."""
     return _at(hooked, expected, int(expected.argmax()))
 
 
@@ -105,11 +105,11 @@ def _judged(
 
 
 def limited(check: Check, detail: str) -> Check:
-    """A check that, failing, bars some analyses only."""
+    """Make a failure of this check exclude only some analyses."""
     return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
 
 
 def dtype_of(model: HookedModel) -> torch.dtype:
-    """The dtype of a model's weights that is held to the least."""
+    """The dtype among a model's weights with the widest tolerance."""
     kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
     return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32

@@ -20,15 +20,15 @@ class ModelFacts:
 
     Args:
         weights: "raw", or a warning that they may have been folded.
-        native: A copy without hooks that shares the parameters; None where there can be none.
-        why_not_native: The reason for None.
-        mended: What was mended, a sentence each.
-        to_verify: False where the user asked for no verification.
+        native: A copy without hooks that shares the parameters; None if there cannot be one.
+        why_not_native: The reason if ``native`` is None.
+        mended: The corrections, one sentence each.
+        to_verify: False if the user turned verification off.
         probe_logits: The native logits when the model was loaded.
         report: The last verification.
-        boots: How many models the process had made at that time.
-        streaming: Whether attention in row blocks gives the hooks' numbers; None before it was tried.
-        hashed: The last hash of the weights, after what it was of.
+        boots: The number of models that the process had made at that time.
+        streaming: Whether attention in row blocks gives the hooks' numbers; None if not tried yet.
+        hashed: The last hash of the weights, preceded by what was hashed.
     """
 
     weights: str = "as given, perhaps processed"
@@ -49,22 +49,22 @@ class ModelFacts:
 
 
 def facts_of(model: Any) -> ModelFacts | None:
-    """What is known about ``model``; None for a model that has not gone through ``load_model``."""
+    """The facts about ``model``; None for a model that has not gone through ``load_model``."""
     return getattr(model, "__dict__", {}).get(_NAME)
 
 
 def remember(model: Any, what: ModelFacts) -> ModelFacts:
-    """Keep ``what`` on the model."""
+    """Store ``what`` on the model."""
     setattr(model, _NAME, what)
     return what
 
 
 def count_boot() -> None:
-    """A model was made; booting one can change classes that others use (TransformerLens issue 1795)."""
+    """Count a model that was made; booting one can change classes that others use (TransformerLens issue 1795)."""
     global _boots
     _boots += 1
 
 
 def boots() -> int:
-    """How many models were made in this process."""
+    """The number of models made in this process."""
     return _boots

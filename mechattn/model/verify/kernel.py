@@ -16,9 +16,9 @@ from mechattn.model.verify.differences import compare
 from mechattn.model.verify.native import attention_of
 from mechattn.model.verify.verification import Check
 
-# Of a probability. In float32 deeper layers show the rounding of all before them: 4e-5 seen where scores are in the
-# hundreds; a wrong mask, scale or head is 0.01 at least. In half precision they differ by 0.05 mostly, by 0.18 (0.03 in
-# float16) where scores are large.
+# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in the hundreds; a wrong
+# mask, scale or head gives at least 0.01. In half precision they usually differ by 0.05, and by 0.18 (0.03 in float16)
+# with large scores.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-1, torch.bfloat16: 3e-1}
 _REMEDY = "the hooks' pattern differs from the one that the model uses; try another version, or report it"
 
@@ -26,14 +26,14 @@ _REMEDY = "the hooks' pattern differs from the one that the model uses; try anot
 def run_native(
     twin: Any, tokens: Int[Tensor, "batch pos"]
 ) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Float[Tensor, "batch head query key"]], str]:
-    """Logits of the model itself, the pattern of each of its calls of attention, and how the patterns were had.
+    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns were obtained.
 
-    Where the model calls SDPA, whichever kernel torch chooses, the same call is made again with blocks of identity
-    matrices as values: ``A · I = A``, so that what comes out is the pattern of that kernel, ⌈keys / d_value⌉ calls a
-    layer. Where it computes attention eagerly, it returns the weights that it uses.
+    If the model calls SDPA, the same call, with whichever kernel torch chooses, is repeated with blocks of identity
+    matrices as values. Since ``A · I = A``, the output is the pattern of that kernel; this takes ⌈keys / d_value⌉ calls
+    per layer. If the model computes attention eagerly, it returns the weights that it uses.
 
     Args:
-        twin: A model of transformers.
+        twin: A transformers model.
         tokens: Token ids.
     """
     eager = attention_of(twin) == "eager"
@@ -46,7 +46,7 @@ def run_native(
 
 
 class _ThroughIdentity(TorchFunctionMode):
-    """Each call of SDPA in this thread, once more with identity values."""
+    """Repeats each call of SDPA in this thread with identity values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ def check_kernel(
     how: str,
     dtype: torch.dtype,
 ) -> Check:
-    """The pattern of each layer that the hooks show, against that of the model's own attention.
+    """Compare the pattern of each layer at the hooks with that of the model's own attention.
 
     Args:
         model: A hooked model.
-        shown: What its hooks have shown of the probe.
-        patterns: Those of the model itself, in the order of its layers.
-        how: How they were had.
-        dtype: Of the weights.
+        shown: The values of its hooks on the probe.
+        patterns: The patterns of the model itself, in the order of its layers.
+        how: How these were obtained.
+        dtype: The dtype of the weights.
     """
     layers = attention_layers(model)
     if len(patterns) != len(layers):

@@ -15,7 +15,7 @@ from mechattn.model.values import as_mixed, attention_module, clip_of, norm_of_v
 from mechattn.model.verify.differences import compare
 from mechattn.model.verify.verification import Check
 
-GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")  # of attention: where a bridge shows what a gate is made of
+GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")  # in attention: the hooks of a gate's input
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": nn.functional.softplus}
 _DETAIL = "pattern · v against z"
 _GATED = "times a gate of its query ("
@@ -25,13 +25,13 @@ Mixed = Float[Tensor, "query head d_head"]
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """What the hooks of a layer show of a row of the probe, in float32; None where none does.
+    """The values of a layer's hooks on a row of the probe, in float32; None where there is no hook.
 
     Args:
         pattern: The pattern.
         v: The values.
         z: Each head's output before W_O.
-        gate: What a gate is made of.
+        gate: The input of a gate.
     """
 
     pattern: Float[Tensor, "head query key"]
@@ -42,7 +42,7 @@ class LayerProbe:
 
 @torch.no_grad()
 def check_values(model: HookedModel, layers: Mapping[int, LayerProbe], tolerance: float) -> Check:
-    """Whether pattern · v is z; where it isn't, whether a gate or a norm after it makes it z."""
+    """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, shown in layers.items():
         if shown.v is None or shown.z is None:
@@ -58,7 +58,7 @@ def check_values(model: HookedModel, layers: Mapping[int, LayerProbe], tolerance
 
 
 def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
-    """What makes a gate of what the hook shows, by the detail of a check of values; None where no gate is meant."""
+    """The function from a hook's value to the gate, found from the detail of a check; None if there is no gate."""
     return next((function for name, function in _GATES.items() if f"{_GATED}{name})" in detail), None)
 
 
@@ -69,7 +69,7 @@ def _explained(
     pairs: Mapping[int, tuple[Tensor, Tensor]],
     tolerance: float,
 ) -> Check:
-    """The check where the mix is not z: limited if in each such layer one known step makes it z, else failed."""
+    """The check if the mix is not z: limited if in each such layer a known step turns it into z, otherwise failed."""
     found = []
     for layer, (mixed, z) in pairs.items():
         alone = compare("values", {layer: (mixed, z)}, tolerance, check.detail, "")
@@ -90,7 +90,7 @@ def _mixed_values(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Floa
 
 
 def _mixed(pattern: Float[Tensor, "head query key"], v: Float[Tensor, ...]) -> Mixed | None:
-    """Values mixed by the pattern; None where v has another layout than [key, kv_head, d_head]."""
+    """Values mixed by the pattern; None if the layout of v is not [key, kv_head, d_head]."""
     if v.ndim != 3 or v.shape[0] != pattern.shape[-1] or pattern.shape[0] % v.shape[1]:
         return None
     every = repeat(v, "key kv_head d_head -> key (kv_head group) d_head", group=pattern.shape[0] // v.shape[1])
@@ -108,10 +108,10 @@ def _before(model: HookedModel, layers: list[int]) -> str:
 def _afterwards(
     model: HookedModel, layer: int, mixed: Mixed, gate: Float[Tensor, ...] | None
 ) -> Iterator[tuple[str, Mixed]]:
-    """What may happen to the mix before W_O, in words, and what it makes of it."""
+    """The steps that may follow the mix before W_O, in words, with their results."""
     if gate is not None and gate.numel() in (mixed.numel(), mixed[..., 0].numel()):
         for name, function in _GATES.items():
-            opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number a head, or one a channel
+            opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number per head, or one per channel
             yield f"{_GATED}{name}), so values reach W_O through the gate", mixed * opened
     parameter = next(model.parameters())
     for name, norm in norms_of_output(model, layer):
@@ -123,7 +123,7 @@ def _afterwards(
 
 
 def _why(model: HookedModel, layer: int) -> str:
-    """What in the attention module may come between the pattern and z, where no known step explains it."""
+    """The parts of the attention module that may act between the pattern and z, if no known step explains it."""
     module = attention_module(model, layer)
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     others = [] if module is None else [name for name, _ in module.named_children() if name not in usual]

@@ -11,16 +11,16 @@ _PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.g
 
 
 def native_twin(bridge: Any) -> tuple[Any | None, str]:
-    """A model of transformers that shares the parameters of ``bridge`` and runs its default attention (SDPA, mostly).
+    """A transformers model that shares the parameters of ``bridge`` and runs its default attention (usually SDPA).
 
-    Hooked models run eager attention, so a fault of the eager path shows only against this.
+    Hooked models run eager attention, so only this comparison shows a fault of the eager path.
 
     Returns:
         The twin and "", or None and the reason why there is none.
     """
     hooked = getattr(bridge, "original_model", None)
     if hooked is None:
-        return None, f"a {type(bridge).__name__} has no model of transformers behind it"
+        return None, f"a {type(bridge).__name__} has no transformers model behind it"
     if getattr(bridge, "_weights_processed", False):
         return None, "its weights were processed (folded or centred) in place, so the original weights are gone"
     if getattr(hooked, "is_quantized", False):
@@ -37,7 +37,7 @@ def _rebuilt(hooked: Any) -> Any:
     from accelerate import init_empty_weights
 
     config = copy.deepcopy(hooked.config)
-    config._attn_implementation_internal = None  # the class chooses anew: SDPA where it has it
+    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
     config.output_attentions = False
     with init_empty_weights(include_buffers=False):
         twin = type(hooked)(config)
@@ -67,7 +67,7 @@ def attention_of(twin: Any) -> str:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo what booting a model does to the classes of transformers (TransformerLens issue 1795).
+    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795).
 
     Booting a Llama replaces ``eager_attention_forward`` in the modules of Gemma 2 and 3 for the rest of the process.
     The hooked model doesn't need it: its attention is computed by TransformerLens.

@@ -27,16 +27,16 @@ def check_neighbours(
     alone: Float[Tensor, "1 pos d_vocab"],
     tolerance: float,
 ) -> Check:
-    """The probe alone, and padded beside a row that is half as long again and, where that can be said, far out.
+    """Compare the probe alone with the probe batched with a row half as long again and, if possible, at far positions.
 
-    Where a model has a boundary, the other row stays on the probe's side: ``run`` and ``evaluate`` never cross it.
+    If a model has a boundary, the other row is on the probe's side: no batch of ``run`` or ``evaluate`` crosses it.
 
     Args:
         model: A hooked model.
-        native: The same without hooks, which is quicker; None where there is none.
+        native: The same model without hooks, which is faster; None if there is none.
         tokens: The probe.
-        alone: What the same model says of it alone.
-        tolerance: Of logits.
+        alone: The logits of the probe alone, from the same model.
+        tolerance: The tolerance for logits.
     """
     asked: Any = native or model
     device = next(asked.parameters()).device
@@ -63,7 +63,7 @@ def check_neighbours(
 
 
 def _most(model: HookedModel) -> int:
-    """How many positions the model has at least."""
+    """A lower bound of the number of positions that the model has."""
     own = getattr(config_of(model), "max_position_embeddings", None)
     said = [int(number) for number in (own, model.cfg.n_ctx) if number]
     return min(said, default=1)

@@ -14,7 +14,7 @@ LONGEST_PROBE = 136
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
-    """Random ordinary tokens, the same each time, after a BOS token where the model is used with one."""
+    """Random ordinary tokens, the same each time, after a BOS token if the model is used with one."""
     windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
     short = [w + 8 for w in windows if w is not None and w + 8 <= LONGEST_PROBE]
     length = min(max([length, *short]), int(model.cfg.n_ctx or LONGEST_PROBE))

@@ -20,17 +20,17 @@ from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, c
 from mechattn.model.verify.probe import PROBE, probe_tokens
 from mechattn.model.verify.verification import Check
 
-# Scores in the hundreds, as large models have, are rounded by 3e-5 in float32, and what a layer's rounding changes the
-# next ones enlarge: 4e-5 seen in the third of three wide layers. A wrong mask or scale is 0.01 at least.
+# Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers enlarge the effect of a
+# layer's rounding: 4e-5 seen in the third of three wide layers. A wrong mask or scale gives at least 0.01.
 STREAMED = 2e-4
 _SILENT = "its attention function cannot be replaced"
 
 
 def check_streaming(model: HookedModel) -> Check:
-    """Whether attention in row blocks gives the logits and patterns that the hooks give, on the probe.
+    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on the probe.
 
-    Tried before a model is streamed for the first time. A module that never calls the function which computes blocks
-    would see the future, without the mask that this function makes superfluous.
+    Done before a model is streamed for the first time. Streaming drops the causal mask, so a module that never calls
+    the function that computes blocks would attend to later tokens.
     """
     blocks: dict[int, list[Rows]] = {layer: [] for layer in hooks.attention_layers(model)}
 
@@ -42,9 +42,9 @@ def check_streaming(model: HookedModel) -> Check:
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Whether a fused kernel gives the logits of the hooks, and the sums of their patterns over queries, on the probe.
+    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over queries, on the probe.
 
-    Two sums for each key: over all queries, and over every second one.
+    For each key, two sums are compared: over all queries, and over every second one.
     """
     sums: dict[int, Tensor] = {}
 
@@ -82,7 +82,7 @@ def _compared(
     of_pattern: Callable[[Tensor], Tensor] = lambda pattern: pattern,
     fused: bool = False,
 ) -> Check:
-    """A pass through the hooks, one without them, and what both say of each layer."""
+    """Compare a pass through the hooks with one without them, layer by layer."""
     if reason := why_not(model):
         return Check(name, "limited", detail=reason)
     tokens = probe_tokens(model, PROBE).to(next(model.parameters()).device)
@@ -122,7 +122,7 @@ def _through_hooks(
 
 
 def _assembled(blocks: list[Rows]) -> Float[Tensor, "batch head query key"]:
-    """The whole pattern [batch head query key] from its blocks."""
+    """The whole pattern [batch head query key], assembled from its blocks."""
     length = max(rows.keys.stop for rows in blocks)
     whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
     for rows in blocks:
