@@ -92,7 +92,7 @@ def found_at(place):
     try:
         return numbers(ma.load_result(place))
     except OutputError as error:
-        if not re.search("there is no stored result|was not written to its end", str(error)):
+        if not re.search("there is no stored result|is incomplete", str(error)):
             raise
         return None
 
