@@ -86,9 +86,9 @@ class Store:
         return [name for name in files_in(self.place) if not name.endswith("/")] if self.place.is_dir() else []
 
     def begin(self, who: str) -> None:
-        """Say at an address that something of ours begins here, and then delete all else that is there.
+        """Mark an address as being written by mechattn, and then delete everything else there.
 
-        Killed at any moment there is a root that says so: what is there can be told from what is somebody's.
+        The mark comes first, so after a kill at any moment our files can be distinguished from somebody else's.
         """
         about = {"mechattn_schema": SCHEMA, BEGUN: who}
         self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())

@@ -279,9 +279,9 @@ def test_a_part_that_was_made_again_is_merged_again(stored, whole):
         ma.load_result(stored / "all.zarr")
     merge_stored(str(stored / "all.zarr"), places)
     assert ma.load_result(stored / "all.zarr").digest() == whole.digest()
-    with pytest.raises(OptionError, match="is no merge of"):
+    with pytest.raises(OptionError, match="is not a merge of"):
         merge_stored(str(stored / "all.zarr"), places[:1])
-    with pytest.raises(OptionError, match="is no merge of"):
+    with pytest.raises(OptionError, match="is not a merge of"):
         merge_stored(str(stored / "all.zarr"), places[:1], copy=True)
 
 
