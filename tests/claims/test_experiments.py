@@ -64,7 +64,10 @@ def test_what_the_readme_says_is_what_is_stored():
     costs = {
         name: -100 * v["parts"][0]["value"] for name, v in gains.items() if v["parts"] and v["parts"][0]["high"] < 0
     }
-    assert f"costs falcon {costs.pop('toy:falcon'):.0f} points and qwen2 {costs.pop('toy:qwen2'):.0f}" in readme
+    assert (
+        f"`toy:falcon` loses {costs.pop('toy:falcon'):.0f} points and `toy:qwen2` {costs.pop('toy:qwen2'):.0f}"
+        in readme
+    )
     assert not costs
     assert not any(verdict["verdict"] == "supported" for verdict in gains.values())
     free = [claim for claim in STORED["claims"] if not claim["by_definition"] and claim["where"].startswith("arXiv")]
@@ -72,5 +75,8 @@ def test_what_the_readme_says_is_what_is_stored():
         sum(all(v["verdict"] == word for v in claim["verdicts"].values()) for claim in free)
         for word in ("supported", "contradicted")
     )
-    said = f"Of the paper's {len(free)} falsifiable claims, {held} are supported in all five models and {failed} are contradicted in all"
+    said = (
+        f"Of the {len(CLAIMS)} claims, {len(free)} are the paper's and falsifiable: {held} are supported in all five models "
+        f"and {failed} are contradicted in all"
+    )
     assert said in readme
