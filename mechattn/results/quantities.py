@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
+There = Mapping[str, np.ndarray]  # which labels of a dimension have values
 Null = Literal["uniform", "blind"]
+_FURTHER = ("segment", "to_segment", "band")
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 
 
@@ -50,16 +53,20 @@ def _is_null(name: str) -> bool:
 
 
 def values_of(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null, part: bool = False
+    result: Result,
+    condition: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    kind: Null,
+    part: There | None = None,
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; checked to be there.
 
-    ``part``: the result has some of the layers alone, and none of these may have the quantity.
+    ``part``: the result has some of the layers alone, and none of these may have the quantity; what all layers together
+    have of the other dimensions.
     """
-    if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
-        )
+    check_condition(result, condition)
     dataset, name = _found(result, quantity, by)
     values = _chosen(dataset[name], condition, segment)
     of_null = f"{name}_{kind}"
@@ -69,13 +76,12 @@ def values_of(
             f'{quantity!r} has no null="blind": it is there in models that add something to their scores (ALiBi, '
             'learned sinks), for quantities made of attention; elsewhere it is null="uniform"'
         )
-    for dim in ("segment", "to_segment"):
-        values = values.dropna(dim, how="all") if dim in values.dims else values
-    if "band" in values.dims:  # short prompts don't reach as far back
-        others = [dim for dim in values.dims if dim not in ("prompt", "band")]
-        values = values.isel(band=values.notnull().all("prompt").any(others).values)
+    for dim in _FURTHER:
+        if dim in values.dims:
+            values = values.isel({dim: (_there(values, dim) if part is None else part[dim])})
     missing = values.isnull()
-    missing &= ~missing.all("prompt") | (missing.all() & (not part))  # a layer where no prompt has it is left out
+    # A layer where no prompt has it is left out.
+    missing &= ~missing.all("prompt") | (missing.all() & (part is None))
     if missing.any():
         bad = missing.any([dim for dim in values.dims if dim != "prompt"])
         raise OptionError(
@@ -86,6 +92,46 @@ def values_of(
         shared = {dim: values[dim] for dim in null.dims}
         null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
     return values, null
+
+
+def check_condition(result: Result, condition: str) -> None:
+    """Refuse a condition that the result doesn't have.
+
+    Raises:
+        OptionError: It has others.
+    """
+    if condition not in result.conditions:
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
+
+
+def there(
+    blocks: Iterable[Result], condition: str, quantity: str, by: str, segment: str | None
+) -> dict[str, np.ndarray]:
+    """What there is of the dimensions beside prompts, layers and heads, in any of some blocks of layers."""
+    found: dict[str, np.ndarray] = {}
+    for block in blocks:
+        variable = variable_of(block, quantity, by)
+        dims = [dim for dim in _FURTHER if dim in variable.dims and (dim != "segment" or segment is None)]
+        if not dims:
+            break  # and nothing is read
+        check_condition(block, condition)
+        values = _chosen(variable, condition, segment)
+        for dim in dims:
+            here = _there(values, dim)
+            found[dim] = here | found.get(dim, np.zeros_like(here))
+            if dim != "band":
+                values = values.isel({dim: here})
+    return found
+
+
+def _there(values: xr.DataArray, dim: str) -> np.ndarray:
+    """Which labels of a dimension have values: of a band every prompt's, as short prompts don't reach as far back."""
+    others = [other for other in values.dims if other != dim]
+    if dim != "band":
+        return values.notnull().any(others).values
+    return values.notnull().all("prompt").any([other for other in others if other != "prompt"]).values
 
 
 def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:

@@ -167,6 +167,7 @@ class Result:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.05,
         resamples: int = 9999,
+        memory: str = "2GiB",
     ) -> Resolution:
         """What this number of prompts can find in the table of :meth:`compare`, and how many would do.
 
@@ -182,13 +183,14 @@ class Result:
             unit: As for :meth:`compare`.
             level: The q below which a test is a finding.
             resamples: As for :meth:`compare`.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: What :meth:`compare` refuses, or a level that is no probability.
         """
         from mechattn.results.resolution import resolution_of
 
-        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples)
+        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples, memory)
 
     def heads(
         self,
@@ -239,6 +241,7 @@ class Result:
         resamples: int = 200,
         patterns: int = 999,
         seed: int = 0,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """How much selections of heads share that are made on random disjoint halves of the prompts.
 
@@ -261,6 +264,7 @@ class Result:
             resamples: Random splits.
             patterns: Of signs, for q, where not all are tried; 20 for each test at least.
             seed: Of the splits.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: What :meth:`compare` refuses; too few prompts, or no such number of heads.
@@ -271,7 +275,7 @@ class Result:
         from mechattn.results.stability import stability
 
         return stability(
-            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed
+            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed, memory
         )  # fmt: skip
 
     def agreement(
@@ -284,6 +288,7 @@ class Result:
         controls: Seq[str] | None = None,
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """The cosine between the changes that two conditions make, layer by layer, beside those with controls.
 
@@ -300,13 +305,14 @@ class Result:
             controls: Other conditions to set beside them; all others of the result by default.
             unit: As for :meth:`compare`.
             level: Of the intervals.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: No such condition, quantity or analysis in the result; fewer than 3 prompts.
         """
         from mechattn.results.agreement import agreement
 
-        return agreement(self, condition, other, over, quantity, controls, unit, level)
+        return agreement(self, condition, other, over, quantity, controls, unit, level, memory)
 
     def methods(self, *tables: pd.DataFrame) -> str:
         """What was done, as a paragraph for the methods of a paper; every number in it is one that the result holds.

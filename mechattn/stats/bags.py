@@ -29,7 +29,7 @@ class Bags:
         """Bags of n units; None where they are few enough to be resampled one by one."""
         if n <= ALONE:
             return None
-        count = n // -(-n // _MOST)
+        count = resampled(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
         order = np.random.default_rng([seed, 1]).permutation(n)  # another stream than that of the resamples
@@ -51,3 +51,8 @@ class Bags:
         sizes = np.diff(self.starts, append=len(self.order))
         made: np.ndarray = np.add.reduceat(values[self.order], self.starts, axis=0)
         return made / sizes.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def resampled(n: int) -> int:
+    """How many units, or bags of them, are resampled where there are n units."""
+    return n if n <= ALONE else n // -(-n // _MOST)

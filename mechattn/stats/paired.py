@@ -148,7 +148,13 @@ class PairedStream:
         """Some cells [unit, cell], with what the null expects; None where no null is known."""
         given = {"d": d, "rounding": np.broadcast_to(rounding, d.shape[1:])}
         given |= {} if expected is None else {"expected": expected}
-        self._parts.append(given if self.bags is None else self._described(given))
+        if self.bags is None:
+            self._parts.append(given)
+        elif d.shape[1] > 1:
+            self._parts.append(self._described(given))
+        else:  # numpy sums a column that stands alone in another order
+            twice = self._described({name: np.repeat(values, 2, axis=-1) for name, values in given.items()})
+            self._parts.append({name: values[..., :1] for name, values in twice.items()})
 
     def made(self) -> Paired:
         """All cells, in the order in which they came."""
@@ -160,7 +166,7 @@ class PairedStream:
         same = np.array_equal(d, tested)
         beyond = {f"beyond_{name}": made[name] for name in _ENDS} if same else self._ends("beyond_", tested, made, draws)
         unknown = made.pop("unknown")
-        for name in ("mean", "error", "beyond_mean", "beyond_error"):
+        for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)
         made |= {name: end + unknown for name, end in beyond.items()}
         p = flipped(tested, draws.signs, self._dtype)
@@ -169,20 +175,22 @@ class PairedStream:
     def _described(self, given: Columns) -> Columns:
         """What is known of each cell from its units, and what is resampled."""
         d, expected = given["d"], given.get("expected")
-        tested = without_rounding(d - (0.0 if expected is None else expected), given["rounding"])
+        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
-        null = np.zeros(d.shape[1]) if expected is None else column_means(expected)
-        made = {"unknown": unknown, "difference": column_means(d), "null": null + unknown}
-        made |= {"beyond": column_means(tested) + unknown}
-        ends, beyond = _intervals(d, self.level), _intervals(tested, self.level)
-        made |= ends | {f"beyond_{name}": end for name, end in beyond.items()} | _sizes(tested)
+        null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
+        ends = _intervals(d, self.level)
+        beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
+        made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
+        # Of equal numbers in another order in memory, numpy's sums are others in the last digit.
+        made |= {"beyond": tested.mean(0) + unknown} | _sizes(len(d), tested.mean(0), spread(tested))
+        made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
         bags = (lambda values: values) if self.bags is None else self.bags.means
         return made | {"resampled": bags(d), "tested": bags(tested)}
 
     def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> Columns:
         """Ends by the bootstrap, around the mean of the units; NaN where they are few."""
-        mean, error = made[f"{of}mean"], made[f"{of}error"]
+        mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
         if draws.plain:
             upper, lower = t_quantiles(d, draws.plain, self.level, self._dtype)
@@ -231,16 +239,10 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def column_means(values: np.ndarray) -> np.ndarray:
-    """The mean of each column, with the same bits whether it stands alone or beside others."""
-    made: np.ndarray = values.mean(0)
-    return made
-
-
 def _intervals(d: np.ndarray, level: float) -> Columns:
-    """Ends of the t interval of the mean of each column, its mean and its standard error."""
+    """Ends of the t interval of the mean of each column, its mean and its standard deviation."""
     _, low, high = t_interval(d, level)
-    return {"low": low, "high": high, "mean": d.mean(0), "error": spread(d) / np.sqrt(len(d))}
+    return {"low": low, "high": high, "mean": d.mean(0), "deviation": spread(d)}
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
@@ -253,9 +255,8 @@ def enough(resamples: int, cells: int) -> int:
     return max(resamples, 20 * cells)
 
 
-def _sizes(d: np.ndarray) -> Columns:
-    """How large the mean of each column is for its spread, and what could have been found."""
-    n, mean, deviation = len(d), d.mean(0), spread(d)
+def _sizes(n: int, mean: np.ndarray, deviation: np.ndarray) -> Columns:
+    """How large means are for their spread, and what could have been found."""
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
     return {
         "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
