@@ -12,7 +12,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval, t_interval

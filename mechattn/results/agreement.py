@@ -33,14 +33,11 @@ def agreement(
     unit: Unit,
     level: float,
     memory: str,
-    layer: int | None = None,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
     import pandas as pd
 
     product = _product(result, quantity)
-    if layer is not None:
-        product = product.sel(layer=[layer])
     for name in (one, other, over, *(controls or [])):
         if name not in result.conditions:
             have = ", ".join(map(repr, result.conditions))

@@ -11,21 +11,19 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.results.block_table import Blocks, BlockTable, as_table
-from mechattn.results.differences import Differences, Scale, aligned, check_cells, differences, in_both
+from mechattn.results.differences import Differences, Scale, check_cells, differences, in_both
 from mechattn.results.layer_blocks import layer_blocks, of_layers
-from mechattn.results.quantities import Null, check_layer, variable_of
+from mechattn.results.quantities import Null, absent, check_layer, variable_of
 from mechattn.results.random_null import BesideRandom, check_random
 from mechattn.results.units import shared_units, units_of
-from mechattn.stats.comparison import relative_change
-from mechattn.stats.intervals import FEWEST, Interval
 from mechattn.stats.bags import Bags
-from mechattn.stats.paired import EXACT, enough, without_rounding
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import EXACT, RESAMPLES, enough, without_rounding
 from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
     from mechattn.results.result import Result
 
@@ -68,7 +66,7 @@ def compare(
     units = shared_units(result, other, variable_of(result, quantity, by).sizes["prompt"], unit)
     finding, shown = _halves(units, select)
     beside = None if random is None else BesideRandom(random, condition, to, quantity, by, segment, units, shown)
-    blocks = Blocks(differing, layers, units, level, resamples, seed, bootstrap, beside and beside.see)
+    blocks = Blocks(differing, layers, units, level, resamples, seed, bootstrap, None if beside is None else beside.see)
     found = blocks.table(quantity, finding, shown, select == "half")
     table = as_table(found.means, found.numbers, found.last.scale)
     asked = dict(condition=condition, to=to, quantity=quantity, segment=segment or "all", select=select or "none")
@@ -76,6 +74,19 @@ def compare(
     table.attrs = {**asked, "level": level, "resamples": resamples, "seed": seed, "models": models}
     table.attrs |= _about(found, units, resamples)
     return table if beside is None else beside.table(table, np.concatenate(found.cells))
+
+
+def t_changes(
+    result: Result, condition: str, quantity: str, segment: str, memory: str, reference: Result | None = None
+) -> pd.DataFrame:
+    """The table of ``result.compare(condition, quantity=quantity, segment=segment)`` without bootstrap intervals.
+
+    ``reference``: the result that the baseline is taken from; the same one by default.
+    """
+    return compare(
+        result, condition, BASELINE, quantity, "segment", segment, reference, None, True, "uniform", None, "auto", 0.95,
+        RESAMPLES, 0, None, memory, bootstrap=False,
+    )  # fmt: skip
 
 
 def _differing(
@@ -100,9 +111,18 @@ def _differing(
 
     part = in_both([cut(some) for some in layers], condition, to, quantity, by, segment, null)
 
+    lacking = {"ours": condition, "theirs": to}
+
     def differing(some: slice) -> Differences:
         ours, theirs = cut(some)
-        return differences(ours, condition, theirs, to, quantity, by, segment, null, scale, part)
+        made = differences(ours, condition, theirs, to, quantity, by, segment, null, scale, part)
+        for name in list(lacking):
+            if made.cells.any() or not getattr(made, name).isnull().all():
+                lacking.pop(name)
+        if lacking and some == layers[-1]:  # at once, whoever reads the values says so
+            prompts = made.ours.sizes["prompt"]
+            raise absent(prompts, prompts, quantity, segment, next(iter(lacking.values())))
+        return made
 
     return differing
 
@@ -209,46 +229,6 @@ def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
     return (every, every) if select is None else (every[::2], every[1::2])
 
 
-def overall_change(
-    result: Result,
-    condition: str,
-    quantity: str,
-    segment: str | None = "question",
-    layer: int | None = None,
-    unit: Unit = "auto",
-) -> tuple[Interval, Interval | None]:
-    """Relative change from the baseline of each prompt's mean over layers and heads, and the same under the null.
-
-    Args:
-        result: A result.
-        condition: Compared with the baseline.
-        quantity: A positive quantity, such as "received".
-        segment: The segment that it is about.
-        layer: One layer; all by default.
-        unit: As for :func:`compare`.
-
-    Raises:
-        OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
-    """
-    parts = aligned(result, condition, result, BASELINE, quantity, "segment", segment, "uniform")
-    if set(parts[0].dims) & {"segment", "to_segment"}:
-        raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
-    if layer is not None:
-        check_layer(layer, parts[0])
-    chosen = [part if part is None or layer is None else part.sel(layer=layer) for part in parts]
-    values, reference, null, null_reference = (
-        np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen
-    )
-    if variable_of(result, quantity, "segment").attrs.get("compared") == "difference":
-        raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
-    if not ((values > 0).all() and (reference > 0).all()):
-        raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
-    units = units_of(result, len(values), unit)
-    units.refuse_below(FEWEST)
-    of_null = relative_change(null, null_reference, units) if null.size else None
-    return relative_change(values, reference, units), of_null
-
-
 def _model(result: Result) -> str:
     return str(result.provenance["model"]["name"])
 
@@ -263,6 +243,8 @@ def _check_prompts(one: Result, other: Result) -> None:
 
 def _check_lengths(one: Result, condition: str, other: Result, to: str) -> None:
     """Two ways of inserting are compared at the same number of inserted tokens, prompt by prompt."""
+    if BASELINE in (condition, to):
+        return  # nothing is inserted there
     counts = [
         (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
         for result, name in ((one, condition), (other, to))

@@ -138,8 +138,8 @@ def _values_alike(
     """Values and references of the segments that both have, and the nulls of each, as they are."""
     import xarray as xr
 
-    ours, null = values_of(result, condition, quantity, by, segment, kind, part and part.ours)
-    theirs, their_null = values_of(other, to, quantity, by, segment, kind, part and part.theirs)
+    ours, null = values_of(result, condition, quantity, by, segment, kind, None if part is None else part.ours)
+    theirs, their_null = values_of(other, to, quantity, by, segment, kind, None if part is None else part.theirs)
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")

@@ -8,7 +8,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.results.layer_blocks import layer_blocks, of_layers
-from mechattn.results.quantities import NULLS, values_of
+from mechattn.results.quantities import NULLS, absent, values_of, variable_of
 from mechattn.results.units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit
@@ -44,6 +44,9 @@ def ranked_heads(
     ]
     size = sum(len(one) for one in made)
     table = pd.concat(made, ignore_index=True) if len(made) > 1 else made[0]
+    if not table.there.any():  # at once, whoever reads the values says so
+        prompts = variable_of(result, quantity, "segment").sizes["prompt"]
+        raise absent(prompts, prompts, quantity, segment, condition)
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
     order = order[table.there.to_numpy()[order]][:top]
     null, unit_words = bool(made[0].attrs["null"]), made[0].attrs["unit"]
@@ -68,7 +71,9 @@ def _of_layers(
     """The heads of some layers in their order, with what ranks them ("finding") and whether they are there."""
     import pandas as pd
 
-    values, null = values_of(of_layers(result, some), condition, quantity, "segment", segment, "uniform", part)
+    values, null = values_of(
+        of_layers(result, some), condition, quantity, "segment", segment, "uniform", {} if part else None
+    )
     _check_one_number(values, quantity)
     units = units_of(result, values.sizes["prompt"], unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError
 from mechattn.results.quantities import variable_of
 from mechattn.results.size import memory_bytes
 from mechattn.stats.bags import resampled
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from mechattn.results.result import Result
 
 _COPIES = 14  # arrays of float64 [prompt, cell] that live at the same time in a comparison
@@ -41,7 +44,7 @@ def layer_blocks(
         kept: Whether what is resampled of each cell is kept until all blocks are through.
 
     Raises:
-        OptionError: A single layer doesn't fit.
+        MemoryOptionError: A single layer doesn't fit.
     """
     variable = variable_of(result, quantity, by)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
@@ -61,11 +64,32 @@ def layer_blocks(
         return [slice(None)]
     if at_a_time < 1:
         needed = shared + each
-        raise OptionError(
+        raise MemoryOptionError(
             f"{quantity!r} of {prompts:,} prompts takes {-(-needed // 2**20):,} MiB, and memory={memory!r} "
             f'allows less; give more (memory="{-(-needed // 2**20)}MiB"), or fewer resamples'
         )
     return [slice(start, min(start + at_a_time, layers)) for start in range(0, layers, at_a_time)]
+
+
+def layers_of(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
+    """Values of each prompt, some layers at a time, as for :func:`layer_blocks`.
+
+    Raises:
+        MemoryOptionError: A single layer doesn't fit.
+    """
+    layers = values.sizes["layer"]
+    each = 8 * _COPIES * values.size // max(1, layers)
+    at_a_time = min(layers, memory_bytes(memory) // max(1, each))
+    if layers and at_a_time < 1:
+        raise MemoryOptionError(
+            f"a layer of {str(values.name)!r} of {values.sizes['prompt']:,} prompts takes {-(-each // 2**20):,} MiB, and "
+            f'memory={memory!r} allows less; give more (memory="{-(-each // 2**20)}MiB")'
+        )
+    if at_a_time == layers:
+        yield values
+        return
+    for start in range(0, layers, at_a_time):
+        yield values.isel(layer=slice(start, start + at_a_time))
 
 
 def of_layers(result: Result, some: slice) -> Result:

@@ -7,9 +7,7 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError
 from mechattn.results.size import memory_bytes
 
 if TYPE_CHECKING:
@@ -26,12 +24,12 @@ def prompt_blocks(sizes: Seq[int], memory: str) -> list[slice]:
         memory: The budget.
 
     Raises:
-        OptionError: A single prompt doesn't fit.
+        MemoryOptionError: A single prompt doesn't fit.
     """
     prompts, each = sizes[0], 8 * _COPIES * prod(sizes[1:])
     rows = memory_bytes(memory) // each
     if rows < 1:
-        raise OptionError(
+        raise MemoryOptionError(
             f"a prompt takes {-(-each // 2**10):,} KiB, and memory={memory!r} allows less; give more "
             f'(memory="{-(-each // 2**10)}KiB")'
         )

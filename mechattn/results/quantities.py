@@ -23,17 +23,17 @@ NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 
 def variable_of(result: Result, quantity: str, by: str) -> xr.DataArray:
     """The variable of a quantity."""
-    dataset, name = _found(result, quantity, by)
-    return dataset[name]
+    at, name = dataset_of(result, quantity, by)
+    return result[at][name]
 
 
-def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
-    """The dataset that has a quantity for each prompt, and the variable's name."""
+def dataset_of(result: Result, quantity: str, by: str) -> tuple[str, str]:
+    """The name of the dataset that has a quantity for each prompt, and the variable's name."""
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_{by}", quantity)
-    found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
-    found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
+    found = [(at, name) for at in result.datasets for name in names if name in result[at]]
+    found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
     if not found:
         have = sorted(
             str(name).removesuffix(f"_by_{by}")
@@ -67,7 +67,8 @@ def values_of(
     have of the other dimensions.
     """
     check_condition(result, condition)
-    dataset, name = _found(result, quantity, by)
+    at, name = dataset_of(result, quantity, by)
+    dataset = result[at]
     values = _chosen(dataset[name], condition, segment)
     of_null = f"{name}_{kind}"
     null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
@@ -84,10 +85,7 @@ def values_of(
     missing &= ~missing.all("prompt") | (missing.all() & (part is None))
     if missing.any():
         bad = missing.any([dim for dim in values.dims if dim != "prompt"])
-        raise OptionError(
-            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} "
-            f"with {condition!r}; compare a segment that all prompts have, in both conditions"
-        )
+        raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
     if null is not None:
         shared = {dim: values[dim] for dim in null.dims}
         null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
@@ -104,6 +102,14 @@ def check_condition(result: Result, condition: str) -> None:
         raise OptionError(
             f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
         )
+
+
+def absent(some: int, prompts: int, quantity: str, segment: str | None, condition: str) -> OptionError:
+    """What is said where some prompts lack a quantity."""
+    return OptionError(
+        f"{some} of {prompts} prompts have no {quantity!r} in the segment {segment!r} "
+        f"with {condition!r}; compare a segment that all prompts have, in both conditions"
+    )
 
 
 def there(

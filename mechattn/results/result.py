@@ -375,11 +375,12 @@ class Result:
         force: bool = False,
         *,
         choose: int = 3,
+        memory: str = "2GiB",
     ) -> Path:
         """What :func:`mechattn.page` writes: one HTML file with the figures, which opens offline."""
         import mechattn
 
-        return mechattn.page(self, path, layer, heads, force, choose=choose)
+        return mechattn.page(self, path, layer, heads, force, choose=choose, memory=memory)
 
     def _repr_html_(self) -> str:
         from mechattn.results.units import units_of

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mechattn.errors import OptionError, OutputError
 
+MEMORY = "2GiB"  # what a table or a figure may take, unless it is said
 ALWAYS = 256 * 2**20  # bytes; what any machine that runs a model has
 TIMES = 1000  # of what is stored; the results of all analyses with all their padding are 20 to 60 times
 TEXT = 64  # bytes of a text in memory, beside its letters

@@ -46,9 +46,7 @@ def stability(
     for name, value in (("resamples", resamples), ("patterns", patterns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
-    made = {
-        name: what_is_tested(result, name, quantity, by, segment, unit, layer, memory, bags=seed) for name in names
-    }
+    made = {name: what_is_tested(result, name, quantity, by, segment, unit, layer, memory, bags=seed) for name in names}
     units = made[names[0]][1]
     bags = Bags.drawn(units.n, seed)
     if choose is None:

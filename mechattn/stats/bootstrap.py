@@ -101,9 +101,7 @@ def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarra
     return mean - upper * error, mean - lower * error
 
 
-def extremes(
-    d: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64
-) -> tuple[np.ndarray, np.ndarray]:
+def extremes(d: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64) -> tuple[np.ndarray, np.ndarray]:
     """The largest and the smallest t* of each resample over all cells of d, or 0."""
     largest, smallest = (np.zeros(sum(map(len, counts))) for _ in range(2))
     for t in _studentised(d, counts, dtype):

@@ -67,7 +67,9 @@ def against_null(
     heads. The overall change is that of the mean over layers and heads of each prompt. ``units`` are the prompts, or
     the groups that they are of; then everything is of the groups' means.
     """
-    means = [np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in (values, baseline, null_values, null_baseline)]
+    means = [
+        np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in (values, baseline, null_values, null_baseline)
+    ]
     units = units or Units(len(values))
     return against_null_in_blocks([(values, baseline, null_values, null_baseline)], means, units, q)
 

@@ -164,7 +164,9 @@ class PairedStream:
         draws = _draws(len(d), self.resamples, enough(self.resamples, d.shape[1]), self.seed, self.bootstrap)
         made |= self._ends("", d, made, draws)
         same = np.array_equal(d, tested)
-        beyond = {f"beyond_{name}": made[name] for name in _ENDS} if same else self._ends("beyond_", tested, made, draws)
+        beyond = (
+            {f"beyond_{name}": made[name] for name in _ENDS} if same else self._ends("beyond_", tested, made, draws)
+        )
         unknown = made.pop("unknown")
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)
