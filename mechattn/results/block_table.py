@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.results.differences import Differences, Scale, check_cells, refuse_no_cells
-from mechattn.stats.bags import Bags
+from mechattn.stats.bags import ALONE, Bags
 from mechattn.stats.paired import Paired, PairedStream
 from mechattn.stats.units import Units
 
@@ -66,10 +66,10 @@ class Blocks:
         rows, cells, left_out = [], [], []
         for number, layers in enumerate(self.layers):
             made = self.made(layers)
-            chosen = made.cells if masks is None else masks[number]
-            stream.add(*tested(made, self.units, chosen, some))
-            rows.append(means_of(made, self.units, chosen, some, len(self.layers) > 1))
-            cells.append(chosen)
+            wanted = made.cells if masks is None else masks[number]
+            stream.add(*tested(made, self.units, wanted, some))
+            rows.append(means_of(made, self.units, wanted, some, len(self.layers) > 1))
+            cells.append(wanted)
             left_out += made.left_out
             if self.seen is not None:
                 self.seen(made, layers)
@@ -127,9 +127,16 @@ def tested(
     made: Differences, units: Units, cells: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """Differences of some cells over some units, what the null expects, and what counts as 0."""
-    each = units.means(made.difference.values)[some][:, cells]
-    expected = None if made.expected is None else units.means(made.expected)[some][:, cells]
+    each = chosen(units.means(made.difference.values), some, cells)
+    expected = None if made.expected is None else chosen(units.means(made.expected), some, cells)
     return each, expected, made.rounding(units, some)[cells]
+
+
+def chosen(values: np.ndarray, some: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Some units and cells [unit, cell] of values [unit, *cells]; no copy where units are many and all are chosen."""
+    if len(some) == len(values) > ALONE and cells.all():
+        return np.ascontiguousarray(values).reshape(len(values), -1)
+    return values[some][:, cells]
 
 
 def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray, part: bool) -> pd.DataFrame:
@@ -140,7 +147,7 @@ def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarr
     labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
     means = {}
     for name, of in (("value", made.ours), ("reference", made.theirs)):
-        each = units.means(of.values)[shown][:, cells]
+        each = chosen(units.means(of.values), shown, cells)
         alone = part and each.shape[1] == 1  # numpy sums a column that stands alone in another order
         means[name] = (np.repeat(each, 2, axis=1) if alone else each).mean(0)[: each.shape[1]]
     return pd.DataFrame(labels | means)

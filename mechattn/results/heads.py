@@ -10,6 +10,7 @@ from mechattn.errors import OptionError
 from mechattn.results.layer_blocks import layer_blocks, of_layers
 from mechattn.results.quantities import NULLS, absent, values_of, variable_of
 from mechattn.results.units import units_of
+from mechattn.stats.bags import ALONE
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit
 
@@ -80,7 +81,8 @@ def _of_layers(
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     each = units.means(values.values.reshape(units.prompts, -1))
     every = np.arange(each.shape[1])
-    mean = t_interval(each[shown][:, every], level)
+    alone = len(each) <= ALONE  # numpy's sums of a copy in another order are others in the last digit
+    mean = t_interval(each[shown][:, every] if alone else each[shown], level)
     uniform = np.full(each.shape[1], np.nan)
     if null is not None:
         uniform = units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)

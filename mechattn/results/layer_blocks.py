@@ -82,8 +82,8 @@ def layers_of(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
     at_a_time = min(layers, memory_bytes(memory) // max(1, each))
     if layers and at_a_time < 1:
         raise MemoryOptionError(
-            f"a layer of {str(values.name)!r} of {values.sizes['prompt']:,} prompts takes {-(-each // 2**20):,} MiB, and "
-            f'memory={memory!r} allows less; give more (memory="{-(-each // 2**20)}MiB")'
+            f"a layer of {str(values.name)!r} of {values.sizes['prompt']:,} prompts takes {-(-each // 2**20):,} MiB, "
+            f'and memory={memory!r} allows less; give more (memory="{-(-each // 2**20)}MiB")'
         )
     if at_a_time == layers:
         yield values

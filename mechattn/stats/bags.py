@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import sparse
 
 ALONE = 2000  # units: up to so many each is resampled by itself
 _MOST = 1000  # bags
@@ -48,9 +49,10 @@ class Bags:
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each bag's units, of values [unit, …]."""
-        sizes = np.diff(self.starts, append=len(self.order))
-        made: np.ndarray = np.add.reduceat(values[self.order], self.starts, axis=0)
-        return made / sizes.reshape(-1, *[1] * (values.ndim - 1))
+        ends = np.append(self.starts, len(self.order))
+        sums = sparse.csr_array((np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order)))
+        made: np.ndarray = sums @ values.reshape(len(values), -1) / np.diff(ends)[:, None]
+        return made.reshape(self.n, *values.shape[1:])
 
 
 def resampled(n: int) -> int:

@@ -238,7 +238,10 @@ _kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables 
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    """Side by side, column after column in memory where each is: numpy sums these in another order than rows."""
+    if len(parts) == 1 or not all(part.flags.f_contiguous for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return np.concatenate([part.T for part in parts]).T
 
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
