@@ -10,7 +10,7 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, WITH, model_caption
 from mechattn.render.words import count_words, mean_words, says
-from mechattn.results.layer_blocks import layers_of
+from mechattn.results.prompt_blocks import of_prompts
 from mechattn.results.result import Result
 from mechattn.results.size import MEMORY
 
@@ -200,13 +200,11 @@ def _check_condition(result: Result, condition: str) -> None:
 
 def _counts(result: Result, name: str, condition: str, reading: str, memory: str) -> xr.DataArray:
     """Counts added up over prompts."""
-    import xarray as xr
-
     dataset = _dataset(result, reading)
     _check_condition(result, condition)
     each = dataset[f"{_prefix(reading)}{name}"].sel(condition=condition)
-    parts = [part.sum("prompt") for part in layers_of(each, memory)]
-    return parts[0] if len(parts) == 1 else xr.concat(parts, "layer", join="exact")
+    parts = [part.sum("prompt") for part in of_prompts(each, memory)]
+    return sum(parts[1:], parts[0])
 
 
 def _heads(result: Result) -> int:

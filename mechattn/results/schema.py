@@ -10,6 +10,7 @@ Schema 1, of version 0.1 before results could be merged, had neither digests nor
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,14 @@ def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None)
     check_provenance(about, where)
     result = readers[int(found)](tree, about, where)
     check_datasets(result.datasets, about, where)
-    return result
+    return replace(result, datasets=_in_order(result.datasets, about))
+
+
+def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> dict[str, xr.Dataset]:
+    """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
+    names = [name for name in about["analyses"] if name in datasets]
+    names += sorted(set(datasets) - set(names))
+    return {name: datasets[name][sorted(datasets[name].data_vars, key=str)] for name in names}
 
 
 def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
