@@ -49,8 +49,7 @@ class Result:
         Raises:
             OptionError: There is no such condition.
         """
-        only = self.conditions == [BASELINE]
-        return BASELINE if name == BASELINE or (name is None and only) else self.condition(name)
+        return BASELINE if name == BASELINE or [name, *self.conditions] == [None, BASELINE] else self.condition(name)
 
     def condition(self, name: str | None = None) -> str:
         """The condition that is compared with the baseline; by default the first that isn't it.
@@ -63,7 +62,7 @@ class Result:
         others = [condition for condition in self.conditions if condition != BASELINE]
         if not others:
             raise OptionError("this result has only the baseline; run it with a condition such as MeaninglessTokens()")
-        if name is not None and name not in others:
+        if name not in (None, *others):
             raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
         return name or others[0]
 
@@ -333,8 +332,7 @@ class Result:
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, nothing of the provenance.
 
-        Two equal runs have the same one, and so has a result that was stored and read again. On another CPU, or with
-        another number of threads, the last digits differ, and so does this.
+        Equal runs, stored or not, have the same; with another CPU or number of threads the last digits differ.
         """
         from mechattn.results.digest import numbers_digest
 
@@ -348,12 +346,10 @@ class Result:
             quantity: One of its quantities; by default all that are per segment.
         """
         dataset = self[name]
-        if quantity is None:
-            chosen = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
-            return dataset[chosen].to_dataframe().dropna(how="all").reset_index()
-        if quantity not in dataset:
+        if quantity is not None and quantity not in dataset:
             raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
-        return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
+        by_segment = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
+        return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
 
     def merge(self, *others: Result) -> Result:
         """What :func:`mechattn.merge_results` makes of this result and others of the same run on other prompts."""
@@ -399,9 +395,6 @@ class Result:
         return table(rows, "Result")
 
     def __repr__(self) -> str:
-        sizes = self["sequences"].sizes
-        names = ", ".join(name for name in self.datasets if name != "sequences")
-        return shown(
-            f"Result({self.provenance['model']['name']}: {sizes['prompt']} prompts × "
-            f"{sizes['condition']} conditions ({', '.join(self.conditions)}); {names})"
-        )
+        model, prompts, names = self.provenance["model"]["name"], self["sequences"].sizes["prompt"], self.conditions
+        of = f"{prompts} prompts × {len(names)} conditions ({', '.join(names)})"
+        return shown(f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})")
