@@ -80,7 +80,7 @@ def drawn_section(
         memory: What the figure may take, where it goes through all prompts.
     """
     streams = "memory" in inspect.signature(draw).parameters
-    figure = draw(results, **options, **({"memory": memory} if streams else {}))
+    figure = draw(results, **({"memory": memory} if streams else {}) | dict(options))
     of = [results] if isinstance(results, Result) else list(results)
     under = figure.layout.title.text.partition("<br>")[2]  # the first line is the section's heading
     title = as_heading(figure.layout.title.text)

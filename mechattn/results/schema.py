@@ -89,7 +89,12 @@ def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> d
     """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
     names = [name for name in about["analyses"] if name in datasets]
     names += sorted(set(datasets) - set(names))
-    return {name: datasets[name][sorted(datasets[name].data_vars, key=str)] for name in names}
+    made = {}
+    for name in names:
+        of = datasets[name]  # with all its coordinates: those of no quantity too
+        by_name = {label: of.variables[label] for label in sorted(of.data_vars, key=str)}
+        made[name] = of.drop_vars(list(by_name)).assign(by_name)
+    return made
 
 
 def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
