@@ -42,6 +42,10 @@ class OptionError(MechattnError, ValueError):
     """An argument has a value that is not allowed."""
 
 
+class MemoryOptionError(OptionError):
+    """What is asked for takes more memory than is allowed; the message says how much."""
+
+
 class ServerError(MechattnError):
     """A generation server cannot be reached, refuses a request, or serves another model than expected."""
 

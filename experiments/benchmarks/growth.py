@@ -14,6 +14,7 @@ from typing import Any
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.jobs.foretold import stored_bytes
+from mechattn.stats.bags import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
@@ -90,10 +91,11 @@ def large_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int
     )
     row(
         "draws of a comparison",
-        [prompts * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30 for m in MODELS],
-        "{:.1f} GiB",
+        [resampled(prompts) * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30 for m in MODELS],
+        "{:.2g} GiB",
     )
-    row("a layer of a comparison", [8 * 12 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
+    row("what is resampled", [8 * 6 * resampled(prompts) * m.layers * m.heads / 2**30 for m in MODELS], "{:.2g} GiB")
+    row("a layer of a comparison", [8 * 14 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
 
 
 def row(name: str, values: list[float], form: str) -> None:

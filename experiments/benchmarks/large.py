@@ -1,6 +1,7 @@
 """Time and memory of a result that is larger than memory: written by some processes at once, compared, put on a page.
 
     python experiments/benchmarks/large.py --out out/large --gib 20 --processes 4
+    python experiments/benchmarks/large.py --out out/large --read          # again, what was written before
 
 The result is a toy's whose prompts, layers and heads are repeated, with noise of 5 % for each prompt, condition, layer
 and head, up to 32 layers × 32 heads (Llama-3.1-8B's), six conditions and four analyses: what it says is nothing. Each
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -26,13 +29,14 @@ import xarray as xr
 from page import CONDITIONS, grown
 
 import mechattn as ma
+from mechattn.commands.report import report
 from mechattn.jobs.into import Into
 from mechattn.results.large_writing import finish
 from mechattn.results.merge import merge_results
 from mechattn.results.packed import opened, packed
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
-STEPS = ("opened", "compared", "heads", "verdict", "report")
+STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")
 
 
 def base() -> ma.Result:
@@ -115,15 +119,21 @@ def read(out: Path, step: str, resamples: int) -> None:
     """One way of reading it, in this process."""
     begun = time.monotonic()
     result = ma.load_result(out / "large.zarr")
-    if step == "compared":
+    if step == "loaded":  # every number of it, checked, and nothing done with it
+        for dataset in result.datasets.values():
+            for name in dataset.data_vars:
+                dataset[name].values  # noqa: B018
+    elif step == "compared":
         result.compare("slash", unit="prompt", resamples=resamples)  # they repeat, and so do their groups
     elif step == "heads":
         result.heads("received", unit="prompt")
     elif step == "verdict":
         result.verdict("slash", unit="prompt")
     elif step == "report":
-        result.page(out / "large.html", force=True)
-    say(step, f"{time.monotonic() - begun:.1f} s, peak {peak():.2f} GiB")
+        report([out / "large.zarr"], out / "large.html", force=True)  # the page with every figure there is
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = used.ru_utime + used.ru_stime
+    say(step, f"{time.monotonic() - begun:.1f} s ({cpu:.0f} s of CPU), peak {peak():.2f} GiB")
 
 
 def read_once(out: Path) -> None:
@@ -157,11 +167,15 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=9999)
     parser.add_argument("--steps", nargs="*", choices=STEPS, default=STEPS)
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--read", action="store_true", help="read what is there; write nothing")
     given = parser.parse_args()
     if given.step:
         return read(given.out, given.step, given.resamples)
-    write(given.out, given.gib, given.processes)
+    if not given.read:
+        write(given.out, given.gib, given.processes)
     read_once(given.out)
+    load = os.getloadavg()[1]
+    say("load of the machine", f"{load:.1f}, on {os.cpu_count()} cores")
     for step in given.steps:
         again = [sys.executable, __file__, "--out", str(given.out), "--step", step]
         subprocess.run([*again, "--resamples", str(given.resamples)], check=True)

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.head_values import head_quantities
+from mechattn.results.compare import t_changes
+from mechattn.results.held import Held, held
 from mechattn.results.reading import load_result
+from mechattn.results.size import MEMORY
 from mechattn.results.whole import check_writable, write_whole
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def export_csv(place: str | Path, out: Path) -> tuple[Path, list[str]]:
+def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
     """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why.
 
     Values and intervals come from ``result.heads``, changes from ``result.compare``.
@@ -31,18 +34,19 @@ def export_csv(place: str | Path, out: Path) -> tuple[Path, list[str]]:
     Args:
         place: The path of the result.
         out: The CSV file; an existing file is replaced only if it is an earlier export.
+        memory: What each table may take.
 
     Raises:
         MechattnError: The result cannot be read or has no numbers per head, or the file cannot be written.
     """
     _check_place(out)
     result = load_result(place)
-    table, missing = heads_table(result)
+    table, missing = heads_table(result, memory)
     write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
 
 
-def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
+def heads_table(result: Result, memory: str = MEMORY) -> tuple[pd.DataFrame, list[str]]:
     """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason.
 
     Raises:
@@ -53,9 +57,13 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
+        reference = held(result, quantity, BASELINE, "question", memory)
         for condition in result.conditions:
+            of = reference if condition == BASELINE else held(result, quantity, condition, "question", memory)
             try:
-                tables.append(_rows(result, quantity, condition))
+                tables.append(_rows(of, reference, quantity, condition))
+            except MemoryOptionError:
+                raise
             except OptionError as error:
                 missing.append(f"{quantity}, {condition}: {error}")
     if not tables:
@@ -64,16 +72,16 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     return pd.concat(tables, ignore_index=True).reindex(columns=list(COLUMNS)), missing
 
 
-def _rows(result: Result, quantity: str, condition: str) -> pd.DataFrame:
+def _rows(of: Held, reference: Held, quantity: str, condition: str) -> pd.DataFrame:
     """The rows of one quantity in one condition."""
-    values = result.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
+    values = of.result.heads(quantity, None, condition=condition, memory=of.memory).sort_values(["layer", "head"])
     values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
     values = values.assign(quantity=quantity, condition=condition, unit=values.attrs["unit"])
     if condition == BASELINE:
         return values
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
-        changes = result.compare(condition, quantity=quantity)
+        changes = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
     kept = [name for name in COLUMNS if name in changes and name not in ("n", "value")]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
     return values.merge(changes, on=["layer", "head"], how="left")

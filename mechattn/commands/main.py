@@ -276,12 +276,13 @@ def report(
     layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
     heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
     choose: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
+    memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
     from mechattn.commands.report import report as write_report
 
-    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose)
+    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose, memory)
     for words in missing:
         _say(f"Not shown: {words}", err=True)
     _say(f"Open {out} in a browser; it works offline.")
@@ -291,11 +292,12 @@ def report(
 def export(
     result: Annotated[Path, typer.Argument(help="A stored result.")],
     csv: Annotated[Path, typer.Option(help="The file.")] = Path("out/heads.csv"),
+    memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
 ) -> None:
     """Write every quantity of every head, its change, its null and its q, as one CSV file."""
     from mechattn.commands.export import export_csv
 
-    path, missing = export_csv(result, csv)
+    path, missing = export_csv(result, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)
     _say(f"Wrote {path}")

@@ -16,6 +16,7 @@ from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
 from mechattn.results.reading import load_result
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 _COMPARING = (  # these compare a condition with the baseline
@@ -32,6 +33,7 @@ def report(
     command: str = "",
     force: bool = False,
     choose: int = 3,
+    memory: str = MEMORY,
 ) -> list[str]:
     """Write a page of stored results with all their figures; return what could not be shown and why.
 
@@ -43,6 +45,7 @@ def report(
         command: The command line.
         force: Replace a file that mechattn did not write.
         choose: The number of heads to choose on one half of the prompts and show on the other.
+        memory: What each table and figure may take.
 
     Raises:
         MechattnError: A result cannot be read, the page cannot be written.
@@ -55,7 +58,7 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
+    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force, memory)
     return missing
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mechattn.errors import OptionError
-from mechattn.pages.verdicts import captions, explained
+from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.pages.verdicts import Verdicts, captions, explained
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
 from mechattn.stats.comparison import Verdict
@@ -76,16 +76,19 @@ class Picture:
     says: str
 
 
-def changes(results: Seq[Result]) -> list[Change]:
+def changes(results: Seq[Result], known: Seq[Verdicts] = ()) -> list[Change]:
     """The change of the question's attention in each model under each condition, by ``result.verdict``."""
     found = []
-    for model, result in zip(captions(results), results, strict=True):
+    known = known or [Verdicts(result) for result in results]
+    for model, result, verdicts in zip(captions(results), results, known, strict=True):
         if "received_attention" not in result.datasets:
             continue
         for name in result.conditions[1:]:
             try:
                 with explained([result]):
-                    found.append(Change(model, name, result.verdict(name)))
+                    found.append(Change(model, name, verdicts.of(name)))
+            except MemoryOptionError:
+                raise
             except OptionError as error:  # too few prompts for an interval, or no question in every prompt
                 found.append(Change(model, name, None, f"no verdict, since {error}"))
     return found

@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.packed import packed
 from mechattn.render.theme import quantity_words
+from mechattn.results.compare import t_changes
+from mechattn.results.held import Held, held
+from mechattn.results.layer_blocks import layer_blocks
 from mechattn.results.quantities import NULLS, variable_of
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
+from mechattn.stats.paired import RESAMPLES
 
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 _NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
@@ -33,7 +38,17 @@ def head_quantities(result: Result) -> list[str]:
     return sorted(found, key=lambda name: name != "received")
 
 
-def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
+def check_memory(result: Result, memory: str) -> None:
+    """Find out before anything is read whether a page fits a budget.
+
+    Raises:
+        MemoryOptionError: A layer of some quantity doesn't.
+    """
+    for name in head_quantities(result):
+        layer_blocks(result, name, "segment", "question", memory, signs=RESAMPLES)
+
+
+def head_values(result: Result, quantity: str, layers: list[int], heads: int, memory: str = MEMORY) -> dict[str, Any]:
     """One quantity as the page holds it: the numbers of ``result.heads`` and ``result.compare``, [layer, head] each.
 
     Args:
@@ -41,6 +56,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
         quantity: One of :func:`head_quantities`.
         layers: The layers that are shown, in their order.
         heads: How many heads a layer has.
+        memory: What this may take; each number is read once, where a condition fits an eighth of it.
     """
     variable = variable_of(result, quantity, "segment")
     of_segment = "segment" in variable.dims
@@ -54,34 +70,39 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
         "changes": {},
         "missing": {},
     }
+    reference = held(result, quantity, BASELINE, "question", memory)
     for condition in result.conditions:
+        of = reference if condition == BASELINE else held(result, quantity, condition, "question", memory)
         try:
-            made["values"][condition] = _values(result, quantity, condition, layers, heads)
+            made["values"][condition] = _values(of, quantity, condition, layers, heads)
             if condition != BASELINE:
-                made["changes"][condition] = _changes(result, quantity, condition, layers, heads)
+                made["changes"][condition] = _changes(of, reference, quantity, condition, layers, heads)
+        except MemoryOptionError:
+            raise
         except OptionError as error:
             made["missing"][condition] = str(error)
     return made
 
 
-def _values(result: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+def _values(of: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
     """Means over prompts with their intervals, and those of uniform attention."""
-    table = result.heads(quantity, None, condition=condition)
+    table = of.result.heads(quantity, None, condition=condition, memory=of.memory)
     table = table.assign(half=table.high - table[quantity])
     columns = {"mean": quantity, "half": "half", "null": "uniform"}
     found = {name: _square(table, of, layers, heads) for name, of in columns.items()}
     return found | {"n": int(table.n.iloc[0]), "unit": table.attrs["unit"]}
 
 
-def _changes(result: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+def _changes(of: Held, reference: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and what is beyond it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of heads that are left out: they are empty on the map
-        table = result.compare(condition, quantity=quantity)
+        table = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
     table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
-    return found | about | {"unit": table.attrs["unit"], "known": bool(table.null.notna().any())}
+    tested = f", tested by {table.attrs['resampled']}" if "resampled" in table.attrs else ""
+    return found | about | {"unit": table.attrs["unit"] + tested, "known": bool(table.null.notna().any())}
 
 
 def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:

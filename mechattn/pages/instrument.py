@@ -7,46 +7,57 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
+from mechattn.pages.head_curves import NAME, head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.packed import squeezed
 from mechattn.pages.verdicts import captions
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-def instrument(results: Seq[Result], maps: Seq[Result | None] = (), start: Seq[tuple[int, int] | None] = ()) -> str:
+def instrument(
+    results: Seq[Result],
+    maps: Seq[Result | None] = (),
+    start: Seq[tuple[int, int] | None] = (),
+    memory: str = MEMORY,
+) -> str:
     """The data of a page: JSON, squeezed.
 
     Args:
         results: One result a model.
         maps: For each of them a result with attention maps of a few of its prompts; its own by default.
         start: For each of them the layer and head that are shown first; the first of all by default.
+        memory: What each table may take.
     """
     beside = [*maps, *[None] * (len(results) - len(maps))]
     first = [*start, *[None] * (len(results) - len(start))]
     models = [
-        {"name": name} | model_data(result, beside[i] or result, first[i])
+        {"name": name} | model_data(result, beside[i] or result, first[i], memory)
         for i, (name, result) in enumerate(zip(captions(results), results, strict=True))
     ]
     return squeezed(json.dumps({"models": models}, separators=(",", ":"), allow_nan=False))
 
 
-def model_data(result: Result, maps: Result, start: tuple[int, int] | None = None) -> dict[str, Any]:
+def model_data(
+    result: Result, maps: Result, start: tuple[int, int] | None = None, memory: str = MEMORY
+) -> dict[str, Any]:
     """What the page holds of one model.
 
     Args:
         result: Its result.
         maps: Where its attention maps are.
         start: The layer and head that are shown first.
+        memory: What each table may take.
     """
     names = head_quantities(result)
     layers, heads = _layers_and_heads(result, names)
     model = {"conditions": result.conditions, "layers": layers, "heads": heads}
-    on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in result.datasets.items()})
-    found = [head_values(result, name, layers, heads) for name in names]
+    by_position = {name: data for name, data in result.datasets.items() if name in ("sequences", NAME)}
+    on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
+    found = [head_values(result, name, layers, heads, memory) for name in names]
     return model | {
         "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
         "quantities": [quantity for quantity in found if quantity["values"]],

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import changes, picture, sentence
+from mechattn.pages.head_values import check_memory
 from mechattn.pages.instrument import instrument
 from mechattn.pages.scripts import packed_script, page_script, template
 from mechattn.pages.sections import Section, citation, drawn_section, prompt_section
-from mechattn.pages.verdicts import VERDICT_COLUMNS, explained, flat, strip_words, verdict_rows, verdicts
+from mechattn.pages.verdicts import VERDICT_COLUMNS, Verdicts, explained, flat, strip_words, verdict_rows, verdicts
 from mechattn.render.html import check_page_place, save_page
 from mechattn.render.received_figures import listed_or_chosen, received_attention
 from mechattn.render.theme import model_caption
 from mechattn.render.view import Script, View
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 
 
 def page(
@@ -30,6 +32,7 @@ def page(
     force: bool = False,
     *,
     choose: int = 3,
+    memory: str = MEMORY,
 ) -> Path:
     """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 
@@ -41,6 +44,7 @@ def page(
         force: Replace a file that mechattn did not write.
         choose: The number of heads to choose by the largest change on one half of the prompts and show on the other.
             Without ``positions="prompts"`` in the run, the first heads are shown.
+        memory: What each table and figure may take, as for ``result.compare``.
 
     Raises:
         MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
@@ -49,7 +53,7 @@ def page(
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
     options = [{"layer": layer, "condition": name} | which for name in names]
     figures = [(received_attention, some) for some in options]
-    return results_page([result], path, figures, force=force)
+    return results_page([result], path, figures, force=force, memory=memory)
 
 
 def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
@@ -69,7 +73,8 @@ def browse(result: Result, maps: Result | None = None) -> View:
         result: A result.
         maps: A result with attention maps of a few prompts; ``result`` itself by default.
     """
-    parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), [result], [], maps=[maps])
+    known = [Verdicts(result)]
+    parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), known, [], maps=[maps])
     body = _environment().get_template("main.html.j2").render(parts)
     scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
 <script type="module">{parts["script"]}</script>"""
@@ -88,6 +93,7 @@ def write_page(
     maps: Seq[Result | None] = (),
     start: Seq[tuple[int, int] | None] = (),
     lead: tuple[str, Mapping[str, Any]] | None = None,
+    memory: str = MEMORY,
 ) -> Path:
     """Write one HTML file that makes no network requests; its content security policy forbids them.
 
@@ -102,11 +108,13 @@ def write_page(
         maps: For each result one with attention maps of a few of its prompts; its own by default.
         start: For each result the layer and head that are shown first.
         lead: What stands first in place of the picture: a template of this room, and what it is filled with.
+        memory: What each table may take, as for ``result.compare``.
 
     Raises:
         OutputError: It cannot be written, or would replace a file that mechattn did not write (not with ``force``).
     """
-    parts = _parts(title, subtitle, results, sections, command, maps, start)
+    known = [Verdicts(result, memory) for result in results]
+    parts = _parts(title, subtitle, known, sections, command, maps, start, memory)
     if lead is not None:
         parts["lead"] = _environment().get_template(lead[0]).render(lead[1])
     return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
@@ -121,16 +129,18 @@ def _environment() -> Any:
 def _parts(
     title: str,
     subtitle: str,
-    results: Seq[Result],
+    known: Seq[Verdicts],
     sections: Seq[Section],
     command: str = "",
     maps: Seq[Result | None] = (),
     start: Seq[tuple[int, int] | None] = (),
+    memory: str = MEMORY,
 ) -> dict[str, Any]:
     """What the templates are filled with."""
     from mechattn import __version__
 
-    rows = changes(results)
+    results = [each.result for each in known]
+    rows = changes(results, known)
     needed: dict[Script, bool] = {
         "plotly": any(section.figure or section.script == "plotly" for section in sections),
         "circuitsvis": any(section.script == "circuitsvis" for section in sections),
@@ -142,12 +152,12 @@ def _parts(
         "style": template("page.css"),
         "script": page_script(),
         "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
-        "data": instrument(results, maps, start),
+        "data": instrument(results, maps, start, memory),
         "answer": sentence(rows),
         "picture": picture(rows),
-        "verdicts": [words for result in results for words in verdicts(result)],
+        "verdicts": [words for each in known for words in verdicts(each.result, each)],
         "verdict_columns": VERDICT_COLUMNS,
-        "verdict_rows": [row for result in results for row in verdict_rows(result)],
+        "verdict_rows": [row for each in known for row in verdict_rows(each.result, each)],
         "strips": [strip_words(result) for result in results],
         "sections": sections,
         "citation": citation(title, results),
@@ -163,6 +173,7 @@ def results_page(
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
+    memory: str = MEMORY,
 ) -> Path:
     """A page of some results: each figure for each of them, or once where it shows several models side by side.
 
@@ -173,18 +184,23 @@ def results_page(
         command: What was typed.
         missing: Takes a sentence for each figure that cannot be drawn; without it such a figure is an error.
         force: Replace a file that mechattn did not write.
+        memory: What each table and figure may take, as for ``result.compare``.
+
+    Raises:
+        MemoryOptionError: A layer of some quantity takes more; nothing was read.
     """
+    for result in results:
+        check_memory(result, memory)
     of_one = [one for one in figures if not _of_many(one[0])]
     of_many = [one for one in figures if _of_many(one[0])]
     sections: list[Section] = []
     for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn(of_one, result, command, missing)
-    sections += _drawn(of_many, list(results), command, missing)
+        sections += _drawn(of_one, result, command, missing, memory)
+    sections += _drawn(of_many, list(results), command, missing, memory)
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    return write_page(
-        path, title, _about(results), results, sections, command, force, start=[_first_shown(figures)] * len(results)
-    )
+    start = [_first_shown(figures)] * len(results)
+    return write_page(path, title, _about(results), results, sections, command, force, start=start, memory=memory)
 
 
 def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
@@ -209,12 +225,15 @@ def _drawn(
     of: Result | Seq[Result],
     command: str,
     missing: list[str] | None,
+    memory: str,
 ) -> Iterator[Section]:
     for draw, options in figures:
         try:
             with explained([of] if isinstance(of, Result) else of):
-                made = drawn_section(draw, of, options, command)
+                made = drawn_section(draw, of, options, command, memory)
             yield made
+        except MemoryOptionError:
+            raise
         except OptionError as error:
             if missing is None:
                 raise

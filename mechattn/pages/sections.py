@@ -16,6 +16,7 @@ from mechattn.render.theme import model_caption
 from mechattn.render.view import View, in_script
 from mechattn.render.words import choice_words, said
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 
 Row = tuple[str, str]
 
@@ -63,7 +64,11 @@ def prompt_section(result: Result, condition: str | None = None) -> Section:
 
 
 def drawn_section(
-    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = ""
+    draw: Callable,
+    results: Result | Seq[Result],
+    options: Mapping[str, Any],
+    command: str = "",
+    memory: str = MEMORY,
 ) -> Section:
     """A figure as a section: what it shows is what the function that drew it says of itself.
 
@@ -72,8 +77,10 @@ def drawn_section(
         results: The result, or results, that it is of.
         options: Its other arguments.
         command: What was typed.
+        memory: What the figure may take, where it goes through all prompts.
     """
-    figure = draw(results, **options)
+    streams = "memory" in inspect.signature(draw).parameters
+    figure = draw(results, **({"memory": memory} if streams else {}) | dict(options))
     of = [results] if isinstance(results, Result) else list(results)
     under = figure.layout.title.text.partition("<br>")[2]  # the first line is the section's heading
     title = as_heading(figure.layout.title.text)
@@ -85,7 +92,7 @@ def drawn_section(
         note = _received_note(of[0], alone=shown == BASELINE)
         choose = options.get("choose")
         if isinstance(choose, int) and shown != BASELINE:
-            note += f" {choice_words(of[0], shown, options['layer'], choose)}".rstrip()
+            note += f" {choice_words(of[0], shown, options['layer'], choose, memory)}".rstrip()
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     return Section(

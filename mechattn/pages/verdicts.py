@@ -9,12 +9,14 @@ from typing import Any
 
 from mechattn.analysis.registry import ANALYSES
 from mechattn.engine.collect import lacking
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.sections import time_words
-from mechattn.render.received_figures import matched_control, verdict_words
+from mechattn.render.received_figures import matched_control, stated
 from mechattn.render.theme import model_caption
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
+from mechattn.stats.comparison import Verdict
 
 VERDICT_COLUMNS = (
     "model", "condition", "question attention, change", "under uniform attention", "heads further and less far",
@@ -22,28 +24,68 @@ VERDICT_COLUMNS = (
 )  # fmt: skip
 
 
-def verdicts(result: Result) -> list[str]:
+class Verdicts:
+    """The verdicts of a result, each of which is computed once.
+
+    Args:
+        result: A result.
+        memory: As for ``result.verdict``.
+    """
+
+    def __init__(self, result: Result, memory: str = MEMORY) -> None:
+        self.result, self._memory = result, memory
+        self._found: dict[str, Verdict | OptionError] = {}
+
+    def of(self, condition: str) -> Verdict:
+        """The verdict on a condition.
+
+        Raises:
+            OptionError: What ``result.verdict`` refuses.
+        """
+        if condition not in self._found:
+            try:
+                self._found[condition] = self.result.verdict(condition, memory=self._memory)
+            except MemoryOptionError:
+                raise
+            except OptionError as error:
+                self._found[condition] = error
+        found = self._found[condition]
+        if isinstance(found, OptionError):
+            raise found
+        return found
+
+
+def verdicts(result: Result, known: Verdicts | None = None) -> list[str]:
     """A sentence for each condition, where received attention was measured; a control comes with what it matches."""
     if "received_attention" not in result.datasets:
         return []
+    known = known or Verdicts(result)
     try:
         with explained([result]):
-            return [
-                f"{model_caption(result)}: {verdict_words(result, name, control=matched_control(result, name))}"
-                for name in result.conditions[1:]
-            ]
+            return [f"{model_caption(result)}: {_sentence(known, name)}" for name in result.conditions[1:]]
+    except MemoryOptionError:
+        raise
     except OptionError as error:  # too few prompts for an interval, or no question in every prompt
         return [f"{model_caption(result)}: no verdict, since {error}."]
 
 
-def verdict_rows(result: Result) -> list[tuple[str, ...]]:
+def _sentence(known: Verdicts, name: str) -> str:
+    control = matched_control(known.result, name)
+    beside = None if control is None else known.of(control)
+    return stated(known.result, name, known.of(name), "question", control, beside)
+
+
+def verdict_rows(result: Result, known: Verdicts | None = None) -> list[tuple[str, ...]]:
     """The same as rows of a table with the columns ``VERDICT_COLUMNS``, for pages of several models."""
     model = model_caption(result)
     if "received_attention" not in result.datasets:
         return []
+    known = known or Verdicts(result)
     try:
         with explained([result]):
-            found = {name: result.verdict(name) for name in result.conditions[1:]}
+            found = {name: known.of(name) for name in result.conditions[1:]}
+    except MemoryOptionError:
+        raise
     except OptionError as error:
         return [(model, "", f"no verdict, since {error}", "", "", "")]
     return [

@@ -12,9 +12,10 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 from mechattn.stats.intervals import Interval, t_interval
 
 if TYPE_CHECKING:
@@ -137,7 +138,11 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
 
 
 def agreement(
-    results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
+    results: Seq[Result] | Result,
+    condition: str,
+    conditions: Seq[str] | None = None,
+    layer: int = 0,
+    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
 
@@ -146,6 +151,7 @@ def agreement(
         condition: The condition to compare the others with, such as "slash".
         conditions: The others; all by default.
         layer: The layer, from 0.
+        memory: As for ``result.agreement``.
     """
     import plotly.graph_objects as go
 
@@ -155,7 +161,7 @@ def agreement(
         raise OptionError(f"there is no condition to compare with {condition!r}; run at least one more")
     figure, said = go.Figure(), []
     for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
-        table = result.agreement(condition, others[0], controls=others[1:])
+        table = result.agreement(condition, others[0], controls=others[1:], memory=memory)
         table = table[table.layer == layer]
         made = table[["cosine", "low", "high"]].to_numpy()
         place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)

@@ -11,7 +11,10 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, faint, model_caption
 from mechattn.render.words import count_words, mean_words, over_units, says
+from mechattn.results.layer_blocks import layers_of
+from mechattn.results.prompt_blocks import prompt_means
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 from mechattn.stats.intervals import t_interval
 
 if TYPE_CHECKING:
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 NAME = "affine_shift"
 
 
-def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
+def scale_by_layer(
+    result: Result, condition: str | None = None, segment: str = "question", memory: str = MEMORY
+) -> go.Figure:
     """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
 
     Thin lines are heads, sorted within each layer so that they don't cross. Bars are 95 % t intervals over prompts of
@@ -31,6 +36,7 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
         result: A result with ``AffineShift``.
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment of the queries.
+        memory: As for ``result.compare``.
     """
     from plotly.subplots import make_subplots
 
@@ -40,16 +46,17 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     figure = make_subplots(
         1, 2, subplot_titles=["attention left to the original keys (λ)", "what λ · output + Σσ misses"]
     )
-    heads = np.sort(at.scale.mean("prompt").transpose("layer", "head").values, axis=1)
+    means = [part.mean("prompt").transpose("layer", "head").values for part in layers_of(at.scale, memory)]
+    heads = np.sort(np.concatenate(means), axis=1)
     for line in heads.T:
         figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
                            line=dict(width=0.7, color=faint(WITH, 0.45)))  # fmt: skip
-    _bars(figure, result, layers, at.scale.mean("head"), "λ, mean of the heads", WITH, 1)
+    _bars(figure, result, layers, prompt_means(at.scale, ["head"], memory), "λ, mean of the heads", WITH, 1)
     uniform = at.scale_uniform.mean("prompt").transpose("layer").values
     dotted = dict(dash="dot", color=WITHOUT)
     figure.add_scatter(x=layers, y=uniform, row=1, col=1, name="λ, uniform attention", mode="lines", line=dotted)
-    _bars(figure, result, layers, at.relative_error.mean("head"), "relative output error", THIRD, 2)
-    _bars(figure, result, layers, at.total_variation.mean("head"), "total variation", OTHERS[1], 2)
+    _bars(figure, result, layers, prompt_means(at.relative_error, ["head"], memory), "relative output error", THIRD, 2)
+    _bars(figure, result, layers, prompt_means(at.total_variation, ["head"], memory), "total variation", OTHERS[1], 2)
     figure.update_xaxes(title_text="layer", dtick=1 if len(layers) <= 16 else None)
     figure.update_yaxes(rangemode="tozero")
     words = f"{condition}, {segment} queries, n = {count_words(result)}"
@@ -60,25 +67,26 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     )
     return says(
         figure,
-        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "
-        f"{mean_words(result, at.scale_uniform)} under uniform attention; the affine form misses "
-        f"{mean_words(result, at.relative_error)} of the output's norm.",
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale, memory=memory)}, "
+        f"{mean_words(result, at.scale_uniform, memory=memory)} under uniform attention; the affine form misses "
+        f"{mean_words(result, at.relative_error, memory=memory)} of the output's norm.",
     )
 
 
-def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
+def shift_rank(result: Result, conditions: Seq[str] | None = None, memory: str = MEMORY) -> go.Figure:
     """Plot the share of the shift Σσ along its first direction by layer, as a mean over heads, for each condition.
 
     Args:
         result: A result with ``AffineShift``.
         conditions: The conditions; all but the baseline by default.
+        memory: As for ``result.compare``.
     """
     import plotly.graph_objects as go
 
     names = [name for name in result.conditions if name != BASELINE] if conditions is None else list(conditions)
     if not names:
         raise OptionError("the baseline has no shift; run a condition that inserts tokens")
-    share = result[NAME].shift_rank_one_share.mean("head")
+    share = prompt_means(result[NAME].shift_rank_one_share, ["head"], memory)
     figure = go.Figure()
     for name, colour in zip(names, (WITH, THIRD, WITHOUT, *OTHERS) * 4, strict=False):
         values = share.sel(condition=result.condition(name))

@@ -11,8 +11,10 @@ import numpy as np
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, headed, model_caption, quantity_words
 from mechattn.render.words import change_words, count_words, percent, says
-from mechattn.results.compare import overall_change
+from mechattn.results.compare import t_changes
+from mechattn.results.overall import overall_change
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def change_map(
-    result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
+    result: Result,
+    condition: str | None = None,
+    quantity: str = "received",
+    segment: str = "question",
+    memory: str = MEMORY,
 ) -> go.Figure:
     """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
 
@@ -32,11 +38,12 @@ def change_map(
         condition: The condition; the first that isn't the baseline by default.
         quantity: The quantity, as for ``result.compare``.
         segment: The segment that it is about.
+        memory: As for ``result.compare``.
     """
     import plotly.graph_objects as go
 
     condition = result.condition(condition)
-    table = result.compare(condition, quantity=quantity, segment=segment)
+    table = t_changes(result, condition, quantity, segment, memory)
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any())
@@ -115,6 +122,7 @@ def sweep(
     quantity: str = "received",
     segment: str = "question",
     layer: int | None = None,
+    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the change of a quantity over the values of a swept option, with 95 % intervals and the null.
 
@@ -124,6 +132,7 @@ def sweep(
         quantity: A positive quantity.
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
+        memory: As for ``result.compare``.
 
     Raises:
         OptionError: No condition of the result is named after the option.
@@ -143,7 +152,7 @@ def sweep(
     for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
         numeric = all(value.lstrip("-").isdigit() for value in named)
         x = [int(value) for value in named] if numeric else list(named)
-        changes = [overall_change(result, name, quantity, segment, layer) for name in named.values()]
+        changes = [overall_change(result, name, quantity, segment, layer, memory=memory) for name in named.values()]
         start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, so nothing changed
         _interval_line(
             figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour
@@ -156,7 +165,9 @@ def sweep(
     _finish(figure, result, f"{quantity_words(quantity, segment)}, by {option}", layer)
     figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
     ends = [list(named.items())[-1] for named in lines.values()]
-    return says(figure, *(f"{name}: {change_words(result, name, quantity, segment, layer)}." for _, name in ends))
+    return says(
+        figure, *(f"{name}: {change_words(result, name, quantity, segment, layer, memory=memory)}." for _, name in ends)
+    )
 
 
 def two_by_two(
@@ -165,6 +176,7 @@ def two_by_two(
     quantity: str = "received",
     segment: str = "question",
     layer: int | None = None,
+    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the change of a quantity in a condition and its variants, with 95 % intervals and nulls.
 
@@ -177,18 +189,19 @@ def two_by_two(
         quantity: A positive quantity.
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
+        memory: As for ``result.compare``.
     """
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    changes = [overall_change(result, name, quantity, segment, layer) for name in conditions]
+    changes = [overall_change(result, name, quantity, segment, layer, memory=memory) for name in conditions]
     _interval_line(figure, list(conditions), [change for change, _ in changes], "measured", WITH, mode="markers")
     if all(null is not None for _, null in changes):
         nulls = [100 * float(null.estimate) for _, null in changes if null is not None]
         marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
         figure.add_scatter(x=list(conditions), y=nulls, mode="markers", name="uniform attention", marker=marker)
     _finish(figure, result, quantity_words(quantity, segment), layer)
-    said = [f"{name} {change_words(result, name, quantity, segment, layer)}" for name in conditions]
+    said = [f"{name} {change_words(result, name, quantity, segment, layer, memory=memory)}" for name in conditions]
     return says(figure, "; ".join(said) + ".")
 
 
@@ -212,7 +225,8 @@ def _interval_line(
 def _n(table: pd.DataFrame) -> str:
     """The number of prompts, or of groups of prompts, that a table is over."""
     unit = table.attrs["unit"]
-    return str(table.n.iloc[0]) if unit == "prompts" else f"{table.n.iloc[0]} {unit}"
+    n = str(table.n.iloc[0]) if unit == "prompts" else f"{table.n.iloc[0]} {unit}"
+    return f"{n}, tested by {table.attrs['resampled']}" if "resampled" in table.attrs else n
 
 
 def _finish(figure: go.Figure, result: Result, what: str, layer: int | None) -> None:

@@ -14,6 +14,7 @@ from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_cap
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.results.units import units_of
 from mechattn.stats.intervals import t_interval_of_moments
@@ -22,6 +23,8 @@ from mechattn.stats.moments import Moments
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
+
+    from mechattn.stats.comparison import Verdict
 
 NAME = "received_attention"
 
@@ -34,6 +37,7 @@ def received_attention(
     *,
     choose: int | None = None,
     one_based: bool = False,
+    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
@@ -51,6 +55,7 @@ def received_attention(
             used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
+        memory: As for ``result.compare``.
 
     Raises:
         OptionError: There is no such layer, head or condition, or heads cannot be chosen.
@@ -88,10 +93,12 @@ def received_attention(
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
-    return says(figure, _in_words(result, condition, layer, heads, shown, one_based))
+    return says(figure, _in_words(result, condition, layer, heads, shown, one_based, memory))
 
 
-def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
+def _in_words(
+    result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool, memory: str
+) -> str:
     """The sentence under the figure; empty if there is no change to report."""
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
     of = f"Attention received by the question's tokens in {which}"
@@ -99,7 +106,7 @@ def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], promp
         at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
         mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
         return f"{of}: {mean}, {len(prompts)} prompts; {_uniform_words(at)}."
-    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts)
+    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts, memory=memory)
     return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
 
 
@@ -167,7 +174,11 @@ def choose_heads(result: Result, layer: int, count: int, condition: str, prompts
 
 
 def verdict_words(
-    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
+    result: Result,
+    condition: str | None = None,
+    segment: str = "question",
+    control: str | None = None,
+    memory: str = MEMORY,
 ) -> str:
     """State the change of a segment's received attention and its uniform null in one sentence.
 
@@ -176,13 +187,24 @@ def verdict_words(
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment that receives attention.
         control: A condition to compare with, such as a random sentence of equal length.
+        memory: As for ``result.verdict``.
 
     Raises:
         OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
     """
     condition = result.condition(condition)
-    verdict = result.verdict(condition, segment)
-    beside = "" if control is None else _control_words(result, control, segment)
+    of_control = None if control is None else result.verdict(control, segment, memory=memory)
+    verdict = result.verdict(condition, segment, memory=memory)
+    return stated(result, condition, verdict, segment, control, of_control)
+
+
+def stated(
+    result: Result, condition: str, verdict: Verdict, segment: str, control: str | None, of_control: Verdict | None
+) -> str:
+    """The sentence of a verdict, beside that of a control."""
+    beside = ""
+    if of_control is not None:
+        beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
     beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
@@ -202,20 +224,16 @@ def matched_control(result: Result, condition: str) -> str | None:
     if _is_random_sentence(result, condition):
         return None
     for name in result.conditions:
-        same = np.array_equal(origin.sel(condition=name).values, origin.sel(condition=condition).values)
-        if name != condition and same and _is_random_sentence(result, name):
-            return name
+        if name != condition and _is_random_sentence(result, name):
+            pair = [origin.sel(condition=of).values for of in (name, condition)]
+            if np.array_equal(*pair):
+                return name
     return None
 
 
 def _is_random_sentence(result: Result, name: str) -> bool:
     about = stored_condition(result, name)
     return about.inserts_only and about.kind == "RandomSentence"
-
-
-def _control_words(result: Result, control: str, segment: str) -> str:
-    change = result.verdict(control, segment).change
-    return f", {percent_words(change)} with the matched control “{control}”"
 
 
 def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[list[int], int | None]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.plain import with_plain_names
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
+from mechattn.results.prompt_blocks import prompt_means
 from mechattn.results.result import Result
+from mechattn.results.size import MEMORY
 from mechattn.results.units import units_in, units_of
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
 
@@ -60,9 +62,9 @@ def count_words(result: Result) -> str:
     return units_of(result, result["sequences"].sizes["prompt"]).words
 
 
-def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
+def mean_words(result: Result, values: xr.DataArray, units: str = "", memory: str = MEMORY) -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    each = over_units(result, values.mean([dim for dim in values.dims if dim != "prompt"]))
+    each = over_units(result, prompt_means(values, [str(dim) for dim in values.dims if dim != "prompt"], memory))
     if len(each) < FEWEST:
         return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
     return number_words(t_interval(each), units)
@@ -76,6 +78,7 @@ def change_words(
     layer: int | None = None,
     heads: Seq[int] | None = None,
     prompts: np.ndarray | None = None,
+    memory: str = MEMORY,
 ) -> str:
     """The relative change of a quantity from the baseline with its interval, and that of its null; "" if it has none.
 
@@ -87,21 +90,26 @@ def change_words(
         layer: One layer; the mean over all by default.
         heads: Some heads; the mean over all by default.
         prompts: Some prompts; all by default.
+        memory: As for ``result.compare``.
     """
     if condition == BASELINE:
         return ""
     try:
-        change, null = overall_change(_part(result, heads, prompts), condition, quantity, segment, layer)
+        change, null = overall_change(_part(result, heads, prompts), condition, quantity, segment, layer, memory=memory)
+    except MemoryOptionError:
+        raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
     beside = "" if null is None else f" (uniform attention: {percent(null.estimate)})"
     return percent_words(change) + beside
 
 
-def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
+def choice_words(result: Result, condition: str, layer: int, choose: int, memory: str = MEMORY) -> str:
     """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
     try:
-        table = result.stability(condition, choose=choose, layer=layer)
+        table = result.stability(condition, choose=choose, layer=layer, memory=memory)
+    except MemoryOptionError:
+        raise
     except OptionError:  # too few prompts, or every head is chosen
         return ""
     shared, chance = float(table.jaccard[0]), float(table.by_chance[0])

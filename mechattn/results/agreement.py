@@ -9,6 +9,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.results.prompt_blocks import of_prompts
 from mechattn.results.units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit, Units
@@ -31,6 +32,7 @@ def agreement(
     controls: Seq[str] | None,
     unit: Unit,
     level: float,
+    memory: str,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
     import pandas as pd
@@ -48,9 +50,10 @@ def agreement(
     units.refuse_below(FEWEST)
     if controls is None:
         controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
-    ours = _cosine(product, one, other, over)
-    tables = [_rows(one, other, product, ours, ours, units, level)]
-    tables += [_rows(one, name, product, _cosine(product, one, name, over), ours, units, level) for name in controls]
+    cosines = _cosines(product, one, [other, *controls], over, memory)
+    tables = [
+        _rows(one, name, product, cosine, cosines[0], units, level) for name, cosine in zip([other, *controls], cosines)
+    ]
     made = pd.concat(tables, ignore_index=True)
     made.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
     return made
@@ -62,7 +65,16 @@ def _product(result: Result, quantity: str) -> xr.DataArray:
     dataset, variable, analysis = QUANTITIES[quantity]
     if dataset not in result.datasets:
         raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.{analysis}]")
-    return result[dataset][variable].astype(np.float64).transpose("prompt", "layer", "condition", "other_condition")
+    return result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
+
+
+def _cosines(product: xr.DataArray, one: str, others: Seq[str], over: str, memory: str) -> list[np.ndarray]:
+    """That of each pair [prompt, layer], some prompts at a time."""
+    parts = []
+    for some in of_prompts(product, memory):
+        here = some.astype(np.float64)
+        parts.append([_cosine(here, one, name, over) for name in others])
+    return [np.concatenate(found) for found in zip(*parts, strict=True)]
 
 
 def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:

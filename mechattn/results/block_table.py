@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mechattn.results.differences import Differences, Scale, check_cells
-from mechattn.stats.paired import Paired, PairedStream, enough
+from mechattn.results.differences import Differences, Scale, check_cells, refuse_no_cells
+from mechattn.stats.bags import ALONE, Bags
+from mechattn.stats.paired import Paired, PairedStream
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Blocks:
         level: Of the intervals.
         resamples: As for ``Result.compare``.
         seed: As for ``Result.compare``.
+        bootstrap: Whether intervals by the bootstrap are asked for.
+        seen: Called with each block that is shown, and which layers it is of.
     """
 
     made: Callable[[slice], Differences]
@@ -38,6 +41,8 @@ class Blocks:
     level: float
     resamples: int
     seed: int
+    bootstrap: bool = True
+    seen: Callable[[Differences, slice], None] | None = None
 
     def table(self, quantity: str, finding: np.ndarray, shown: np.ndarray, halves: bool) -> BlockTable:
         """The table of the units that are shown; with ``halves`` of the cells that are found on the others.
@@ -47,43 +52,30 @@ class Blocks:
         """
         masks = None
         if halves:
-            found = self._gone_through(finding, None)
+            found = replace(self, bootstrap=False, seen=None)._gone_through(quantity, finding, None)
             masks = _taken_apart(found.numbers.q < 0.05, found.cells)
-        made = self._gone_through(shown, masks)
+        made = self._gone_through(quantity, shown, masks)
         check_cells(quantity, made.last.scale, sum(mask.size for mask in made.cells), made.left_out, 4)
         return made
 
-    def _gone_through(self, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:
-        """Once; twice where enough cells are left out for fewer patterns of signs to suffice."""
-        expected = self._cells(self.made(self.layers[0])) if masks is None else sum(int(mask.sum()) for mask in masks)
-        made = self._pass(some, masks, expected)
-        tests = len(made.numbers.p)
-        if enough(self.resamples, tests) != enough(self.resamples, expected):
-            made = self._pass(some, masks, tests)
-        return made
-
-    def _cells(self, first: Differences) -> int:
-        """How many there are if none is left out."""
-        per_layer = first.cells.size // len(first.cells)
-        return per_layer * (self.layers[-1].stop - self.layers[0].start)
-
-    def _pass(self, some: np.ndarray, masks: Seq[np.ndarray] | None, tests: int) -> BlockTable:
-        stream = PairedStream(len(some), tests, self.level, self.resamples, self.seed)
-        rows, cells, left_out = [], [], []
-        for number, made in enumerate(self._blocks()):
-            chosen = made.cells if masks is None else masks[number]
-            stream.add(*tested(made, self.units, chosen, some))
-            rows.append(means_of(made, self.units, chosen, some))
-            cells.append(chosen)
-            left_out += made.left_out
-            last = made
+    def _gone_through(self, quantity: str, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:
+        """All blocks: statistics of some units, of all cells or of chosen ones."""
         import pandas as pd
 
-        return BlockTable(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, light(last))
-
-    def _blocks(self) -> Iterator[Differences]:
-        for some in self.layers:
-            yield self.made(some)
+        stream = PairedStream(len(some), self.level, self.resamples, self.seed, self.bootstrap)
+        rows, cells, left_out = [], [], []
+        for number, layers in enumerate(self.layers):
+            made = self.made(layers)
+            wanted = made.cells if masks is None else masks[number]
+            stream.add(*tested(made, self.units, wanted, some))
+            rows.append(means_of(made, self.units, wanted, some, len(self.layers) > 1))
+            cells.append(wanted)
+            left_out += made.left_out
+            if self.seen is not None:
+                self.seen(made, layers)
+        refuse_no_cells(quantity, made.scale, sum(mask.size for mask in cells), left_out)
+        means = rows[0] if len(rows) == 1 else pd.concat(rows, ignore_index=True)
+        return BlockTable(means, stream.made(), cells, left_out, light(made), stream.bags)
 
 
 @dataclass(frozen=True)
@@ -96,13 +88,15 @@ class BlockTable:
         cells: Which cells of each block are there.
         left_out: The names of those that have no difference.
         last: The last block, without its numbers.
+        bags: What was resampled in place of units, where these are many.
     """
 
     means: pd.DataFrame
     numbers: Paired
     cells: list[np.ndarray]
     left_out: list[str]
-    last: Light = field(repr=False)
+    last: Light
+    bags: Bags | None
 
 
 @dataclass(frozen=True)
@@ -133,19 +127,30 @@ def tested(
     made: Differences, units: Units, cells: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """Differences of some cells over some units, what the null expects, and what counts as 0."""
-    each = units.means(made.difference.values)[some][:, cells]
-    expected = None if made.expected is None else units.means(made.expected)[some][:, cells]
+    each = chosen(units.means(made.difference.values), some, cells)
+    expected = None if made.expected is None else chosen(units.means(made.expected), some, cells)
     return each, expected, made.rounding(units, some)[cells]
 
 
-def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray) -> pd.DataFrame:
-    """One row a cell: its coordinates, and the means."""
+def chosen(values: np.ndarray, some: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Some units and cells [unit, cell] of values [unit, *cells]; no copy where units are many and all are chosen."""
+    if len(some) == len(values) > ALONE and cells.all():
+        return np.ascontiguousarray(values).reshape(len(values), -1)
+    return values[some][:, cells]
+
+
+def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray, part: bool) -> pd.DataFrame:
+    """One row a cell: its coordinates, and the means; ``part`` of the cells alone."""
     import pandas as pd
 
     index = np.argwhere(cells)
     labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
-    each = (("value", made.ours), ("reference", made.theirs))
-    return pd.DataFrame(labels | {name: units.means(of.values)[shown][:, cells].mean(0) for name, of in each})
+    means = {}
+    for name, of in (("value", made.ours), ("reference", made.theirs)):
+        each = chosen(units.means(of.values), shown, cells)
+        alone = part and each.shape[1] == 1  # numpy sums a column that stands alone in another order
+        means[name] = (np.repeat(each, 2, axis=1) if alone else each).mean(0)[: each.shape[1]]
+    return pd.DataFrame(labels | means)
 
 
 def as_table(means: pd.DataFrame, numbers: Paired, scale: str) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -9,21 +10,20 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.results.block_table import Blocks, BlockTable, as_table, light, means_of, tested
-from mechattn.results.differences import Differences, Scale, aligned, differences
+from mechattn.results.block_table import Blocks, BlockTable, as_table
+from mechattn.results.differences import Differences, Scale, check_cells, differences, in_both
 from mechattn.results.layer_blocks import layer_blocks, of_layers
-from mechattn.results.quantities import Null, check_layer, variable_of
-from mechattn.results.random_null import beside_random, check_random
+from mechattn.results.quantities import Null, absent, check_layer, variable_of
+from mechattn.results.random_null import BesideRandom, check_random
 from mechattn.results.units import shared_units, units_of
-from mechattn.stats.comparison import relative_change
-from mechattn.stats.intervals import FEWEST, Interval
-from mechattn.stats.paired import EXACT, Paired, enough, paired, without_rounding
+from mechattn.stats.bags import Bags
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import EXACT, RESAMPLES, enough, without_rounding
 from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
     from mechattn.results.result import Result
 
@@ -48,8 +48,12 @@ def compare(
     seed: int,
     random: Seq[Result] | None = None,
     memory: str = "2GiB",
+    bootstrap: bool = True,
 ) -> pd.DataFrame:
-    """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments."""
+    """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments.
+
+    Without ``bootstrap`` its intervals are NaN, and all else is as it would be.
+    """
     _check_options(select, level, null, scale)
     other = result if other is None else other
     _check_prompts(result, other)
@@ -57,61 +61,78 @@ def compare(
         check_random(random, result, other, (condition, to))
     if matched:
         _check_lengths(result, condition, other, to)
-    layers = layer_blocks(result, quantity, by, segment, memory, resamples, resamples)
-    if random is not None and len(layers) > 1:
-        raise OptionError(f"random=… needs all layers at once: give more than memory={memory!r}")
-
-    def differing(some: slice) -> Differences:
-        cut = of_layers(result, some)
-        theirs = cut if other is result else of_layers(other, some)
-        return differences(cut, condition, theirs, to, quantity, by, segment, null, scale, part=True)
-
+    layers = layer_blocks(result, quantity, by, segment, memory, resamples if bootstrap else 0, resamples)
+    differing = _differing(result, condition, other, to, quantity, by, segment, null, scale, layers)
     units = shared_units(result, other, variable_of(result, quantity, by).sizes["prompt"], unit)
     finding, shown = _halves(units, select)
-    if len(layers) == 1:
-        made = differences(result, condition, other, to, quantity, by, segment, null, scale)
-        found = _at_once(made, units, finding, shown, select, (level, resamples, seed))
-    else:
-        blocks = Blocks(differing, layers, units, level, resamples, seed)
-        found = blocks.table(quantity, finding, shown, select == "half")
+    beside = None if random is None else BesideRandom(random, condition, to, quantity, by, segment, units, shown)
+    blocks = Blocks(differing, layers, units, level, resamples, seed, bootstrap, None if beside is None else beside.see)
+    found = blocks.table(quantity, finding, shown, select == "half")
     table = as_table(found.means, found.numbers, found.last.scale)
     asked = dict(condition=condition, to=to, quantity=quantity, segment=segment or "all", select=select or "none")
     models = ", ".join(sorted({_model(result), _model(other)}))
     table.attrs = {**asked, "level": level, "resamples": resamples, "seed": seed, "models": models}
     table.attrs |= _about(found, units, resamples)
-    if random is None:
-        return table
-
-    def change(draw: Result) -> xr.DataArray:
-        return differences(draw, condition, draw, to, quantity, by, segment, scale=made.scale).difference
-
-    return beside_random(table, random, made, change, units, shown, found.cells[0])
+    return table if beside is None else beside.table(table, np.concatenate(found.cells))
 
 
-def _at_once(
-    made: Differences, units: Units, finding: np.ndarray, shown: np.ndarray, select: str | None, how: tuple
-) -> BlockTable:
-    """The table of all cells as one block; ``how`` has level, resamples and seed."""
-    cells = made.cells.copy()
-    if select == "half":
-        cells[cells] = _found(made, units, cells, finding, *how).q < 0.05
-    numbers = _found(made, units, cells, shown, *how)
-    return BlockTable(means_of(made, units, cells, shown), numbers, [cells], made.left_out, light(made))
+def t_changes(
+    result: Result, condition: str, quantity: str, segment: str, memory: str, reference: Result | None = None
+) -> pd.DataFrame:
+    """The table of ``result.compare(condition, quantity=quantity, segment=segment)`` without bootstrap intervals.
+
+    ``reference``: the result that the baseline is taken from; the same one by default.
+    """
+    return compare(
+        result, condition, BASELINE, quantity, "segment", segment, reference, None, True, "uniform", None, "auto", 0.95,
+        RESAMPLES, 0, None, memory, bootstrap=False,
+    )  # fmt: skip
 
 
-def _found(
-    made: Differences, units: Units, cells: np.ndarray, some: np.ndarray, level: float, resamples: int, seed: int
-) -> Paired:
-    """Intervals and tests of some cells over some units."""
-    each, expected, rounding = tested(made, units, cells, some)
-    return paired(each, expected, level, resamples, seed, rounding)
+def _differing(
+    result: Result,
+    condition: str,
+    other: Result,
+    to: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    null: Null,
+    scale: Scale | None,
+    layers: Seq[slice],
+) -> Callable[[slice], Differences]:
+    """What gives the differences of some layers."""
+    if layers == [slice(None)]:
+        return lambda _: differences(result, condition, other, to, quantity, by, segment, null, scale)
+
+    def cut(some: slice) -> tuple[Result, Result]:
+        ours = of_layers(result, some)
+        return ours, ours if other is result else of_layers(other, some)
+
+    part = in_both([cut(some) for some in layers], condition, to, quantity, by, segment, null)
+
+    lacking = {"ours": condition, "theirs": to}
+
+    def differing(some: slice) -> Differences:
+        ours, theirs = cut(some)
+        made = differences(ours, condition, theirs, to, quantity, by, segment, null, scale, part)
+        for name in list(lacking):
+            if made.cells.any() or not getattr(made, name).isnull().all():
+                lacking.pop(name)
+        if lacking and some == layers[-1]:  # at once, whoever reads the values says so
+            prompts = made.ours.sizes["prompt"]
+            raise absent(prompts, prompts, quantity, segment, next(iter(lacking.values())))
+        return made
+
+    return differing
 
 
 def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
     """What a table says of its null and its tests."""
     tests, n = len(found.numbers.p), found.numbers.n
     can = resolution(n, max(1, tests), resamples=resamples, unit=units.unit)
-    return {
+    bags = {} if found.bags is None else {"resampled": found.bags.words}
+    return bags | {
         "null": found.last.null,
         "left_out": found.left_out,
         "family": f"{tests} tests: {' × '.join(found.last.dims)}",
@@ -123,7 +144,7 @@ def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
 
 
 def family_size(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, select: str | None
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, select: str | None, memory: str
 ) -> tuple[int, int]:
     """How many tests a comparison with the baseline makes, and of how many prompts.
 
@@ -131,28 +152,54 @@ def family_size(
         OptionError: What :func:`compare` refuses.
     """
     _check_options(select, 0.95, "uniform", None)
-    made = differences(result, condition, result, BASELINE, quantity, by, segment)
-    return int(made.cells.sum()), made.ours.sizes["prompt"]
+    layers = layer_blocks(result, quantity, by, segment, memory)
+    differing = _differing(result, condition, result, BASELINE, quantity, by, segment, "uniform", None, layers)
+    cells, left_out = [], []
+    for some in layers:
+        made = differing(some)
+        cells.append(made.cells)
+        left_out += made.left_out
+    check_cells(quantity, made.scale, sum(some.size for some in cells), left_out, 4)
+    return sum(int(some.sum()) for some in cells), made.ours.sizes["prompt"]
 
 
 def what_is_tested(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, unit: Unit, layer: int | None = None
+    result: Result,
+    condition: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    unit: Unit,
+    layer: int | None = None,
+    memory: str = "2GiB",
+    bags: int | None = None,
 ) -> tuple[np.ndarray, Units]:
     """What :func:`compare` with the baseline tests, [unit, cell]: differences less those of the null; and the units.
 
-    NaN in cells that are left out; of one layer, where one is named.
+    NaN in cells that are left out; of one layer, where one is named. ``bags``: a seed, by which units are put into bags
+    where they are many; rows are then those of bags.
 
     Raises:
         OptionError: What :func:`compare` refuses.
     """
-    made = differences(result, condition, result, BASELINE, quantity, by, segment)
-    units = units_of(result, made.ours.sizes["prompt"], unit)
-    d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
-    d = np.where(made.cells, without_rounding(d, made.rounding(units, np.arange(units.n))), np.nan)
+    layers = layer_blocks(result, quantity, by, segment, memory, signs=0 if bags is None else 1)
     if layer is not None:
-        check_layer(layer, made.difference)
-        d = d[:, made.difference.layer.values == layer]
-    return d.reshape(units.n, -1), units
+        check_layer(layer, variable := variable_of(result, quantity, by))
+        at = variable.layer.values.tolist().index(layer)
+        layers = [slice(at, at + 1)]
+    differing = _differing(result, condition, result, BASELINE, quantity, by, segment, "uniform", None, layers)
+    found, left_out = [], []
+    for some in layers:
+        made = differing(some)
+        units = units_of(result, made.ours.sizes["prompt"], unit)
+        in_bags = None if bags is None else Bags.drawn(units.n, bags)
+        d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
+        d = np.where(made.cells, without_rounding(d, made.rounding(units, np.arange(units.n))), np.nan)
+        d = d.reshape(units.n, -1)
+        found.append(d if in_bags is None else in_bags.means(d))
+        left_out += made.left_out
+    check_cells(quantity, made.scale, sum(d.shape[1] for d in found), left_out, 4)
+    return np.concatenate(found, axis=1), units
 
 
 def _check_options(select: str | None, level: float, null: str, scale: str | None) -> None:
@@ -182,46 +229,6 @@ def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
     return (every, every) if select is None else (every[::2], every[1::2])
 
 
-def overall_change(
-    result: Result,
-    condition: str,
-    quantity: str,
-    segment: str | None = "question",
-    layer: int | None = None,
-    unit: Unit = "auto",
-) -> tuple[Interval, Interval | None]:
-    """Relative change from the baseline of each prompt's mean over layers and heads, and the same under the null.
-
-    Args:
-        result: A result.
-        condition: Compared with the baseline.
-        quantity: A positive quantity, such as "received".
-        segment: The segment that it is about.
-        layer: One layer; all by default.
-        unit: As for :func:`compare`.
-
-    Raises:
-        OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
-    """
-    parts = aligned(result, condition, result, BASELINE, quantity, "segment", segment, "uniform")
-    if set(parts[0].dims) & {"segment", "to_segment"}:
-        raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
-    if layer is not None:
-        check_layer(layer, parts[0])
-    chosen = [part if part is None or layer is None else part.sel(layer=layer) for part in parts]
-    values, reference, null, null_reference = (
-        np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen
-    )
-    if variable_of(result, quantity, "segment").attrs.get("compared") == "difference":
-        raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
-    if not ((values > 0).all() and (reference > 0).all()):
-        raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
-    units = units_of(result, len(values), unit)
-    units.refuse_below(FEWEST)
-    of_null = relative_change(null, null_reference, units) if null.size else None
-    return relative_change(values, reference, units), of_null
-
-
 def _model(result: Result) -> str:
     return str(result.provenance["model"]["name"])
 
@@ -236,6 +243,8 @@ def _check_prompts(one: Result, other: Result) -> None:
 
 def _check_lengths(one: Result, condition: str, other: Result, to: str) -> None:
     """Two ways of inserting are compared at the same number of inserted tokens, prompt by prompt."""
+    if BASELINE in (condition, to):
+        return  # nothing is inserted there
     counts = [
         (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
         for result, name in ((one, condition), (other, to))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.results.quantities import NULLS, Null, values_of, variable_of
+from mechattn.results.quantities import NULLS, Null, There, there, values_of, variable_of
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
@@ -26,6 +27,21 @@ _INSERTIONS = (
     "MeaninglessTokens", "RepeatedWord", "RandomTokens", "RandomSentence", "ShuffledSentence", "Text", "Counting",
     "RepeatQuestion",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Both:
+    """What two conditions have of further dimensions, in all layers together.
+
+    Args:
+        ours: Of a condition.
+        theirs: Of the one that it is compared with.
+        read: The segments that anything looks at, of those that both have; None where that is no dimension.
+    """
+
+    ours: There
+    theirs: There
+    read: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +85,12 @@ def differences(
     segment: str | None,
     null: Null = "uniform",
     scale: Scale | None = None,
-    part: bool = False,
+    part: Both | None = None,
 ) -> Differences:
     """The differences for :meth:`mechattn.results.result.Result.compare`, which explains the arguments.
 
-    With ``part`` the results have only some of the layers; omitted cells are reported when all layers are done.
+    With ``part`` the results have only some of the layers; the caller reports omitted cells (:func:`check_cells`) when
+    all layers are done.
 
     Raises:
         OptionError: There is nothing to compare, or the results were measured with different options.
@@ -81,8 +98,6 @@ def differences(
     parts = aligned(result, condition, other, to, quantity, by, segment, null, part)
     scale = scale or _own_scale(variable_of(result, quantity, by))
     cells, left_out = _compared(parts, scale)
-    if not part:
-        check_cells(quantity, scale, cells.size, left_out, 4)
     difference, expected = _differences(*parts, scale)
     expected, words = _null(expected, parts, null, _alike(result, condition, other, to))
     return Differences(parts[0], parts[1], difference, expected, words, cells, left_out, scale)
@@ -97,13 +112,34 @@ def aligned(
     by: str,
     segment: str | None,
     kind: Null,
-    part: bool = False,
+    part: Both | None = None,
 ) -> Parts:
     """Values and references, and the nulls of both, with the same coordinates."""
+    ours, theirs, null, their_null = _values_alike(result, condition, other, to, quantity, by, segment, kind, part)
+    if "to_segment" in ours.dims:  # attention to what comes later is 0 in every prompt and condition
+        some = _read(ours, theirs) if part is None else part.read
+        ours, theirs = ours.isel(to_segment=some), theirs.isel(to_segment=some)
+    if null is not None and their_null is not None:
+        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
+    return ours, theirs, null, their_null
+
+
+def _values_alike(
+    result: Result,
+    condition: str,
+    other: Result,
+    to: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    kind: Null,
+    part: Both | None,
+) -> Parts:
+    """Values and references of the segments that both have, and the nulls of each, as they are."""
     import xarray as xr
 
-    ours, null = values_of(result, condition, quantity, by, segment, kind, part)
-    theirs, their_null = values_of(other, to, quantity, by, segment, kind, part)
+    ours, null = values_of(result, condition, quantity, by, segment, kind, None if part is None else part.ours)
+    theirs, their_null = values_of(other, to, quantity, by, segment, kind, None if part is None else part.theirs)
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
@@ -111,13 +147,31 @@ def aligned(
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
     ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
-    if "to_segment" in ours.dims:  # attention to later tokens is 0 in every prompt and condition
-        other_dims = [dim for dim in ours.dims if dim != "to_segment"]
-        some = ((ours != 0) | (theirs != 0)).any(other_dims)
-        ours, theirs = ours.isel(to_segment=some.values), theirs.isel(to_segment=some.values)
-    if null is not None and their_null is not None:
-        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
     return ours, theirs, null, their_null
+
+
+def _read(ours: xr.DataArray, theirs: xr.DataArray) -> np.ndarray:
+    """Which segments any prompt, layer or head looks at."""
+    others = [dim for dim in ours.dims if dim != "to_segment"]
+    found: np.ndarray = ((ours != 0) | (theirs != 0)).any(others).values
+    return found
+
+
+def in_both(
+    blocks: Seq[tuple[Result, Result]], condition: str, to: str, quantity: str, by: str, segment: str | None, kind: Null
+) -> Both:
+    """What two conditions have in any of some blocks of layers; read where a quantity has further dimensions."""
+    both = Both(
+        there((one for one, _ in blocks), condition, quantity, by, segment),
+        there((other for _, other in blocks), to, quantity, by, segment),
+    )
+    if "to_segment" not in both.ours:
+        return both
+    read: np.ndarray | None = None
+    for one, other in blocks:
+        here = _read(*_values_alike(one, condition, other, to, quantity, by, segment, kind, both)[:2])
+        read = here if read is None else read | here
+    return replace(both, read=read)
 
 
 def _own_scale(variable: xr.DataArray) -> Scale:
@@ -142,6 +196,19 @@ def _compared(parts: Parts, scale: Scale) -> tuple[np.ndarray, list[str]]:
     return cells, left_out
 
 
+def refuse_no_cells(quantity: str, scale: Scale, cells: int, left_out: list[str]) -> None:
+    """Refuse a comparison of no cell.
+
+    Raises:
+        OptionError: All of them are left out.
+    """
+    if len(left_out) == cells:
+        raise OptionError(
+            f"{quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
+            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
+        )
+
+
 def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], above: int) -> None:
     """Refuse a comparison without any cell; warn if some cells are left out.
 
@@ -155,11 +222,7 @@ def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], ab
     Raises:
         OptionError: All cells are left out.
     """
-    if len(left_out) == cells:
-        raise OptionError(
-            f"{quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
-            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
-        )
+    refuse_no_cells(quantity, scale, cells, left_out)
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
         warnings.warn(

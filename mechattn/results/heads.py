@@ -8,8 +8,9 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.results.layer_blocks import layer_blocks, of_layers
-from mechattn.results.quantities import NULLS, values_of
+from mechattn.results.quantities import NULLS, absent, values_of, variable_of
 from mechattn.results.units import units_of
+from mechattn.stats.bags import ALONE
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit
 
@@ -44,6 +45,9 @@ def ranked_heads(
     ]
     size = sum(len(one) for one in made)
     table = pd.concat(made, ignore_index=True) if len(made) > 1 else made[0]
+    if not table.there.any():  # at once, whoever reads the values says so
+        prompts = variable_of(result, quantity, "segment").sizes["prompt"]
+        raise absent(prompts, prompts, quantity, segment, condition)
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
     order = order[table.there.to_numpy()[order]][:top]
     null, unit_words = bool(made[0].attrs["null"]), made[0].attrs["unit"]
@@ -68,14 +72,17 @@ def _of_layers(
     """The heads of some layers in their order, with what ranks them ("finding") and whether they are there."""
     import pandas as pd
 
-    values, null = values_of(of_layers(result, some), condition, quantity, "segment", segment, "uniform", part)
+    values, null = values_of(
+        of_layers(result, some), condition, quantity, "segment", segment, "uniform", {} if part else None
+    )
     _check_one_number(values, quantity)
     units = units_of(result, values.sizes["prompt"], unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     each = units.means(values.values.reshape(units.prompts, -1))
     every = np.arange(each.shape[1])
-    mean = t_interval(each[shown][:, every], level)
+    alone = len(each) <= ALONE  # numpy's sums of a copy in another order are others in the last digit
+    mean = t_interval(each[shown][:, every] if alone else each[shown], level)
     uniform = np.full(each.shape[1], np.nan)
     if null is not None:
         uniform = units.means(null.values.reshape(units.prompts, -1))[shown].mean(0)

@@ -17,6 +17,7 @@ from mechattn.results.addresses import filesystem
 from mechattn.results.digest import digest, layout
 from mechattn.results.lazy import Key, LazyArray, lazy_variable
 from mechattn.results.ours import files_in
+from mechattn.results.region_reading import read_block
 from mechattn.results.regions import Region, in_regions
 from mechattn.results.required import segments_problem
 from mechattn.results.result import Result
@@ -150,7 +151,10 @@ def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | P
         lazy = [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
         small[name] = dataset.drop_vars(lazy).load()
         found[name] = small[name].assign(
-            {label: _lazy(root[f"{name}/{label}"], dataset[label].variable, f"{name}.{label}", where) for label in lazy}
+            {
+                label: _lazy(root[f"{name}/{label}"], dataset[label].variable, f"{name}.{label}", where, place)
+                for label in lazy
+            }
         )
     if seal_of(tree.attrs, digest(small, tree.attrs["provenance"])) != tree.attrs.get("digest"):
         raise OutputError(f"the result at {where} is damaged: its numbers are not those that were written")
@@ -199,10 +203,15 @@ def seal_of(attrs: Mapping[Any, Any], small: str) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _lazy(array: Any, variable: xr.Variable, name: str, where: object) -> xr.Variable:
+def _lazy(array: Any, variable: xr.Variable, name: str, where: object, place: str | Path) -> xr.Variable:
+    region = region_in(array)
+
     def read(key: Key) -> np.ndarray:
         try:
-            values = np.asarray(array[key])
+            if isinstance(place, str):
+                values = np.asarray(array[key])
+            else:
+                values = read_block(place.joinpath(*name.split(".")), region, key)
         except Exception as error:  # codecs, files and the network have errors of their own
             raise OutputError(_which(array, key, name, where, error)) from error
         if name == "sequences.segment_index" and (problem := segments_problem(values)):

@@ -2,59 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError
 from mechattn.results.quantities import variable_of
 from mechattn.results.size import memory_bytes
+from mechattn.stats.bags import resampled
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from mechattn.results.result import Result
 
-_COPIES = 12  # arrays of float64 [prompt, cell] that live at the same time in a comparison
-_A_HEAD = {"prompt", "condition", "layer", "head", "segment"}
+_COPIES = 14  # arrays of float64 [prompt, cell] that live at the same time in a comparison
+_KEPT = 6  # of what is resampled [unit or bag, cell], of all layers
 
 
 def layer_blocks(
-    result: Result, quantity: str, by: str, segment: str | None, memory: str, bootstrap: int = 0, signs: int = 0
+    result: Result,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    memory: str,
+    bootstrap: int = 0,
+    signs: int = 0,
+    kept: bool = True,
 ) -> list[slice]:
-    """Which layers are taken at a time; all of them at once where they fit, or cannot be taken apart.
+    """Which layers are taken at a time; all of them at once where they fit, or where there are none.
 
     Args:
         result: A result.
         quantity: What a table is of.
         by: As for ``Result.compare``.
-        segment: As for ``Result.compare``; all segments at once cannot be taken apart.
+        segment: As for ``Result.compare``.
         memory: The budget.
         bootstrap: Resamples that all blocks share.
         signs: Patterns of signs that they share, as the statistics take them.
+        kept: Whether what is resampled of each cell is kept until all blocks are through.
 
     Raises:
-        OptionError: A single layer doesn't fit, or all of them where they cannot be taken apart.
+        MemoryOptionError: A single layer doesn't fit.
     """
     variable = variable_of(result, quantity, by)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
-    apart = "layer" in sizes and set(sizes) <= _A_HEAD and (segment is not None or "segment" not in sizes)
-    chosen = {dim: size for dim, size in sizes.items() if dim != "condition" and (segment is None or dim != "segment")}
+    prompts = sizes.pop("prompt")
     layers = sizes.get("layer", 1)
-    patterns = max(signs, 20 * prod(chosen.values()) // sizes["prompt"]) if signs else 0
-    draws = sizes["prompt"] * (2 * bootstrap + patterns // 8)
-    each = 8 * _COPIES * prod(chosen.values()) // layers
-    each += 2 * variable.dtype.itemsize * prod(sizes.values()) // (layers * sizes.get("condition", 1))
-    room = memory_bytes(memory) - draws
-    at_a_time = room // each if each else layers
+    cells = prod(size for dim, size in sizes.items() if dim != "condition" and (segment is None or dim != "segment"))
+    each = 8 * _COPIES * prompts * cells // layers
+    each += 2 * variable.dtype.itemsize * prompts * prod(sizes.values()) // (layers * sizes.get("condition", 1))
+    shared = 0
+    if signs:
+        shared = resampled(prompts) * (2 * bootstrap + max(signs, 20 * cells) // 8)
+    if kept and signs:
+        shared += 8 * _KEPT * resampled(prompts) * cells
+    room = memory_bytes(memory) - shared
+    at_a_time = max(room, 0) // each if each else layers
     if at_a_time >= layers:
         return [slice(None)]
-    if not apart or at_a_time < 1:
-        needed = draws + each * (1 if apart else layers)
-        hint = "" if apart or segment is not None else ', or name a segment, such as segment="question"'
-        raise OptionError(
-            f"{quantity!r} of {sizes['prompt']:,} prompts takes {-(-needed // 2**20):,} MiB, and memory={memory!r} "
-            f'allows less; give more (memory="{-(-needed // 2**20)}MiB"), or fewer resamples{hint}'
+    if at_a_time < 1:
+        needed = shared + each
+        raise MemoryOptionError(
+            f"{quantity!r} of {prompts:,} prompts takes {-(-needed // 2**20):,} MiB, and memory={memory!r} "
+            f'allows less; give more (memory="{-(-needed // 2**20)}MiB"), or fewer resamples'
         )
     return [slice(start, min(start + at_a_time, layers)) for start in range(0, layers, at_a_time)]
+
+
+def layers_of(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
+    """Values of each prompt, some layers at a time, as for :func:`layer_blocks`.
+
+    Raises:
+        MemoryOptionError: A single layer doesn't fit.
+    """
+    layers = values.sizes["layer"]
+    each = 8 * _COPIES * values.size // max(1, layers)
+    at_a_time = min(layers, memory_bytes(memory) // max(1, each))
+    if layers and at_a_time < 1:
+        raise MemoryOptionError(
+            f"a layer of {str(values.name)!r} of {values.sizes['prompt']:,} prompts takes {-(-each // 2**20):,} MiB, "
+            f'and memory={memory!r} allows less; give more (memory="{-(-each // 2**20)}MiB")'
+        )
+    if at_a_time == layers:
+        yield values
+        return
+    for start in range(0, layers, at_a_time):
+        yield values.isel(layer=slice(start, start + at_a_time))
 
 
 def of_layers(result: Result, some: slice) -> Result:

@@ -118,10 +118,11 @@ def _compared(table: pd.DataFrame) -> str:
     scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
     tried = about["patterns"]
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
+    bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
     return (
         f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
         f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
-        f"({patterns}) against {about['null']}; "
+        f"({patterns}{bags}) against {about['null']}; "
         f"Benjamini-Hochberg over {about['family']}; seed {about['seed']}."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
@@ -14,23 +15,25 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
+There = Mapping[str, np.ndarray]  # which labels of a dimension have values
 Null = Literal["uniform", "blind"]
+_FURTHER = ("segment", "to_segment", "band")
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 
 
 def variable_of(result: Result, quantity: str, by: str) -> xr.DataArray:
     """The variable that holds a quantity."""
-    dataset, name = _found(result, quantity, by)
-    return dataset[name]
+    at, name = dataset_of(result, quantity, by)
+    return result[at][name]
 
 
-def _found(result: Result, quantity: str, by: str) -> tuple[xr.Dataset, str]:
-    """The dataset that has a quantity for each prompt, and the variable's name."""
+def dataset_of(result: Result, quantity: str, by: str) -> tuple[str, str]:
+    """The name of the dataset that has a quantity for each prompt, and the variable's name."""
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_{by}", quantity)
-    found = [(result[at], name) for at in result.datasets for name in names if name in result[at]]
-    found = [(dataset, name) for dataset, name in found if "prompt" in dataset[name].dims]
+    found = [(at, name) for at in result.datasets for name in names if name in result[at]]
+    found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
     if not found:
         have = sorted(
             str(name).removesuffix(f"_by_{by}")
@@ -50,17 +53,22 @@ def _is_null(name: str) -> bool:
 
 
 def values_of(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null, part: bool = False
+    result: Result,
+    condition: str,
+    quantity: str,
+    by: str,
+    segment: str | None,
+    kind: Null,
+    part: There | None = None,
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent.
 
-    With ``part``, the result has only some of the layers, and possibly none with the quantity.
+    With ``part``, the result has only some of the layers, and possibly none with the quantity; ``part`` says what all
+    layers together have of the other dimensions.
     """
-    if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
-        )
-    dataset, name = _found(result, quantity, by)
+    check_condition(result, condition)
+    at, name = dataset_of(result, quantity, by)
+    dataset = result[at]
     values = _chosen(dataset[name], condition, segment)
     of_null = f"{name}_{kind}"
     null = _chosen(dataset[of_null], condition, segment) if of_null in dataset else None
@@ -69,23 +77,67 @@ def values_of(
             f'{quantity!r} has no null="blind": it exists only in models that add something to their scores (ALiBi, '
             'learned sinks), for quantities made of attention; otherwise use null="uniform"'
         )
-    for dim in ("segment", "to_segment"):
-        values = values.dropna(dim, how="all") if dim in values.dims else values
-    if "band" in values.dims:  # short prompts don't reach as far back
-        others = [dim for dim in values.dims if dim not in ("prompt", "band")]
-        values = values.isel(band=values.notnull().all("prompt").any(others).values)
+    for dim in _FURTHER:
+        if dim in values.dims:
+            values = values.isel({dim: (_there(values, dim) if part is None else part[dim])})
     missing = values.isnull()
-    missing &= ~missing.all("prompt") | (missing.all() & (not part))  # a layer where no prompt has it is left out
+    # A layer where no prompt has it is left out.
+    missing &= ~missing.all("prompt") | (missing.all() & (part is None))
     if missing.any():
         bad = missing.any([dim for dim in values.dims if dim != "prompt"])
-        raise OptionError(
-            f"{int(bad.sum())} of {values.sizes['prompt']} prompts have no {quantity!r} in the segment {segment!r} "
-            f"with {condition!r}; compare a segment that all prompts have, in both conditions"
-        )
+        raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
     if null is not None:
         shared = {dim: values[dim] for dim in null.dims}
         null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
     return values, null
+
+
+def check_condition(result: Result, condition: str) -> None:
+    """Refuse a condition that the result doesn't have.
+
+    Raises:
+        OptionError: It has others.
+    """
+    if condition not in result.conditions:
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
+
+
+def absent(some: int, prompts: int, quantity: str, segment: str | None, condition: str) -> OptionError:
+    """What is said where some prompts lack a quantity."""
+    return OptionError(
+        f"{some} of {prompts} prompts have no {quantity!r} in the segment {segment!r} "
+        f"with {condition!r}; compare a segment that all prompts have, in both conditions"
+    )
+
+
+def there(
+    blocks: Iterable[Result], condition: str, quantity: str, by: str, segment: str | None
+) -> dict[str, np.ndarray]:
+    """What there is of the dimensions beside prompts, layers and heads, in any of some blocks of layers."""
+    found: dict[str, np.ndarray] = {}
+    for block in blocks:
+        variable = variable_of(block, quantity, by)
+        dims = [dim for dim in _FURTHER if dim in variable.dims and (dim != "segment" or segment is None)]
+        if not dims:
+            break  # and nothing is read
+        check_condition(block, condition)
+        values = _chosen(variable, condition, segment)
+        for dim in dims:
+            here = _there(values, dim)
+            found[dim] = here | found.get(dim, np.zeros_like(here))
+            if dim != "band":
+                values = values.isel({dim: here})
+    return found
+
+
+def _there(values: xr.DataArray, dim: str) -> np.ndarray:
+    """Which labels of a dimension have values: of a band every prompt's, as short prompts don't reach as far back."""
+    others = [other for other in values.dims if other != dim]
+    if dim != "band":
+        return values.notnull().any(others).values
+    return values.notnull().all("prompt").any([other for other in others if other != "prompt"]).values
 
 
 def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:

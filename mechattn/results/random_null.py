@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.errors import OptionError
+from mechattn.results.differences import differences, in_both, refuse_no_cells
+from mechattn.results.layer_blocks import of_layers
+from mechattn.results.quantities import variable_of
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.random_draws import FEWEST_DRAWS, AgainstDraws, against_draws, false_discovery
 
@@ -52,45 +54,75 @@ def check_random(random: Any, result: Result, other: Result, conditions: Seq[str
         )
 
 
-def beside_random(
-    table: pd.DataFrame,
-    random: Seq[Result],
-    made: Differences,
-    change: Callable[[Result], xr.DataArray],
-    units: Units,
-    shown: np.ndarray,
-    cells: np.ndarray,
-) -> pd.DataFrame:
-    """The table with the columns null_random, random_low, random_high, p_random and q_random.
+class BesideRandom:
+    """Gathers the changes of random models beside those of a table, whose layers come some at a time.
 
     Args:
-        table: What it is compared with.
         random: Results of random models.
-        made: The result's differences.
-        change: Those of another result [prompt, *cells].
+        condition: As for ``Result.compare``, and all others too.
+        to: What it is compared with.
+        quantity: A quantity.
+        by: With "segment", that of segments.
+        segment: The segment it is about.
         units: The prompts, or their groups.
         shown: Which of these the table shows.
-        cells: Which cells are in the table.
     """
 
-    def mean(difference: xr.DataArray) -> np.ndarray:
-        return units.means(difference.values)[shown].mean(0)
+    def __init__(
+        self, random: Seq[Result], condition: str, to: str, quantity: str, by: str, segment: str | None, units: Units,
+        shown: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.random, self.units, self.shown = random, units, shown
+        self._asked = (condition, to, quantity, by, segment)
+        self._means: list[np.ndarray] = []
+        self._draws: list[np.ndarray] = []
+        self._rounding: list[np.ndarray] = []
 
-    dims = list(made.difference.dims[1:])
-    head = dims.index("head") if "head" in dims else None
-    draws = np.stack([mean(change(draw).reindex_like(made.difference)) for draw in random])
-    rounding = made.rounding(units, shown)
-    found: AgainstDraws = against_draws(mean(made.difference), draws, head, table.attrs["level"], rounding)
-    p = found.p[cells]
-    columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
-    kind = _weights(random[0]).removeprefix(MARK).split(",")[0]
-    about = {
-        "null_random": f"random weights ({kind}): {len(random)} draws, {found.compared} heads compared",
-        "smallest_p_random": 1 / (found.compared + 1),
-    }
-    beside = table.assign(**columns, p_random=p, q_random=false_discovery(p))
-    beside.attrs = table.attrs | about
-    return beside
+    def see(self, made: Differences, layers: slice) -> None:
+        """The differences of some layers."""
+        self._means.append(self._mean(made.difference))
+        self._draws.append(np.stack([self._mean(self._change(draw, made, layers)) for draw in self.random]))
+        self._rounding.append(made.rounding(self.units, self.shown))
+        self._dims = list(made.difference.dims[1:])
+
+    def table(self, table: pd.DataFrame, cells: np.ndarray) -> pd.DataFrame:
+        """The table with the columns null_random, random_low, random_high, p_random and q_random.
+
+        Args:
+            table: What is compared.
+            cells: Which cells are in it.
+        """
+        means, rounding = np.concatenate(self._means), np.concatenate(self._rounding)
+        draws = np.concatenate(self._draws, axis=1)
+        head = self._dims.index("head") if "head" in self._dims else None
+        found: AgainstDraws = against_draws(means, draws, head, table.attrs["level"], rounding)
+        p = found.p[cells]
+        columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
+        kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
+        about = {
+            "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
+            "smallest_p_random": 1 / (found.compared + 1),
+        }
+        beside = table.assign(**columns, p_random=p, q_random=false_discovery(p))
+        beside.attrs = table.attrs | about
+        return beside
+
+    def _mean(self, difference: xr.DataArray) -> np.ndarray:
+        made: np.ndarray = self.units.means(difference.values)[self.shown].mean(0)
+        return made
+
+    def _change(self, draw: Result, made: Differences, layers: slice) -> xr.DataArray:
+        """The differences of a draw where the result has some; NaN where the draw has none."""
+        condition, to, quantity, by, segment = self._asked
+        if layers == slice(None):
+            found = differences(draw, condition, draw, to, quantity, by, segment, scale=made.scale)
+            refuse_no_cells(quantity, made.scale, found.cells.size, found.left_out)
+        else:
+            wanted = np.flatnonzero(np.isin(variable_of(draw, quantity, by).layer.values, made.difference.layer.values))
+            cut = of_layers(draw, slice(int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else slice(0, 0))
+            both = in_both([(cut, cut)], condition, to, quantity, by, segment, "uniform")
+            found = differences(cut, condition, cut, to, quantity, by, segment, scale=made.scale, part=both)
+        return found.difference.reindex_like(made.difference)
 
 
 def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:

@@ -22,8 +22,8 @@ import xarray as xr
 GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 FILL: Mapping[str, Any] = {"f": np.nan, "i": -2}
 _WIDTH = 256  # of an object, along a dimension that grows
-_ALONE = ("condition", "layer")
-_INDEX, _CHECKSUM = 16, 4  # bytes that a piece takes in the index, and of a checksum
+ALONE = ("condition", "layer")
+INDEX, CHECKSUM = 16, 4  # bytes that a piece takes in the index, and of a checksum
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Region:
     @property
     def piece(self) -> tuple[int, ...]:
         """The shape of what is read at a time."""
-        return tuple(1 if dim in _ALONE else size for dim, size in zip(self.dims, self.shard))
+        return tuple(1 if dim in ALONE else size for dim, size in zip(self.dims, self.shard))
 
     @property
     def object_bytes(self) -> int:
         """Of each object."""
         pieces = prod(whole // part for whole, part in zip(self.shard, self.piece))
-        each = prod(self.piece) * np.dtype(self.dtype).itemsize + _CHECKSUM
-        return pieces * (each + _INDEX) + _CHECKSUM
+        each = prod(self.piece) * np.dtype(self.dtype).itemsize + CHECKSUM
+        return pieces * (each + INDEX) + CHECKSUM
 
     def create(self, store: Any, name: str) -> Any:
         """The array in a store of Zarr; nothing but its metadata is written."""

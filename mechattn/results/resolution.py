@@ -23,9 +23,10 @@ def resolution_of(
     unit: Unit,
     level: float,
     resamples: int,
+    memory: str,
 ) -> Resolution:
     """See :meth:`mechattn.results.result.Result.resolution`, which explains the arguments."""
-    tests, prompts = family_size(result, result.condition(condition), quantity, by, segment, select)
+    tests, prompts = family_size(result, result.condition(condition), quantity, by, segment, select, memory)
     units = units_of(result, prompts, unit)
     n = units.n if select is None else (units.n + 1) // 2
     return resolution(n, tests, level, resamples, units.unit)

@@ -49,8 +49,7 @@ class Result:
         Raises:
             OptionError: There is no such condition.
         """
-        only = self.conditions == [BASELINE]
-        return BASELINE if name == BASELINE or (name is None and only) else self.condition(name)
+        return BASELINE if name == BASELINE or [name, *self.conditions] == [None, BASELINE] else self.condition(name)
 
     def condition(self, name: str | None = None) -> str:
         """The condition to compare with the baseline; by default the first that isn't the baseline.
@@ -63,7 +62,7 @@ class Result:
         others = [condition for condition in self.conditions if condition != BASELINE]
         if not others:
             raise OptionError("this result has only the baseline; run it with a condition such as MeaninglessTokens()")
-        if name is not None and name not in others:
+        if name not in (None, *others):
             raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
         return name or others[0]
 
@@ -167,6 +166,7 @@ class Result:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.05,
         resamples: int = 9999,
+        memory: str = "2GiB",
     ) -> Resolution:
         """What the table of :meth:`compare` can detect with these prompts, and how many prompts would be enough.
 
@@ -182,13 +182,14 @@ class Result:
             unit: As for :meth:`compare`.
             level: The q below which a test counts as a finding.
             resamples: As for :meth:`compare`.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: :meth:`compare` refuses the options, or the level is not a probability.
         """
         from mechattn.results.resolution import resolution_of
 
-        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples)
+        return resolution_of(self, condition, quantity, by, segment, select, unit, level, resamples, memory)
 
     def heads(
         self,
@@ -239,6 +240,7 @@ class Result:
         resamples: int = 200,
         patterns: int = 999,
         seed: int = 0,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """Measure how much selections of heads overlap when they are made on random disjoint halves of the prompts.
 
@@ -260,6 +262,7 @@ class Result:
             resamples: The number of random splits.
             patterns: The number of sign patterns for q, if not all are tried; at least 20 per test.
             seed: The seed of the splits.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``choose``.
@@ -270,7 +273,7 @@ class Result:
         from mechattn.results.stability import stability
 
         return stability(
-            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed
+            self, condition, quantity, by, segment, choose, layer, over, unit, resamples, patterns, seed, memory
         )  # fmt: skip
 
     def agreement(
@@ -283,6 +286,7 @@ class Result:
         controls: Seq[str] | None = None,
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
+        memory: str = "2GiB",
     ) -> pd.DataFrame:
         """Compute the cosine between the changes that two conditions make, by layer, and the same with controls.
 
@@ -299,13 +303,14 @@ class Result:
             controls: Conditions to compare the first one with as controls; by default all others of the result.
             unit: As for :meth:`compare`.
             level: The level of the intervals.
+            memory: As for :meth:`compare`.
 
         Raises:
             OptionError: The result has no such condition, quantity or analysis, or fewer than 3 prompts.
         """
         from mechattn.results.agreement import agreement
 
-        return agreement(self, condition, other, over, quantity, controls, unit, level)
+        return agreement(self, condition, other, over, quantity, controls, unit, level, memory)
 
     def methods(self, *tables: pd.DataFrame) -> str:
         """Write a methods paragraph for a paper; every number in it comes from the result.
@@ -326,8 +331,7 @@ class Result:
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, without the provenance.
 
-        Two equal runs have the same digest, and so does a result that was stored and loaded. With another CPU or number
-        of threads, the last digits differ, and so does the digest.
+        Equal runs, stored or not, have the same digest. With another CPU or number of threads, the last digits differ.
         """
         from mechattn.results.digest import numbers_digest
 
@@ -341,12 +345,10 @@ class Result:
             quantity: One of its quantities; by default all per segment.
         """
         dataset = self[name]
-        if quantity is None:
-            chosen = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
-            return dataset[chosen].to_dataframe().dropna(how="all").reset_index()
-        if quantity not in dataset:
+        if quantity is not None and quantity not in dataset:
             raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
-        return dataset[quantity].to_dataframe().dropna(how="all").reset_index()
+        by_segment = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
+        return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
 
     def merge(self, *others: Result) -> Result:
         """Merge this result with others of the same run on other prompts; see :func:`mechattn.merge_results`."""
@@ -368,11 +370,12 @@ class Result:
         force: bool = False,
         *,
         choose: int = 3,
+        memory: str = "2GiB",
     ) -> Path:
         """Write one HTML file with the figures, which opens offline; see :func:`mechattn.page`."""
         import mechattn
 
-        return mechattn.page(self, path, layer, heads, force, choose=choose)
+        return mechattn.page(self, path, layer, heads, force, choose=choose, memory=memory)
 
     def _repr_html_(self) -> str:
         from mechattn.results.units import units_of
@@ -391,9 +394,6 @@ class Result:
         return table(rows, "Result")
 
     def __repr__(self) -> str:
-        sizes = self["sequences"].sizes
-        names = ", ".join(name for name in self.datasets if name != "sequences")
-        return shown(
-            f"Result({self.provenance['model']['name']}: {sizes['prompt']} prompts × "
-            f"{sizes['condition']} conditions ({', '.join(self.conditions)}); {names})"
-        )
+        model, prompts, names = self.provenance["model"]["name"], self["sequences"].sizes["prompt"], self.conditions
+        of = f"{prompts} prompts × {len(names)} conditions ({', '.join(names)})"
+        return shown(f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})")

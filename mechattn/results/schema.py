@@ -9,6 +9,7 @@ text. Schema 1, of version 0.1 before results could be merged, had neither diges
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,19 @@ def from_tree(tree: xr.DataTree, where: object, place: str | Path | None = None)
     check_provenance(about, where)
     result = readers[int(found)](tree, about, where)
     check_datasets(result.datasets, about, where)
-    return result
+    return replace(result, datasets=_in_order(result.datasets, about))
+
+
+def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> dict[str, xr.Dataset]:
+    """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
+    names = [name for name in about["analyses"] if name in datasets]
+    names += sorted(set(datasets) - set(names))
+    made = {}
+    for name in names:
+        of = datasets[name]  # with all its coordinates: those of no quantity too
+        by_name = {label: of.variables[label] for label in sorted(of.data_vars, key=str)}
+        made[name] = of.drop_vars(list(by_name)).assign(by_name)
+    return made
 
 
 def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:

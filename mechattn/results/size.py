@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mechattn.errors import OptionError, OutputError
 
+MEMORY = "2GiB"  # the memory that a table or a figure may take by default
 ALWAYS = 256 * 2**20  # bytes, which any machine that runs a model has
 TIMES = 1000  # times the stored size; results of all analyses, with padding, unpack to 20 to 60 times
 TEXT = 64  # bytes of a text in memory, in addition to its letters

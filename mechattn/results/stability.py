@@ -11,6 +11,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.results.compare import FEWEST_TO_SELECT, what_is_tested
+from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.stability import jaccard, jaccard_by_chance, largest, random_halves, significant
 from mechattn.stats.units import Unit
@@ -36,6 +37,7 @@ def stability(
     resamples: int,
     patterns: int,
     seed: int,
+    memory: str,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
     import pandas as pd
@@ -44,8 +46,9 @@ def stability(
     for name, value in (("resamples", resamples), ("patterns", patterns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
-    made = {name: what_is_tested(result, name, quantity, by, segment, unit, layer) for name in names}
+    made = {name: what_is_tested(result, name, quantity, by, segment, unit, layer, memory, bags=seed) for name in names}
     units = made[names[0]][1]
+    bags = Bags.drawn(units.n, seed)
     if choose is None:
         units.refuse_below(2 * FEWEST_TO_SELECT, ": below, nothing can be found on one half of them (q < 0.05)")
     else:
@@ -57,7 +60,7 @@ def stability(
     values = {name: d[:, there] for name, (d, _) in made.items()}
     select: Select = (lambda d: significant(d, patterns)) if choose is None else (lambda d: largest(d, choose))
     pairs = [(name, name) for name in names] + list(combinations(names, 2))
-    table = pd.DataFrame(_rows(values, pairs, select, units.n, resamples, seed))
+    table = pd.DataFrame(_rows(values, pairs, select, bags.n if bags else units.n, resamples, seed))
     table.attrs = {
         "quantity": quantity,
         "segment": segment or "all",
@@ -66,7 +69,7 @@ def stability(
         "unit": units.unit,
         "resamples": resamples,
         "seed": seed,
-    }
+    } | ({} if bags is None else {"resampled": bags.words})
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.results.layer_blocks import layer_blocks
+from mechattn.results.prompt_blocks import prompt_blocks
 from mechattn.results.units import units_of
 from mechattn.stats.comparison import Block, Verdict, against_null_in_blocks
 from mechattn.stats.intervals import FEWEST
@@ -32,13 +34,23 @@ def verdict(result: Result, condition: str | None, segment: str, unit: Unit, mem
     units = units_of(result, dataset.sizes["prompt"], unit)
     units.refuse_below(FEWEST)
     layers = layer_blocks(result, "received", "segment", segment, memory, signs=RESAMPLES)
-    heads = dataset.sizes["layer"] * dataset.sizes["head"]
-    return against_null_in_blocks((_block(dataset, condition, segment, some) for some in layers), heads, units)
+    shape = [dataset.sizes[dim] for dim in ("prompt", "layer", "head")]
+    if len(layers) == 1:
+        made = _block(dataset, condition, segment)
+        return against_null_in_blocks([made], _means([made]), units)
+    means = _means(_block(dataset, condition, segment, prompt=some) for some in prompt_blocks([*shape, 2], memory))
+    return against_null_in_blocks((_block(dataset, condition, segment, layer=some) for some in layers), means, units)
 
 
-def _block(dataset: xr.Dataset, condition: str, segment: str, some: slice) -> Block:
-    """What is compared, of some layers."""
-    dataset = dataset.isel(layer=some).sel(segment=segment).transpose("prompt", "condition", "layer", ...)
+def _means(blocks: Iterable[Block]) -> list[np.ndarray]:
+    """Each prompt's mean over layers and heads, of each of the four, from blocks of prompts."""
+    means = [[np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in block] for block in blocks]
+    return [np.concatenate(parts) for parts in zip(*means, strict=True)]
+
+
+def _block(dataset: xr.Dataset, condition: str, segment: str, **at: slice) -> Block:
+    """What is compared, of some layers or prompts."""
+    dataset = dataset.isel(at).sel(segment=segment).transpose("prompt", "condition", "layer", ...)
 
     def values(quantity: str, of: str) -> np.ndarray:
         found = dataset[quantity].sel(condition=of).values.astype(np.float64)

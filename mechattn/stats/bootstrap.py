@@ -73,9 +73,17 @@ def bootstrap_t(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
         Hall 1988.
     """
     mean, error = d.mean(0), spread(d) / np.sqrt(len(d))
-    ends = [np.quantile(t, [(1 + level) / 2, (1 - level) / 2], axis=0) for t in _studentised(d, counts)]
-    upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
+    upper, lower = t_quantiles(d, counts, level)
     return mean - upper * error, mean - lower * error
+
+
+def t_quantiles(
+    d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
+) -> tuple[np.ndarray, np.ndarray]:
+    """The quantiles of t* of each column of d that make the lower and the upper end of its interval."""
+    ends = [np.quantile(t, [(1 + level) / 2, (1 - level) / 2], axis=0) for t in _studentised(d, counts, dtype)]
+    upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
+    return upper, lower
 
 
 def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
@@ -93,10 +101,10 @@ def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarra
     return mean - upper * error, mean - lower * error
 
 
-def extremes(d: np.ndarray, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+def extremes(d: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64) -> tuple[np.ndarray, np.ndarray]:
     """The largest and the smallest t* of each resample over all cells of d, or 0."""
     largest, smallest = (np.zeros(sum(map(len, counts))) for _ in range(2))
-    for t in _studentised(d, counts):
+    for t in _studentised(d, counts, dtype):
         largest, smallest = np.maximum(largest, t.max(1)), np.minimum(smallest, t.min(1))
     return largest, smallest
 
@@ -106,7 +114,7 @@ def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tupl
     return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
 
 
-def _studentised(d: np.ndarray, counts: Counts) -> Iterator[np.ndarray]:
+def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> Iterator[np.ndarray]:
     """t* [resample, cell], some cells at a time; 0 in cells without spread.
 
     s* counts as a tenth of s at least: where one prompt makes all of a cell's spread, a resample without it has none,
@@ -115,8 +123,8 @@ def _studentised(d: np.ndarray, counts: Counts) -> Iterator[np.ndarray]:
     deviation = spread(d)
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
     for start in range(0, d.shape[1], _COLUMNS):
-        part = scaled[:, start : start + _COLUMNS]
-        t = [_t_of_block(part, block[r].astype(np.float64)) for block in counts for r in row_blocks(*block.shape)]
+        part = scaled[:, start : start + _COLUMNS].astype(dtype, copy=False)
+        t = [_t_of_block(part, block[r].astype(dtype)) for block in counts for r in row_blocks(*block.shape)]
         yield np.concatenate(t)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
 from mechattn.errors import OptionError
+from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import Interval, t_interval
 from mechattn.stats.paired import RESAMPLES, drawn_signs, enough, flipped, without_rounding
 from mechattn.stats.units import Units
@@ -65,30 +67,33 @@ def against_null(
     heads. The overall change is that of the mean over layers and heads of each prompt. ``units`` are the prompts, or
     the groups that they are of; then everything is of the groups' means.
     """
+    means = [
+        np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in (values, baseline, null_values, null_baseline)
+    ]
     units = units or Units(len(values))
-    return against_null_in_blocks([(values, baseline, null_values, null_baseline)], values[0].size, units, q)
+    return against_null_in_blocks([(values, baseline, null_values, null_baseline)], means, units, q)
 
 
-def against_null_in_blocks(blocks: Iterable[Block], heads: int, units: Units, q: float = 0.05) -> Verdict:
-    """The same of layers that come some at a time; ``heads`` of all of them together."""
-    signs = list(drawn_signs(units.n, enough(RESAMPLES, heads), np.random.default_rng(0)))
-    p, differences = [], []
-    sums: list[np.ndarray | float] = [0.0] * 4
-    counts = [0] * 4
-    for block in blocks:
-        values, baseline, null_values, null_baseline = block
+def against_null_in_blocks(
+    blocks: Iterable[Block], means: Seq[np.ndarray], units: Units, q: float = 0.05, seed: int = 0
+) -> Verdict:
+    """The same of layers that come some at a time; ``means`` of each of the four over all of them [prompt]."""
+    bags = Bags.drawn(units.n, seed)
+    dtype = np.float64 if bags is None else np.float32
+    differences, tested = [], []
+    for values, baseline, null_values, null_baseline in blocks:
         ratio = without_rounding(units.means(np.log(values / baseline) - np.log(null_values / null_baseline)))
         if not np.isfinite(ratio).all():
             raise OptionError(
                 "a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head"
             )
         differences.append(ratio.mean(axis=0))
-        p.append(flipped(ratio.reshape(len(ratio), -1), signs))
-        sums = [total + part.sum(axis=(1, 2)) for total, part in zip(sums, block)]
-        counts = [count + part[0].size for count, part in zip(counts, block)]
-    difference = np.concatenate(differences)
-    significant = (stats.false_discovery_control(np.concatenate(p)) < q).reshape(difference.shape)
-    means = [np.asarray(total / count) for total, count in zip(sums, counts)]
+        each = ratio.reshape(len(ratio), -1)
+        tested.append(each if bags is None else bags.means(each))
+    difference, all_of = np.concatenate(differences), np.concatenate(tested, axis=1)
+    signs = drawn_signs(len(all_of), enough(RESAMPLES, difference.size), np.random.default_rng(seed))
+    p = flipped(all_of, signs, dtype)
+    significant = (stats.false_discovery_control(p) < q).reshape(difference.shape)
     return Verdict(
         change=relative_change(means[0], means[1], units),
         null=relative_change(means[2], means[3], units),

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.errors import OptionError
+from mechattn.stats.bags import ALONE
 
 FEWEST = 3
 
@@ -33,7 +34,12 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
             f"an interval over prompts, or over groups of them, needs at least {FEWEST}, but there are {len(values)}"
         )
     values = np.asarray(values, dtype=np.float64)
-    n = (~np.isnan(values)).sum(axis=0)
+    there = ~np.isnan(values)
+    if len(values) > ALONE and there.all():  # no copy of what is large; below, the last digit is that of nansum
+        mean = values.sum(axis=0) / len(values)
+        variance = ((values - mean) ** 2).sum(axis=0) / (len(values) - 1)
+        return t_interval_of_moments(np.full(mean.shape, len(values)), mean, variance, level)
+    n = there.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):  # nothing observed: NaN
         mean = np.nansum(values, axis=0) / n
         variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)

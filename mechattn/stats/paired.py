@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from scipy import stats
 
+from mechattn.stats.bags import Bags
 from mechattn.stats.bootstrap import (
-    bootstrap_t,
+    Counts,
     extremes,
     of_extremes,
     resample,
     resample_sequentially,
     row_blocks,
     spread,
+    t_quantiles,
 )
 from mechattn.stats.intervals import t_interval
 
@@ -25,7 +28,10 @@ RESAMPLES = 9999
 ROUNDING = 1e-5  # of a log-ratio: what float32 leaves of two computations of the same number
 EXACT = 12  # prompts: 4,096 patterns of signs are all tried
 _CHUNK = 2000
+_KEPT = 2**26  # bytes of draws that are kept for the next table
+_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
 Signs = list[np.ndarray]  # patterns of signs as bits, in blocks
+Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def paired(
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
     expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
-    stream = PairedStream(len(d), d.shape[1], level, resamples, seed)
+    stream = PairedStream(len(d), level, resamples, seed)
     stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
     made = stream.made()
     shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
@@ -117,77 +123,131 @@ def paired(
 
 
 class PairedStream:
-    """The same for cells that come some at a time, for which no memory has to hold them all.
+    """The same for cells that come some at a time, for which no memory has to hold each unit's values of all cells.
 
     All cells share the draws, which keeps what their errors have in common: simultaneous intervals need that. There are
-    two kinds, as the largest t of many cells is far off in plain resamples of few prompts (stats/bootstrap.py).
+    two kinds, as the largest t of many cells is far off in plain resamples of few units (stats/bootstrap.py). Means,
+    t intervals, effect sizes and what is detectable are of the units. Beyond 2,000 units, what is resampled and whose
+    signs are flipped are the means of random bags of them (stats/bags.py), in float32.
 
     Args:
-        n: Prompts.
-        tests: How many cells there will be.
+        n: Units: prompts, or their groups.
         level: As for :func:`paired`.
         resamples: As for :func:`paired`.
         seed: As for :func:`paired`.
+        bootstrap: Whether intervals by the bootstrap are asked for; otherwise they are NaN.
     """
 
-    def __init__(self, n: int, tests: int, level: float, resamples: int, seed: int) -> None:
-        self.n, self.tests, self.level = n, tests, level
-        generator = np.random.default_rng(seed)
-        self._plain = resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
-        self._sequential = resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
-        self._signs = list(drawn_signs(n, enough(resamples, tests), generator))
-        self._blocks: list[dict[str, np.ndarray]] = []
-        self._extremes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap: bool = True) -> None:
+        self.n, self.level, self.resamples, self.seed, self.bootstrap = n, level, resamples, seed, bootstrap
+        self.bags = Bags.drawn(n, seed)
+        self._dtype = np.float64 if self.bags is None else np.float32
+        self._parts: list[Columns] = []  # each [unit or bag, cell], or [cell]
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
-        """Some cells [prompt, cell], with what the null expects; None where no null is known."""
-        none = expected is None
-        expected = np.zeros(d.shape) if expected is None else expected
-        tested = without_rounding(d - expected, rounding)
-        ends = self._ends("", d)
-        if np.array_equal(tested, d):
-            beyond = {f"beyond_{name}": end for name, end in ends.items()}
-            self._widen("beyond_", self._last)
-        else:
-            beyond = self._ends("beyond_", tested)
-        unknown = np.nan if none else 0.0
-        made = {"difference": d.mean(0)} | ends
-        made |= {"null": expected.mean(0) + unknown, "beyond": tested.mean(0) + unknown}
-        made |= {name: end + unknown for name, end in beyond.items()}
-        self._blocks.append(made | _test(tested, self._signs))
+        """Some cells [unit, cell], with what the null expects; None where no null is known."""
+        given = {"d": d, "rounding": np.broadcast_to(rounding, d.shape[1:])}
+        given |= {} if expected is None else {"expected": expected}
+        if self.bags is None:
+            self._parts.append(given)
+        elif d.shape[1] > 1:
+            self._parts.append(self._described(given))
+        else:  # numpy sums a column that stands alone in another order
+            twice = self._described({name: np.repeat(values, 2, axis=-1) for name, values in given.items()})
+            self._parts.append({name: values[..., :1] for name, values in twice.items()})
 
     def made(self) -> Paired:
         """All cells, in the order in which they came."""
-        made = {name: np.concatenate([block[name] for block in self._blocks]) for name in self._blocks[0]}
-        for of in ("", "beyond_"):
-            mean, error = made.pop(f"{of}mean"), made.pop(f"{of}error")
-            low, high = (np.full(mean.shape, np.nan) for _ in range(2))
-            if of in self._extremes and mean.size:
-                upper, lower = of_extremes(*self._extremes[of], self.level)
-                low, high = mean - upper * error, mean - lower * error
-            single = [made[f"{of}{end}"] for end in ("low", "low_bootstrap", "high", "high_bootstrap")]
-            made[f"{of}low_simultaneous"] = np.minimum(low, np.fmin(*single[:2]))  # never narrower than a single one
-            made[f"{of}high_simultaneous"] = np.maximum(high, np.fmax(*single[2:]))
-        p = made["p"]
-        return Paired(n=self.n, q=stats.false_discovery_control(p) if p.size else p, **made)
+        all_of = {name: _joined([part[name] for part in self._parts]) for name in self._parts[0]}
+        made = self._described(all_of) if self.bags is None else all_of
+        d, tested = made.pop("resampled"), made.pop("tested")
+        draws = _draws(len(d), self.resamples, enough(self.resamples, d.shape[1]), self.seed, self.bootstrap)
+        made |= self._ends("", d, made, draws)
+        same = np.array_equal(d, tested)
+        beyond = (
+            {f"beyond_{name}": made[name] for name in _ENDS} if same else self._ends("beyond_", tested, made, draws)
+        )
+        unknown = made.pop("unknown")
+        for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
+            made.pop(name)
+        made |= {name: end + unknown for name, end in beyond.items()}
+        p = flipped(tested, draws.signs, self._dtype)
+        return Paired(n=self.n, p=p, q=stats.false_discovery_control(p) if p.size else p, **made)
 
-    def _ends(self, of: str, d: np.ndarray) -> dict[str, np.ndarray]:
-        """Ends of the t and bootstrap-t intervals of the mean of each column; NaN where prompts are few."""
-        none = np.full(d.shape[1], np.nan)
-        _, low, high = t_interval(d, self.level)
-        own_low, own_high = bootstrap_t(d, self._plain, self.level) if self._plain else (none, none)
-        self._last = extremes(d, self._sequential) if self._sequential else None
-        self._widen(of, self._last)
-        ends = {"low": low, "high": high, "low_bootstrap": own_low, "high_bootstrap": own_high}
-        ends |= {"mean": d.mean(0), "error": spread(d) / np.sqrt(len(d))}
-        return {f"{of}{name}": end for name, end in ends.items()}
+    def _described(self, given: Columns) -> Columns:
+        """What is known of each cell from its units, and what is resampled."""
+        d, expected = given["d"], given.get("expected")
+        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
+        unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
+        null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
+        ends = _intervals(d, self.level)
+        beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
+        made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
+        # Of equal numbers in another order in memory, numpy's sums are others in the last digit.
+        made |= {"beyond": tested.mean(0) + unknown} | _sizes(len(d), tested.mean(0), spread(tested))
+        made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
+        made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
+        bags = (lambda values: values) if self.bags is None else self.bags.means
+        return made | {"resampled": bags(d), "tested": bags(tested)}
 
-    def _widen(self, of: str, found: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """The extremes of all cells so far."""
-        if found is None:
-            return
-        before = self._extremes.get(of, found)
-        self._extremes[of] = np.maximum(before[0], found[0]), np.minimum(before[1], found[1])
+    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> Columns:
+        """Ends by the bootstrap, around the mean of the units; NaN where they are few."""
+        mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
+        own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
+        if draws.plain:
+            upper, lower = t_quantiles(d, draws.plain, self.level, self._dtype)
+            own_low, own_high = mean - upper * error, mean - lower * error
+        if draws.sequential and mean.size:
+            most, least = of_extremes(*extremes(d, draws.sequential, self._dtype), self.level)
+            low, high = mean - most * error, mean - least * error
+        made_low, made_high = (made[f"{of}{end}"] for end in ("low", "high"))
+        return {
+            f"{of}low_bootstrap": own_low,
+            f"{of}high_bootstrap": own_high,
+            f"{of}low_simultaneous": np.minimum(low, np.fmin(made_low, own_low)),  # never narrower than a single one
+            f"{of}high_simultaneous": np.maximum(high, np.fmax(made_high, own_high)),
+        }
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is drawn for a number of units: resamples of both kinds, and signs."""
+
+    plain: Counts
+    sequential: Counts
+    signs: Signs
+
+
+def _draws(n: int, resamples: int, patterns: int, seed: int, bootstrap: bool) -> Draws:
+    """The draws of a table; without ``bootstrap`` the signs are those that it would have."""
+    if not bootstrap and n <= EXACT:
+        return Draws([], [], list(drawn_signs(n, patterns, np.random.default_rng(seed))))
+    of = _kept_draws if n * (2 * resamples + patterns // 8) <= _KEPT else _new_draws
+    made = of(n, resamples, patterns, seed)
+    return made if bootstrap else Draws([], [], made.signs)
+
+
+def _new_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
+    generator = np.random.default_rng(seed)
+    plain = resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
+    sequential = resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
+    return Draws(plain, sequential, list(drawn_signs(n, patterns, generator)))
+
+
+_kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables with the same ones
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Side by side, column after column in memory where each is: numpy sums these in another order than rows."""
+    if len(parts) == 1 or not all(part.flags.f_contiguous for part in parts):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return np.concatenate([part.T for part in parts]).T
+
+
+def _intervals(d: np.ndarray, level: float) -> Columns:
+    """Ends of the t interval of the mean of each column, its mean and its standard deviation."""
+    _, low, high = t_interval(d, level)
+    return {"low": low, "high": high, "mean": d.mean(0), "deviation": spread(d)}
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
@@ -200,14 +260,11 @@ def enough(resamples: int, cells: int) -> int:
     return max(resamples, 20 * cells)
 
 
-def _test(d: np.ndarray, signs: Signs) -> dict[str, np.ndarray]:
-    """Whether the mean of each column is 0, how large it is for its spread, and what could have been found."""
-    n, mean, deviation = len(d), d.mean(0), spread(d)
-    p = flipped(d, signs)
+def _sizes(n: int, mean: np.ndarray, deviation: np.ndarray) -> Columns:
+    """How large means are for their spread, and what could have been found."""
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
     return {
         "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
-        "p": p,
         "detectable": power * deviation / np.sqrt(n),
     }
 
@@ -221,17 +278,29 @@ def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> 
     return flipped(d, drawn_signs(len(d), resamples, generator))
 
 
-def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
-    """The same with patterns of signs that are drawn."""
-    observed = abs(d.mean(0)) * (1 - 1e-12)  # equal means, summed in another order, count
-    count = np.zeros(d.shape[1])
-    tried = 0
-    for packed in signs:
-        for some in row_blocks(len(packed), len(d)):
-            pattern = 1.0 - 2.0 * np.unpackbits(packed[some], axis=1, count=len(d))
-            count += (abs(pattern @ d) / len(d) >= observed).sum(0)
-        tried += len(packed)
+def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64) -> np.ndarray:
+    """The same with patterns of signs that are drawn; ``dtype`` of the sums."""
+    signs = list(signs)
+    tried, count = sum(map(len, signs)), np.zeros(d.shape[1])
+    some = np.flatnonzero(~_beyond_all(d, tried))
+    part = (d if len(some) == d.shape[1] else d[:, some]).astype(dtype, copy=False)
+    slack = 1e-12 if dtype is np.float64 else 1e-5  # equal means, summed in another order, count
+    observed = abs(d.mean(0))[some] * (1 - slack)
+    for packed in signs if len(some) else []:
+        for rows in row_blocks(len(packed), len(d)):
+            pattern = 1 - 2 * np.unpackbits(packed[rows], axis=1, count=len(d)).astype(dtype)
+            count[some] += (abs(pattern @ part) / len(d) >= observed).sum(0)
     return count / tried if len(d) <= EXACT else (1 + count) / (1 + tried)
+
+
+def _beyond_all(d: np.ndarray, tried: int) -> np.ndarray:
+    """Columns whose mean no pattern reaches but with a chance below 1e-15: they needn't be tried.
+
+    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), for each of those tried
+    """
+    squares = (d**2).sum(0)
+    far: np.ndarray = d.sum(0) ** 2 > 2 * squares * np.log(2e15 * max(tried, 1))
+    return far & (squares > 0)
 
 
 def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:

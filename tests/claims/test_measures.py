@@ -14,7 +14,7 @@ from mechattn.claims.claim import Measure
 from mechattn.claims.measures import NotMeasured
 from mechattn.claims.protocol import ACTIVATIONS, ANALYSES, arm_conditions, attention_conditions
 from mechattn.claims.register import CLAIMS
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
 from tests.claims import synthetic as made
 
 SLASH = ma.MeaninglessTokens()

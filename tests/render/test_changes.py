@@ -5,7 +5,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
 
 
 @pytest.fixture(scope="module")

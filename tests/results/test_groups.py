@@ -11,7 +11,7 @@ from pandas.testing import assert_frame_equal
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptError
 from mechattn.prompts.prompt import as_prompts
-from mechattn.results.compare import overall_change
+from mechattn.results.overall import overall_change
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired

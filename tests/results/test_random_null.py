@@ -48,6 +48,19 @@ def test_the_columns_are_those_of_loops(trained, random):
     assert abs(wrong[0] - mean).max() > 1e-5, "draws of another condition would be noticed"
 
 
+@pytest.mark.parametrize(("memory", "options"), [("30KiB", {}), ("120KiB", {"segment": None})])
+def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, monkeypatch):
+    from mechattn.results import compare
+
+    seen, blocks = [], compare.layer_blocks
+    monkeypatch.setattr(compare, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1])
+    expected = trained.compare("slash", random=random[:3], resamples=99, **options)
+    got = trained.compare("slash", random=random[:3], resamples=99, memory=memory, **options)
+    assert [len(layers) > 1 for layers in seen] == [False, True]
+    assert got.equals(expected)
+    assert got.attrs == expected.attrs
+
+
 def test_hardly_a_head_of_a_random_model_is_found(random):
     """Each model in turn as the one tested, with the three after it as its draws."""
     tables = [random[i].compare("slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)]) for i in range(MODELS)]

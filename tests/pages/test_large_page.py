@@ -1,0 +1,190 @@
+"""A page of a stored result that goes through blocks within a little memory is the page of the result in memory."""
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import mechattn as ma
+from mechattn.commands.export import heads_table
+from mechattn.commands.report import figures_of, report
+from mechattn.errors import MemoryOptionError
+from mechattn.pages import head_values
+from mechattn.pages.page import results_page
+from mechattn.results.held import held
+from mechattn.results.large_store import Store
+from mechattn.results.large_writing import copied
+from mechattn.results.lazy import LazyArray, is_lazy, lazy_variable
+
+SMALL = "90KiB"  # a layer or two at a time
+
+
+@pytest.fixture(scope="module")
+def place(toy, tmp_path_factory):
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.BlockUpdates()]
+    conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
+    prompts = ma.load_prompts("word-problems", limit=13)
+    made = ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
+    path = tmp_path_factory.mktemp("large") / "large.zarr"
+    copied(replace(made, provenance={**made.provenance, "chunk": 4}), Store(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(place):
+    """All of it in memory."""
+    lazy = ma.load_result(place)
+    made = replace(lazy, datasets={name: dataset.copy(deep=True).load() for name, dataset in lazy.datasets.items()})
+    assert not is_lazy(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(measured, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    results_page([measured], path, figures_of(measured, None))
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+@pytest.mark.parametrize("memory", ["2GiB", SMALL])
+def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path, monkeypatch):
+    from mechattn.results import compare, layer_blocks
+
+    blocks, kept = [], []
+    monkeypatch.setattr(
+        compare, "layer_blocks", lambda *a, **k: blocks.append(layer_blocks.layer_blocks(*a, **k)) or blocks[-1]
+    )
+    monkeypatch.setattr(head_values, "held", lambda *a: kept.append(held(*a)) or kept[-1])
+    missing = report([place], tmp_path / "page.html", memory=memory)
+    assert missing == []
+    assert any(len(layers) > 1 for layers in blocks) is (memory == SMALL)
+    assert all(one.memory != memory for one in kept)  # something is held each time
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_every_figure_and_table_is_the_same(measured, place):
+    lazy = ma.load_result(place)
+    draw = ma.render
+    for make in (
+        lambda of, **m: draw.by_layer(of, "self_share", **m),
+        lambda of, **m: draw.by_layer(of, "block_magnitude", **m),
+        lambda of, **m: draw.two_by_two(of, ["slash", "sentence"], layer=1, **m),
+        lambda of, **m: draw.received_attention(of, 2, choose=2, **m),
+        lambda of, **m: draw.change_map(of, "sentence", "mass", **m),
+    ):
+        assert make(lazy, memory=SMALL).to_json() == make(measured).to_json()
+    for memory, make in (
+        ("60KiB", lambda of, **m: of.stability("slash", choose=3, resamples=20, **m)),
+        ("60KiB", lambda of, **m: of.stability(choose=2, layer=1, over=["slash", "sentence"], resamples=20, **m)),
+        ("9KiB", lambda of, **m: of.agreement("slash", "sentence", **m)),
+        ("300KiB", lambda of, **m: of.compare("slash", segment=None, resamples=99, **m)),
+        (SMALL, lambda of, **m: heads_table(of, **m)[0]),
+    ):
+        got, table = make(lazy, memory=memory), make(measured)
+        # Labels that were stored are texts of another kind.
+        pd.testing.assert_frame_equal(got, table, check_exact=True, check_dtype=False)
+    assert lazy.resolution("slash", memory=SMALL) == measured.resolution("slash")
+    assert is_lazy(lazy)
+
+
+def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
+    measured = ma.run(toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.HeadUpdates(), progress=False)
+    for draw in (ma.render.update_histogram, ma.render.update_map):
+        assert draw(measured, memory="450KiB").to_json() == draw(measured).to_json()
+        with pytest.raises(MemoryOptionError, match=r"a prompt takes .* KiB, and memory='1KiB' allows less"):
+            draw(measured, memory="1KiB")
+
+
+def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("mechattn.results.lazy.LazyArray.__getitem__", lambda *given: pytest.fail("it was read"))
+    with pytest.raises(MemoryOptionError, match=r"of 13 prompts takes 1 MiB, and memory='20KiB' allows less; give"):
+        report([place], tmp_path / "page.html", memory="20KiB")
+    assert not (tmp_path / "page.html").exists()
+    loaded = ma.load_result(place)
+    for call in (lambda: loaded.stability("slash", choose=3, memory="1KiB"), lambda: loaded.resolution(memory="1KiB"),
+                 lambda: loaded.compare("slash", segment=None, memory="9KiB")):  # fmt: skip
+        with pytest.raises(MemoryOptionError, match="allows less; give more"):
+            call()
+
+
+def many(measured, prompts):
+    """The same prompts again and again, with noise, none of them in memory."""
+
+    def again(variable):
+        def read(key):
+            rows = np.atleast_1d(np.arange(prompts)[key[0]])
+            values = small[(slice(None), *key[1:])][rows % len(small)]
+            if values.dtype.kind == "f":
+                noise = np.sin(rows * 12.9898) * 43758.5453
+                values = values * (1 + 0.05 * (noise - np.floor(noise))).reshape(-1, *[1] * (values.ndim - 1))
+            return values.astype(small.dtype).reshape([len(rows)] * isinstance(key[0], slice) + list(values.shape[1:]))
+
+        small = variable.values
+        return lazy_variable(LazyArray((prompts, *small.shape[1:]), small.dtype, read), variable.dims, variable.attrs)
+
+    made = {}
+    for name, dataset in measured.datasets.items():
+        each = [label for label, v in dataset.variables.items() if v.dims[:1] == ("prompt",)]
+        lazy = {label: again(dataset[label].variable) for label in each if dataset[label].ndim > 1}
+        made[name] = dataset.drop_vars(each).assign_coords(prompt=[f"{i:05d}" for i in range(prompts)]).assign(lazy)
+    made["sequences"]["place"] = xr.Variable("prompt", np.arange(prompts))
+    return replace(measured, datasets=made)
+
+
+def peak(call):
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_memory_is_kept_to(measured):
+    """Of 6,000 prompts; and with more allowed, more is taken (negative control)."""
+    result = many(measured, 6000)
+    table = result.compare("slash", resamples=99)  # what is imported and drawn once
+    little, much = (peak(lambda m=m: result.compare("slash", resamples=99, memory=m)) for m in ("11MiB", "1GiB"))
+    assert little < 0.7 * much
+    assert little < 11
+    again = result.compare("slash", resamples=99, memory="11MiB")
+    assert again.equals(table)
+    assert again.attrs == table.attrs
+
+
+def test_bags_are_said(measured):
+    result = many(measured, 2100)
+    table = result.compare("slash", resamples=199)
+    assert table.attrs["resampled"] == "700 random bags of 3"
+    assert table.attrs["unit"] == "prompts"
+    assert (table.n == 2100).all()
+    assert "random patterns of signs of 700 random bags of 3, which are also what" in result.methods(table)
+    assert "n = 2100, tested by 700 random bags of 3" in ma.render.change_map(result).layout.title.text
+    few = many(measured, 2000).compare("slash", resamples=199)
+    assert "resampled" not in few.attrs
+    assert "bags" not in many(measured, 2000).methods(few)
+
+
+def test_groups_are_bagged_as_wholes(measured):
+    """Two prompts of a group with opposite changes: the groups' means are alike, whatever the bags."""
+    result = many(measured, 4200)
+    dataset = result["received_attention"].drop_vars(["received_by_segment", "received_by_segment_uniform"])
+    sign = np.where(np.arange(4200) % 2, 1.0, -1.0)
+    values = np.exp(0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None])
+    values = np.broadcast_to(values, (4200, 3, 4, 8, 6)) * 0.01
+    dataset["received_by_segment"] = (("prompt", "condition", "layer", "head", "segment"), values.astype(np.float32))
+    dataset["received_by_segment"].attrs = dict(measured["received_attention"].received_by_segment.attrs)
+    sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
+    made = replace(result, datasets={"sequences": sequences, "received_attention": dataset})
+    table = made.compare("slash", resamples=99)
+    assert table.attrs["unit"] == "groups (2100 of 4200 prompts)"
+    assert table.attrs["resampled"] == "700 random bags of 3"
+    assert (table.high - table.low < 1e-6).all()
+    assert (table.low_bootstrap.sub(table.low).abs() < 1e-6).all()
+    alone = made.compare("slash", resamples=99, unit="prompt")
+    assert (alone.high - alone.low > 0.005).all()

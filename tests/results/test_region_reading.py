@@ -1,0 +1,62 @@
+"""A block that is read from regions without Zarr is the one that Zarr reads."""
+
+import numpy as np
+import pytest
+
+from mechattn.results.region_reading import read_block
+from mechattn.results.regions import Region, encoded
+
+DIMS = ("prompt", "condition", "layer", "head", "pos")
+SHAPE = (11, 3, 4, 2, 300)  # chunks of 4, the last one short; more than an object along the positions
+
+
+@pytest.fixture(scope="module", params=["float32", "float16", "int32"])
+def stored(request, tmp_path_factory):
+    import zarr
+
+    folder = tmp_path_factory.mktemp("array")
+    values = np.random.default_rng(0).integers(-99, 99, SHAPE).astype(request.param)
+    region = Region(DIMS, SHAPE, request.param, 4, {})
+    array = region.create(zarr.storage.LocalStore(folder), "x")
+    for number in range(3):
+        if number == 1:
+            values[4:8, ..., 256:] = array.fill_value  # an object that is not there: its prompts were shorter
+        for name, content in encoded(values[4 * number : 4 * number + 4], region, number).items():
+            if not (number == 1 and name.endswith("/1")):
+                path = folder / "x" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+    return folder / "x", region, array, values
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        (slice(None), slice(None), slice(None), slice(None), slice(None)),
+        (slice(3, 9), 1, slice(1, 3), slice(None), 270),
+        (slice(10, 11), slice(0, 3, 2), 3, slice(1, 2), slice(250, 260)),
+        (slice(1, 11, 3), slice(None), slice(0, 4, 3), 0, slice(0, 300, 7)),
+        (5, 2, 0, 1, slice(0, 0)),
+    ],
+)
+def test_it_is_what_zarr_reads(stored, key):
+    folder, region, array, values = stored
+    got = read_block(folder, region, key)
+    np.testing.assert_array_equal(got, values[key])
+    np.testing.assert_array_equal(got, array[key])
+    assert got.dtype == values.dtype
+
+
+def test_a_changed_byte_is_noticed_where_it_is_read(stored):
+    folder, region, _, _ = stored
+    path = next(p for p in sorted((folder / "c" / "2").rglob("*")) if p.is_file())
+    content = path.read_bytes()
+    try:
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])  # in the piece of the first condition and layer
+        every = slice(None)
+        with pytest.raises(ValueError, match="its checksum is another"):
+            read_block(folder, region, (every, 0, 0, every, every))
+        read_block(folder, region, (every, 1, 0, every, every))
+        read_block(folder, region, (slice(0, 8), 0, 0, every, every))
+    finally:
+        path.write_bytes(content)

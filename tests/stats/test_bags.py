@@ -1,0 +1,108 @@
+"""Bags of units: the same inference at a cost that no longer grows with them."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mechattn.stats import paired as paired_module
+from mechattn.stats.bags import ALONE, Bags, resampled
+from mechattn.stats.paired import drawn_signs, flipped, paired
+
+N = 2400  # 800 bags of 3
+
+
+@pytest.mark.parametrize("n", [2001, 2002, 5256, 100_000, 100_099, 1_234_567])
+def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
+    bags = Bags.drawn(n, 0)
+    sizes = np.diff(bags.starts, append=n)
+    assert np.array_equal(np.sort(bags.order), np.arange(n))
+    assert sizes.max() - sizes.min() <= 1
+    assert (sizes > sizes.min()).sum() < n / bags.n  # fewer than there are units in one
+    assert 600 < bags.n == resampled(n) <= 1000
+    assert not np.array_equal(bags.order, Bags.drawn(n, 1).order)
+
+
+def test_few_units_are_resampled_one_by_one():
+    assert Bags.drawn(ALONE, 0) is None
+    assert resampled(ALONE) == ALONE
+
+
+def test_means_are_those_of_a_loop():
+    values = np.random.default_rng(0).normal(size=(2005, 2, 3))
+    bags = Bags.drawn(2005, 7)
+    ends = [*bags.starts, 2005]
+    expected = [values[bags.order[a:b]].mean(0) for a, b in pairwise(ends)]
+    np.testing.assert_allclose(bags.means(values), expected, rtol=1e-12)
+    # Bags of 3 and of 4: their mean is that of all but for a 45th (1 / √n) of its error.
+    apart = abs(bags.means(values).mean(0) - values.mean(0)) / (values.std(0) / np.sqrt(2005))
+    assert (apart < 0.2).all()
+    assert bags.words == "668 random bags of 3 or 4"
+    assert Bags.drawn(100_000, 0).words == "1,000 random bags of 100"
+
+
+def test_what_needs_no_resampling_is_of_the_units():
+    """Cohen's d_z over bags of 3 would be √3 times as large."""
+    d = np.random.default_rng(1).normal(0.05, 1, size=(N, 4))
+    made = paired(d, 0.01, resamples=99, rounding=0.0)
+    expected = stats.ttest_1samp(d, 0.0).confidence_interval()
+    np.testing.assert_allclose([made.low, made.high], [expected.low, expected.high])
+    np.testing.assert_allclose(made.effect_size, (d.mean(0) - 0.01) / d.std(0, ddof=1))
+    assert made.n == N
+    alone = Bags.drawn(N, 0).means(d - 0.01)
+    assert (abs(alone.mean(0) / alone.std(0, ddof=1)) > 1.5 * abs(made.effect_size)).all()
+
+
+def share(n_units, alone, monkeypatch):
+    """Coverage of the bootstrap-t and simultaneous intervals, and the share of p < 0.05, of skewed cells of mean 0."""
+    monkeypatch.setattr("mechattn.stats.bags.ALONE", 10**9 if alone else ALONE)
+    generator, tables, cells = np.random.default_rng(3), 30, 40
+    own, together, found = [], [], []
+    for table in range(tables):
+        common = generator.lognormal(size=(n_units, 1))
+        d = (generator.lognormal(size=(n_units, cells)) + common) / 2 - np.exp(0.5)
+        made = paired(d, None, resamples=199, seed=table)
+        own.append((made.low_bootstrap < 0) & (made.high_bootstrap > 0))
+        together.append(((made.low_simultaneous < 0) & (made.high_simultaneous > 0)).all())
+        found.append(made.p < 0.05)
+    return np.mean(own), np.mean(together), np.mean(found)
+
+
+def test_intervals_and_tests_are_as_good_as_without_bags(monkeypatch):
+    """Of 1,200 intervals and tests, whose cells share half of what they are: 1.5 % of simulation error, or so."""
+    bagged, alone = (share(N, each, monkeypatch) for each in (False, True))
+    np.testing.assert_allclose(bagged[0], alone[0], atol=0.02)
+    np.testing.assert_allclose(bagged[1], alone[1], atol=0.08)
+    np.testing.assert_allclose(bagged[2], alone[2], atol=0.02)
+    assert 0.91 < bagged[0] < 0.98
+    assert bagged[1] > 0.88
+    assert 0.02 < bagged[2] < 0.08
+
+
+def test_bags_in_the_order_of_a_drift_would_be_wrong(monkeypatch):
+    """Negative control: values that grow from the first prompt to the last, and neighbours in one bag."""
+
+    def sizes(order):
+        generator = np.random.default_rng(4)
+        bags = Bags.drawn(N, 0)
+        monkeypatch.setattr(Bags, "drawn", classmethod(lambda cls, n, seed: cls(order(bags.order), bags.starts)))
+        tables = [np.sort(generator.normal(size=(N, 40)), axis=0) for _ in range(8)]
+        return np.mean([paired(d, None, resamples=199, seed=i).p < 0.05 for i, d in enumerate(tables)])
+
+    assert 0.01 < sizes(lambda order: order) < 0.09
+    assert sizes(np.sort) < 0.005  # no test finds anything: the means of bags vary √3 times as much as they should
+
+
+def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
+    generator = np.random.default_rng(5)
+    d = generator.normal(size=(200, 6)) + np.array([0, 0.1, 0.3, 1, 3, 9])
+    signs = list(drawn_signs(200, 3000, generator))
+    skipped = paired_module._beyond_all(d, 3000)
+    assert skipped.tolist() == [False, False, False, True, True, True]
+    got = flipped(d, signs)
+    monkeypatch.setattr(paired_module, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool))
+    np.testing.assert_array_equal(got, flipped(d, signs))
+    np.testing.assert_allclose(flipped(d, signs, np.float32), got, atol=2e-3)
+    assert (got[3:] == 1 / 3001).all()
+    assert got[0] > 0.01
