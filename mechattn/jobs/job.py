@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
 from mechattn.engine.run import Run, Sequences, make_plan
-from mechattn.errors import OptionError
+from mechattn.errors import ModelError, OptionError
 from mechattn.jobs.into import Into
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
@@ -85,6 +86,13 @@ class Job:
     into: Into | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if not isinstance(self.model, str):
+            raise ModelError(
+                f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was given; "
+                "save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
+            )
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")

@@ -6,7 +6,13 @@ import mechattn as ma
 from mechattn.commands.config import made_conditions, read_config
 from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
-from mechattn.errors import MechattnError, OptionError, PromptError
+from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
+
+
+def test_a_job_names_its_model(toy, prompts, tmp_path):
+    with pytest.raises(ModelError, match=r"a job names its model.* but a TransformerBridge was given.* or use ma\.run"):
+        ma.Job(toy, prompts)
+    assert ma.Job(tmp_path, prompts).model == str(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
