@@ -90,8 +90,8 @@ class Job:
             object.__setattr__(self, "model", str(self.model))
         if not isinstance(self.model, str):
             raise ModelError(
-                f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was given; "
-                "save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
+                f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was "
+                "given; save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
             )
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
