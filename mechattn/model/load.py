@@ -236,7 +236,8 @@ def model_place(name: str) -> str:
         raise ModelError(
             f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
         )
-    return place
+    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
+    return os.path.join(os.curdir, place) if os.path.isdir(place) and not os.path.dirname(place) else place
 
 
 def tokenizer_named(name: str) -> Any:

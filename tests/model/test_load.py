@@ -30,6 +30,13 @@ def test_a_directory_gives_the_native_logits(checkpoint, native):
         assert model(tokens).logits.std() > 1, "weights so small would hide errors"
 
 
+def test_a_directory_hides_an_alias_of_the_same_name(checkpoint, tmp_path, monkeypatch):
+    """TransformerLens takes "gpt2" for the model on the hub, wherever the command runs."""
+    (tmp_path / "gpt2").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert ma.load_model("gpt2").cfg.n_layers == 3
+
+
 def test_a_model_object_and_a_hooked_model_are_the_same(checkpoint, native):
     tokenizer = native[1]
     from_object = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
