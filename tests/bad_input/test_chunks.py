@@ -11,7 +11,7 @@ from mechattn.errors import MechattnError, OptionError, PromptError
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
 def test_options_of_a_job(options, prompts):
-    with pytest.raises(OptionError, match="give a whole number, 1 at least"):
+    with pytest.raises(OptionError, match="give a whole number, at least 1"):
         ma.Job("toy:llama", prompts, **options)
 
 
@@ -52,7 +52,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path):
         ('executor = "dask"', r"executor: Input should be 'local' or 'ray'"),
         ("large = 'yes'", r"large: Input should be a valid boolean"),
         ("values = 'float64'", r"values: Input should be 'float32' or 'float16'"),
-        ("values = 'float16'\nlarge = false", r'values="float16" is for large results: leave large=False out'),
+        ("values = 'float16'\nlarge = false", r'values="float16" is for large results: omit large=False'),
         ("workers = 2", r'workers is for a cluster: say executor="ray" too'),
         ("chnk = 3", r"chnk: there is no such key here \(did you mean 'chunk'\?\)"),
         ("dtpye = 'auto'", r"did you mean 'dtype'"),
