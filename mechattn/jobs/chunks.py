@@ -168,7 +168,7 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
     except KeyboardInterrupt:
         have = len(set(parts.done()) & set(chunks))
         raise Interrupted(
-            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}; run it again to resume"
+            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}; rerun the command to resume"
         ) from None
 
 

@@ -19,7 +19,7 @@ def test_executors_that_are_none(prompts, tmp_path):
     job = ma.Job("toy:llama", prompts)
     with pytest.raises(OptionError, match="executor='dask': choose one of"):
         ma.run_job(job, tmp_path / "r.zarr", executor="dask")
-    with pytest.raises(OptionError, match='workers is for a cluster: say executor="ray" too'):
+    with pytest.raises(OptionError, match='workers is for a cluster: add executor="ray"'):
         ma.run_job(job, tmp_path / "r.zarr", workers=2)
 
 
@@ -53,7 +53,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path):
         ("large = 'yes'", r"large: Input should be a valid boolean"),
         ("values = 'float64'", r"values: Input should be 'float32' or 'float16'"),
         ("values = 'float16'\nlarge = false", r'values="float16" is for large results: omit large=False'),
-        ("workers = 2", r'workers is for a cluster: say executor="ray" too'),
+        ("workers = 2", r'workers is for a cluster: add executor="ray"'),
         ("chnk = 3", r"chnk: there is no such key here \(did you mean 'chunk'\?\)"),
         ("dtpye = 'auto'", r"did you mean 'dtype'"),
         ("[prompts]\nsource = 'word-problems'\nlmit = 3", r"prompts\.lmit: .*did you mean 'limit'"),

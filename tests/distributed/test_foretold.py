@@ -72,7 +72,7 @@ def test_a_model_whose_size_nobody_says(job):
     assert foretold(unknown) is None
     assert settled(unknown, "r.zarr", None, False).large is False
     assert announced(replace(unknown, large=False), "r.zarr") is None
-    assert announced(replace(unknown, large=True), "r.zarr").startswith("r.zarr: each chunk is written straight")
+    assert announced(replace(unknown, large=True), "r.zarr").startswith("r.zarr: each chunk is written directly")
 
 
 def test_a_small_job_is_kept_as_ever_and_nothing_is_said(job, small, tmp_path, capsys):

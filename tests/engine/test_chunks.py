@@ -108,7 +108,7 @@ def test_after_a_crash_the_same_call_goes_on(job, undisturbed, tmp_path, suffix,
 def test_ctrl_c_says_how_far_it_came(job, undisturbed, tmp_path):
     error = stopped(job, tmp_path / "r.zarr", 3, KeyboardInterrupt())
     assert str(error).startswith("stopped; 3 of 6 chunks are done and kept in ")
-    assert "run it again to resume" in str(error)
+    assert "rerun the command to resume" in str(error)
     assert numbers(ma.run_job(job, tmp_path / "r.zarr")) == numbers(undisturbed)
 
 
@@ -179,9 +179,7 @@ def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_pa
     stopped(job, path, 3)
     chunk = sorted(parts_folder(path).glob("*.zip"))[1]
     spoiled(monkeypatch, chunk.name, OSError(116, "Stale file handle"))
-    with pytest.raises(
-        OutputError, match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was deleted"
-    ):
+    with pytest.raises(OutputError, match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was deleted"):
         ma.run_job(job, path)
     monkeypatch.undo()
     assert chunk.exists()

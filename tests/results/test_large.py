@@ -455,7 +455,7 @@ def test_a_full_disk_keeps_the_chunks_before(job, small, tmp_path, monkeypatch):
     [
         ({"values": "float64", "large": True}, 'choose "float32" or "float16"'),
         ({"values": "float16", "large": False}, "omit large=False"),
-        ({"large": "yes"}, "large='yes': say True, False, or None"),
+        ({"large": "yes"}, "large='yes': give True, False, or None"),
         ({"large": 1}, "large=1: say True"),
     ],
 )
