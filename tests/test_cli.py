@@ -137,7 +137,7 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert re.search(r"mechattn: stopped; \d+ of 24 chunks are done and kept in .*: the same command goes on", said)
+    assert re.search(r"mechattn: stopped; \d+ of 24 chunks are done and kept in .*; rerun the command to resume", said)
     assert "Traceback" not in said
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)

@@ -240,7 +240,7 @@ def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
 
     ma.run_job(ma.Job("toy:llama", prompts[:2], layers=0, verify=False), "free.zarr", executor=Adds())
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
-    assert "free.zarr.parts stays, since it holds notes.txt" in capsys.readouterr().err
+    assert "free.zarr.parts was not deleted: it holds notes.txt" in capsys.readouterr().err
 
 
 def test_a_result_of_an_earlier_version_is_replaced(result, tmp_path):

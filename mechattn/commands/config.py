@@ -42,7 +42,7 @@ CONDITIONS = {
 }
 ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
-FIGURES: dict[str, Callable] = {  # every function of mechattn.render that draws a result, or results
+FIGURES: dict[str, Callable] = {  # every function of mechattn.render that draws results
     name: draw
     for name, draw in vars(render).items()
     if inspect.isfunction(draw)
@@ -89,11 +89,11 @@ def read_config(path: str | Path) -> Config:
 
 
 def made_conditions(config: Config, tokenizer: Callable[[], Any] | None = None) -> dict[str, kinds.Condition]:
-    """The conditions of a config; a swept one gives several, named after their values.
+    """Build the conditions of a config; a sweep gives several, named after their values.
 
     Args:
-        config: Its sections [conditions.NAME].
-        tokenizer: Gives that of the model, by which a count that was not given becomes one that can be reached.
+        config: The config, for its sections [conditions.NAME].
+        tokenizer: A function that returns the model's tokenizer, to choose a reachable count if none is given.
     """
     counts = _default_counts(config, tokenizer) if tokenizer else {}
     made: dict[str, kinds.Condition] = {}
@@ -105,7 +105,7 @@ def made_conditions(config: Config, tokenizer: Callable[[], Any] | None = None) 
 
 
 def _default_counts(config: Config, tokenizer: Callable[[], Any]) -> dict[str, int]:
-    """The number of tokens of each section that gives none: what its text can reach; a control takes the first's."""
+    """The token count of each section without one: what its text can reach; a control takes the first condition's."""
     open_ones = {name: section for name, section in config.conditions.items() if "count" not in section.options}
     found: dict[str, int] = {}
     for name, section in open_ones.items():
@@ -119,11 +119,11 @@ def _default_counts(config: Config, tokenizer: Callable[[], Any]) -> dict[str, i
 
 
 def _varied(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:
-    """The conditions of one section by the values that are swept; one named "" where none are."""
+    """The conditions of one section, by swept values; a single one named "" without a sweep."""
     options = section.options if count is None else {"count": count, **section.options}
     swept = {key: value for key, value in options.items() if isinstance(value, list)}
     if "count" in swept:
-        swept["count"] = [some for some in swept["count"] if some != 0]  # the baseline
+        swept["count"] = [some for some in swept["count"] if some != 0]  # that is the baseline
     if empty := [key for key, value in swept.items() if not value]:
         raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
     fixed = {key: value for key, value in options.items() if key not in swept}
@@ -139,14 +139,14 @@ def _varied(section: Condition, count: int | None, where: str) -> dict[str, kind
 
 
 def made_analyses(config: Config) -> list[Analysis]:
-    """The analyses of a config."""
+    """Build the analyses of a config."""
     return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(config.analyses)]
 
 
 def _made(
     known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str, section: type[Condition] | None = None
 ) -> Any:
-    """A dataclass of a kind from its options, their names and types checked."""
+    """Build a dataclass of a given kind from its options, after checking their names and types."""
     cls = known.get(kind)
     if cls is None:
         raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(known)}{near(kind, known)}")
@@ -156,7 +156,7 @@ def _made(
             also = [] if section is None else list(section.model_fields)
             raise OptionError(f"{where}.{name}: {no_such_key(name, [*have, *also])}")
     try:
-        # By way of JSON, where pydantic can be strict and still take a list for a tuple.
+        # Through JSON, where strict pydantic still accepts a list for a tuple.
         return TypeAdapter(cls).validate_json(json.dumps(options, default=str), strict=True)
     except ValidationError as error:
         raise OptionError(all_words(error, f"{where}.")) from None
@@ -168,13 +168,13 @@ def _keys(cls: Any) -> list[str]:
 
 
 def shown_options(figure: Figure) -> dict[str, Any]:
-    """The options of a figure, with the defaults of those that aren't given."""
+    """The options of a figure, including defaults."""
     takes = inspect.signature(FIGURES[figure.kind]).parameters.values()
     return {p.name: p.default for p in takes if p.default is not inspect.Parameter.empty} | figure.options
 
 
 def _check_figures(config: Config) -> None:
-    """Each figure is known, takes the options it is given, and shows conditions and analyses that will be there."""
+    """Check that each figure is known, gets valid options, and shows conditions and analyses of the run."""
     conditions, analyses = made_conditions(config), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
@@ -202,7 +202,7 @@ def _check_figures(config: Config) -> None:
 
 
 def _check_names(figure: Figure, where: str) -> None:
-    """The kind of a figure and the names of its options."""
+    """Check the kind of a figure and the names of its options."""
     if figure.kind not in FIGURES:
         raise OptionError(
             f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
@@ -231,5 +231,5 @@ def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[
 
 
 def _quantities(analysis: Analysis) -> set[str]:
-    """The names that ``result.compare`` takes."""
+    """The quantity names that ``result.compare`` accepts."""
     return {name.removesuffix("_by_segment") for name in analysis.quantities}

@@ -25,17 +25,17 @@ _Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, and 3 no text
+    model_config = ConfigDict(extra="forbid", strict=True)  # true is not a number, and 3 is not text
 
 
 class _Open(BaseModel):
-    """A section of a kind, whose other keys are the options of that kind."""
+    """A section with a kind; its other keys are the options of that kind."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that aren't declared."""
+        """The keys that are not declared."""
         return dict(self.model_extra or {})
 
 
@@ -146,7 +146,7 @@ class Config(_Section):
 
 
 def read_sections(path: str | Path) -> Config:
-    """Read a TOML file as far as that needs no model and no analysis.
+    """Read and check a TOML file as far as possible without a model or the analyses.
 
     Raises:
         OptionError: The file doesn't exist, is not TOML, or has an unknown key, a missing key or a value of the wrong
@@ -164,8 +164,8 @@ def read_sections(path: str | Path) -> Config:
 
 
 def _values(path: str | Path) -> dict[str, Any]:
-    """What a TOML file says, whatever it holds."""
-    if not os.path.isfile(path):  # of a name that is too long it says no, and Path raises
+    """Read a TOML file without checking its contents."""
+    if not os.path.isfile(path):  # gives False for a name that is too long, where Path raises
         raise OptionError(f"there is no config file at {path}")
     if os.path.getsize(path) > _LONGEST:
         raise OptionError(f"{path} is larger than {_LONGEST // 2**20} MiB, so it is not a config file")
@@ -175,24 +175,24 @@ def _values(path: str | Path) -> dict[str, Any]:
         raise OptionError(f"{path} cannot be read: {error.strerror or error}") from None
     except RecursionError:
         raise OptionError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
         raise OptionError(f"{path} is not TOML: {error}") from None
 
 
 def no_such_key(name: str, known: Iterable[str]) -> str:
-    """What is said of an unknown key: which there are, and which may be meant."""
+    """The message for an unknown key: the known keys, and the one that may be meant."""
     return f"there is no such key here{near(name, known)}; the keys are {', '.join(known)}"
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """The known word that is most like another, as a question; nothing where none is."""
+    """The known word most similar to another, as a question; empty if none is similar."""
     holding = [one for one in known if len(word) > 2 and word.casefold() in one.casefold()]
     found = difflib.get_close_matches(word, list(known), 1) or holding[:1]
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def all_words(error: ValidationError, where: str = "") -> str:
-    """What pydantic found, in the user's words."""
+    """Rephrase pydantic's errors for the user."""
     return "; ".join(f"{where}{'.'.join(map(str, e['loc']))}: {_words(e)}" for e in error.errors())
 
 

@@ -83,7 +83,7 @@ class Evaluation:
         """Whether each answer is right [problem, sample], in the order of the prompts.
 
         Raises:
-            OptionError: There is no such condition, or answers of it are missing.
+            OptionError: There is no such condition, or some of its answers are missing.
         """
         if condition not in self.conditions:
             have = ", ".join(map(repr, self.conditions))
@@ -93,9 +93,9 @@ class Evaluation:
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval; for several samples, a t interval over problems.
 
-        Where prompts share groups (``Prompt.group``; more than one in twenty or so), it is the mean over groups of each
-        group's accuracy, with a t interval over groups; ``unit="prompt"`` uses single problems. ``table.attrs["unit"]``
-        names the unit of n.
+        If prompts share groups (``Prompt.group``; more than about one in twenty), the accuracy is the mean over groups
+        of each group's accuracy, with a t interval over groups; ``unit="prompt"`` uses single problems.
+        ``table.attrs["unit"]`` names the unit of n.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).
@@ -130,19 +130,19 @@ class Evaluation:
         """Compare the accuracy of two conditions on the same problems, as a difference.
 
         With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
-        With several: each problem's share of right answers, with a t interval and a sign-flip test over problems. With
-        groups of prompts: the same for the groups' means, since McNemar's test assumes independent problems. Then n
-        counts groups, and the interval is NaN if all groups have the same difference, as a t interval would have zero
-        width.
+        With several: each problem's fraction of right answers, with a t interval and a sign-flip test over problems.
+        With groups of prompts: the same for the groups' means, since McNemar's test assumes independent problems. Then
+        n counts groups, and the interval is NaN if all groups have the same difference, since a t interval would have
+        zero width.
 
         Args:
             condition: A condition.
             to: The condition to compare with.
-            other: The evaluation that holds ``to``; this one by default.
+            other: The evaluation that contains ``to``; this one by default.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single problems.
 
         Raises:
-            OptionError: There is no such condition, the problems differ, or there are too few groups of them.
+            OptionError: There is no such condition, the problems differ, or there are too few groups.
         """
         other = other or self
         if self._problems() != other._problems():
@@ -171,9 +171,9 @@ class Evaluation:
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
         """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
 
-        On the problems used for selection, the accuracy of the best of many conditions is too high even if none has an
-        effect. The split depends on the ids of all problems, not on the order of the answers, and never divides a group
-        of prompts.
+        The accuracy of the best of many conditions is too high on the problems used for selection, even if none has an
+        effect. The split depends only on the ids of the problems, not on the order of the answers, and never divides a
+        group of prompts.
 
         Args:
             conditions: The candidates; all but the baseline by default.
@@ -221,7 +221,7 @@ class Evaluation:
         no reference; ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
 
         Raises:
-            OptionError: k is larger than the number of samples, or the answers hold no log-probabilities.
+            OptionError: k is larger than the number of samples, or the answers have no log-probabilities.
         """
 
         def values(name: str, k: int) -> np.ndarray:
@@ -236,7 +236,7 @@ class Evaluation:
         return self._by_samples(k, values, level, unit)
 
     def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The share of distinct n-grams among all n-grams of a question's answers, with a t interval over questions.
+        """The fraction of distinct n-grams among all n-grams of a question's answers, with a t interval over questions.
 
         ``unit`` as for :meth:`accuracy`.
         """
@@ -256,7 +256,7 @@ class Evaluation:
         return pd.DataFrame(rows)
 
     def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
-        """A number of each answer of a condition [problem, sample]."""
+        """Apply a function to each answer of a condition [problem, sample]."""
         found = {(a.prompt, a.sample): value(a) for a in self.answers if a.condition == condition}
         wanted = [[(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()]
         missing = sum(key not in found for row in wanted for key in row)
@@ -291,7 +291,7 @@ class Evaluation:
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> pd.DataFrame:
-        """The share of a condition's change in accuracy that other conditions produce without it.
+        """The fraction of a condition's change in accuracy that other conditions produce without it.
 
         ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
         bootstrap intervals over problems. Shares need not add up to 1. They are NaN if the t interval of the total
@@ -312,9 +312,9 @@ class Evaluation:
     def follows(
         self, condition: str, donors: Mapping[str, str], without: str, *, level: float = 0.95, unit: Unit = "auto"
     ) -> dict[str, Any]:
-        """The share of problems that, under a transplant, get their donor's answer in place of their own.
+        """The fraction of problems that, with a transplant, get their donor's answer instead of their own.
 
-        Problems whose own and donor's answers are equal or unreadable are left out (``alike``).
+        Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
 
         Args:
             condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
@@ -324,11 +324,11 @@ class Evaluation:
             unit: As for :meth:`accuracy`.
 
         Returns:
-            "followed" with "low" and "high" (Wilson's, or t over groups); "kept", the share that kept their own answer;
-            "by_chance", how often the answer is that of a prompt that had no part in it; "n"; "alike".
+            "followed" with "low" and "high" (Wilson's, or t over groups); "kept", the fraction that kept their own
+            answer; "by_chance", how often the answer is that of an unrelated prompt; "n"; "alike".
 
         Raises:
-            OptionError: There is no such condition, there are several answers per problem, or a donor was not answered.
+            OptionError: There is no such condition, there are several answers per problem, or a donor has no answer.
         """
         from mechattn.evaluation.following import follows
 
@@ -337,7 +337,7 @@ class Evaluation:
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
         """The prompts with their generated answers in the segment "answer", for analysis in one pass.
 
-        Every condition of such a run reads the same answer, so differences are in attention and not in the text.
+        All conditions of such a run read the same answer, so differences are due to attention and not to the text.
         """
         texts = {a.prompt: a.text for a in self.answers if a.condition == condition and a.sample == sample}
         missing = [p.id for p in prompts if not texts.get(p.id, "").strip()]
@@ -365,7 +365,7 @@ class Evaluation:
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
 
     def _of(self, problems: Sequence[str]) -> Evaluation:
-        """The answers to some problems, in their order."""
+        """The evaluation of some problems only, in their order."""
         place = {prompt: i for i, prompt in enumerate(problems)}
         some = sorted((a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt])
         return Evaluation(tuple(some), self.provenance)

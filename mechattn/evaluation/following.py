@@ -1,4 +1,4 @@
-"""Whether answers after a transplant are the prompt's own or its donor's."""
+"""Tests whether answers after a transplant match the prompt's own answer or its donor's."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def follows(
 
 def _answers(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
     """The final answer to each problem under a condition."""
-    evaluation.right(condition)  # refuses what is not there, or not complete
+    evaluation.right(condition)  # raises an error if answers are missing
     return {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}

@@ -1,4 +1,4 @@
-"""The units of replication of an evaluation: its problems, or their groups."""
+"""The units of replication of an evaluation: problems, or groups of problems."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mechattn.stats.units import Unit, Units, check_unit
 if TYPE_CHECKING:
     from mechattn.evaluation.evaluation import Evaluation
 
-_NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in an interval's width
+_NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
 
 
 def units_of(evaluation: Evaluation, unit: Unit) -> Units:
     """The problems, or their groups, in the order of ``Evaluation.right``.
 
-    If so few share a group that it could widen an interval by 5 % at most, problems are the units: near 0 and 1, the
-    score interval and McNemar's test are better than a t interval.
+    If so few problems share a group that intervals would widen by at most 5 %, single problems are the units: near 0
+    and 1, the score interval and McNemar's test are better than a t interval.
 
     Raises:
-        OptionError: No such unit, or too few groups.
+        OptionError: There is no such unit, or there are too few groups.
     """
     check_unit(unit)
     problems = list(dict.fromkeys(answer.prompt for answer in evaluation.answers))
@@ -37,15 +37,15 @@ def units_of(evaluation: Evaluation, unit: Unit) -> Units:
 
 
 def share_interval(values: np.ndarray, units: Units, level: float) -> Interval:
-    """The share of answers of which something holds, with its interval within 0 and 1.
+    """The fraction of answers with a property, with an interval within 0 and 1.
 
-    Wilson's for one answer per problem, and where all answers agree, since a t interval would then be a point;
-    otherwise a t interval over the units.
+    Wilson's interval for one answer per problem, or if all answers agree, since a t interval would then be a point;
+    otherwise a t interval over units.
 
     Args:
-        values: 1 where it holds, otherwise 0 [problem, sample].
+        values: 1 for answers with the property, otherwise 0 [problem, sample].
         units: The problems, or their groups.
-        level: The probability that the interval covers the share.
+        level: The probability that the interval covers the fraction.
     """
     share = float(units.means(values.mean(1)).mean())
     if share in (0, 1) or (units.of is None and values.shape[1] == 1):
@@ -55,5 +55,5 @@ def share_interval(values: np.ndarray, units: Units, level: float) -> Interval:
 
 
 def within(made: Interval) -> Interval:
-    """The same interval, cut off at 0 and 1."""
+    """The same interval, clipped to 0 and 1."""
     return Interval(made.estimate, np.clip(made.low, 0, 1), np.clip(made.high, 0, 1))

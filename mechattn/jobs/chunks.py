@@ -1,4 +1,4 @@
-"""A run that survives: computed a chunk at a time, each kept as it is done, and merged when all are there."""
+"""Runs that survive interruption: each finished chunk is kept, and all are merged at the end."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WHOLE: Shard = (1, 1)
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a job, and where it is stored.
+    """The result of a job and where it is stored.
 
     Args:
         result: The result.
-        path: Where it is.
-        now: It was computed and stored by this call; otherwise it was there before.
+        path: Its path.
+        now: Whether this call computed and stored it; otherwise it already existed.
     """
 
     result: Result
@@ -50,22 +50,21 @@ def run_job(
     workers: int | None = None,
     fresh: bool = False,
 ) -> Result:
-    """Compute a job, keep it at a place, and return it. The same call resumes where another one stopped.
+    """Compute a job, store its result and return it; the same call resumes an interrupted job.
 
-    Where the result of this very job is stored already, it is said to be done, and that one is returned.
+    If the result of this job is already stored, it is returned, and a message says so.
 
     Args:
-        job: What is computed.
-        path: Where the result goes, as for ``Result.save``; finished chunks are kept beside it until then.
-        shard: "3/16" computes the third of 16 shares of the chunks: 3, 19, 35 … by their numbers from 1.
-        executor: "local", "ray", or one of your own.
-        address: Of a Ray cluster; a cluster of this machine is started without it.
-        workers: How many there are in a cluster; one for each GPU, or core, without it.
-        fresh: Start again: a stored result is computed again, and chunks that are kept, of this job or of another one,
-            are discarded.
+        job: The job to compute.
+        path: Where to store the result, as for ``Result.save``; finished chunks are kept next to it until then.
+        shard: "3/16" computes the third of 16 shards: chunks 3, 19, 35 …, counted from 1.
+        executor: "local", "ray", or your own executor.
+        address: The address of a Ray cluster; by default one is started on this machine.
+        workers: The number of workers in a cluster; by default one per GPU, or per core.
+        fresh: Start again: recompute a stored result and discard kept chunks, of this or any other job.
 
     Raises:
-        MechattnError: Something cannot be used, the place is taken, or the work was interrupted.
+        MechattnError: An argument cannot be used, the path is taken, or the job was interrupted.
     """
     made = executor_named(executor, address, workers) if isinstance(executor, str) else executor
     with computed(job, path, parse_shard(shard), made, fresh) as found:
@@ -74,7 +73,7 @@ def run_job(
 
 @contextmanager
 def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
-    """The result of a job, stored; its parts are deleted when the ``with`` ends well."""
+    """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
     check_large(job, path)
     check_result_place(path)
@@ -84,7 +83,7 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     if job.large and not fresh:
         mend(job, path, chunks, lambda again, some: list(executor.parts(again, some)))
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
-        say(f"{path} is done: it holds the result of this very run; nothing was computed again")
+        say(f"{path} already holds the result of this run; nothing was computed")
         yield Computed(stored, path, now=False)
         discard_parts(parts_folder(path), job)
         return
@@ -107,21 +106,21 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
 
 
 def parse_shard(text: str | None) -> Shard:
-    """The number of a shard and how many there are, from "3/16".
+    """Parse the number and the count of shards from "3/16".
 
     Raises:
-        OptionError: It isn't written like that.
+        OptionError: The text has another form.
     """
     if text is None:
         return WHOLE
     found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise OptionError(f'shard {text!r}: write the third of sixteen as "3/16"')
+        raise OptionError(f'shard {text!r}: write the third of 16 as "3/16"')
     return int(found[1]), int(found[2])
 
 
 def shard_place(path: str | Path, shard: Shard) -> str | Path:
-    """Where the result of a shard goes: "llama.zarr" gives "llama-3-of-16.zarr"."""
+    """Return the path of a shard's result: "llama.zarr" gives "llama-3-of-16.zarr"."""
     if shard == WHOLE:
         return path
     head, _, last = str(path).rpartition("/")
@@ -130,7 +129,7 @@ def shard_place(path: str | Path, shard: Shard) -> str | Path:
 
 
 def parts_folder(path: str | Path) -> Path:
-    """Where finished chunks are kept: beside the result, or in this folder for a result at an address."""
+    """Return where finished chunks are kept: next to the result, or in the current folder if it goes to an address."""
     place = as_place(path)
     name = str(place).rstrip("/").rpartition("/")[2] if is_address(path) else Path(place).name
     folder = Path.cwd() if is_address(path) else Path(place).parent
@@ -142,14 +141,14 @@ def _of_shard(job: Job, shard: Shard) -> list[int]:
     chunks = list(range(len(job.chunks)))[number - 1 :: of]
     if not chunks:
         raise OptionError(
-            f"shard {number}/{of} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} are "
-            f"{len(job.chunks)} chunks. Ask for fewer shards, or for smaller chunks"
+            f"shard {number}/{of} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
+            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
         )
     return chunks
 
 
 def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> None:
-    """Compute the chunks that aren't there."""
+    """Compute the missing chunks."""
     from tqdm.auto import tqdm
 
     done = [chunk for chunk in parts.done() if chunk in chunks]
@@ -169,15 +168,15 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
     except KeyboardInterrupt:
         have = len(set(parts.done()) & set(chunks))
         raise Interrupted(
-            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}: the same command goes on"
+            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}; rerun the command to resume"
         ) from None
 
 
 def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
-    """The result of these chunks of a job, if it is this that is stored at a place."""
+    """The stored result of these chunks, if it belongs to this job."""
     try:
         found = load_result(path)
-    except OutputError:  # there is none, or a damaged one, which is computed again
+    except OutputError:  # missing, or damaged and computed again
         return None
     if found.provenance.get("job") != job.fingerprint:
         return None

@@ -1,4 +1,4 @@
-"""What computes the chunks of a job: this process, or the workers of a cluster."""
+"""Executors compute the chunks of a job, in this process or on the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ ExecutorName = Literal["local", "ray"]
 
 @runtime_checkable
 class Executor(Protocol):
-    """Computes chunks somewhere."""
+    """Something that computes chunks."""
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Each chunk's number and packed result, in whatever order they come."""
+        """Yield each chunk's number and packed result, in any order."""
         ...
 
 
 def executor_named(name: ExecutorName, address: str | None = None, workers: int | None = None) -> Executor:
-    """The executor of a name.
+    """Return the executor with a given name.
 
     Raises:
-        OptionError: There is no such executor, its package is not installed, or an option is not for it.
+        OptionError: There is no such executor, its package is not installed, or it does not take an option that was
+            given.
     """
     if name not in get_args(ExecutorName):
         raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
@@ -36,5 +37,5 @@ def executor_named(name: ExecutorName, address: str | None = None, workers: int 
         return Ray(address, workers)
     if address is not None or workers is not None:
         given = "address" if address is not None else "workers"
-        raise OptionError(f'{given} is for a cluster: say executor="ray" too, or leave it out')
+        raise OptionError(f'{given} is for a cluster: add executor="ray", or omit it')
     return Local()

@@ -1,4 +1,4 @@
-"""How large a result will be, from the shapes that are stored, and the form that it is stored in."""
+"""Predicts the size of a result from the stored shapes, and chooses its storage format."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from mechattn.results.large_store import attributes_of
 if TYPE_CHECKING:
     from mechattn.jobs.job import Job
 
-LARGE = 2**30  # bytes of single prompts' values, from which on a result goes into a store that is written as it runs
+LARGE = 2**30  # bytes of per-prompt values; larger results are written to a store during the run
 VALUES, POSITIONS, MOMENTS, TOKENS = (
     "each prompt's values", "each prompt's positions", "moments by position", "the tokens that were read",
 )  # fmt: skip
-_LETTERS = 4  # of a token of English
+_LETTERS = 4  # of an English token
 
 
 def stored_bytes(
     analyses: Seq[Any], layers: int, heads: int, prompts: int, conditions: int, length: int, inserted: int,
     positions: str,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of the arrays in memory, by what they are.
+    """The bytes of the arrays in memory, by kind.
 
     Args:
-        analyses: Whose quantities are counted.
-        layers: That are measured.
-        heads: Of the model.
-        prompts: All of the same length.
-        conditions: With the baseline.
-        length: Tokens of a prompt without insertion.
-        inserted: Tokens that the longest condition inserts.
+        analyses: The analyses to count.
+        layers: The number of measured layers.
+        heads: The number of heads of the model.
+        prompts: The number of prompts, all of the same length.
+        conditions: The number of conditions, including the baseline.
+        length: The number of tokens in a prompt without insertion.
+        inserted: The largest number of tokens that a condition inserts.
         positions: As for ``run``.
     """
     sizes = {"head": heads, "segment": len(SEGMENTS), "to_segment": len(SEGMENTS), "other_condition": conditions}
@@ -50,7 +50,7 @@ def stored_bytes(
     for analysis in analyses:
         sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
         for name, quantity in with_nulls(analysis).items():
-            if name.endswith(BLIND):  # in models with ALiBi or learned sinks alone
+            if name.endswith(BLIND):  # only in models with ALiBi or learned sinks
                 continue
             cells = conditions * layers * prod(sizes.get(dim, longest) for dim in quantity.dims if dim != "key")
             if "key" not in quantity.dims:
@@ -64,13 +64,13 @@ def stored_bytes(
 
 
 def foretold(job: Job) -> int | None:
-    """About how many bytes a job stores of single prompts, of all its shards; None where the model's config is silent.
+    """The approximate bytes of per-prompt values for all shards of a job; None if the model's config does not say.
 
-    A token counts as four letters, and what a condition inserts as its ``count``.
+    A token counts as four letters, and the insertion of a condition as its ``count``.
     """
     try:
         size = layers_and_heads(job.model)
-    except ModelError:  # not here, or none that a worker could load either, which says so
+    except ModelError:  # not on this machine, or invalid, which a worker will report
         return None
     if size is None:
         return None
@@ -85,14 +85,14 @@ def foretold(job: Job) -> int | None:
 
 
 def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: bool, seen: bool = True) -> Job:
-    """The job in the form that is asked for; else in that in which it was begun, or stored; else as its size asks for.
+    """Return the job in the requested format, else that in which it was begun or stored, else the one for its size.
 
     Args:
         job: A job.
-        path: Where its result goes; what is no Zarr folder is never a store.
-        kept: What the folder of its finished chunks says of their job.
-        fresh: Neither what is kept nor what is stored counts.
-        seen: All workers are known to see that place; a cluster's may each have folders of their own.
+        path: Where its result goes; only a Zarr folder can be a store.
+        kept: The job recorded in the folder of finished chunks.
+        fresh: Ignore kept chunks and a stored result.
+        seen: Whether all workers can reach the path; the workers of a cluster may each have their own folders.
     """
     if job.large is not None:
         return job
@@ -109,32 +109,32 @@ def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: b
 
 
 def announced(job: Job, path: str | Path) -> str | None:
-    """What is said of a job before it begins; nothing where it is small, and is kept as everything small is."""
+    """What to say about a job before it begins; None if it is small and stored as usual."""
     size = foretold(job)
     if not job.large and (size or 0) < LARGE:
         return None
     about = "" if size is None else f"about {_words(size)} of per-prompt values: "
     if job.large:
-        return f"{path}: {about}each chunk is written straight into one Zarr store, which is read block by block"
+        return f"{path}: {about}each chunk is written directly into one Zarr store, which is read block by block"
     return (
-        f"{path}: {about}all of it is held in memory when the chunks are merged, and when it is loaded; large=True "
-        "(in a config large = true) avoids that, and needs a .zarr that every worker sees"
+        f"{path}: {about}they are all held in memory when chunks are merged and when the result is loaded; large=True "
+        "(in a config large = true) avoids this, and needs a .zarr that every worker can reach"
     )
 
 
 def _inserted(condition: Any) -> int:
-    """Tokens that a condition inserts, as far as it says."""
-    while hasattr(condition, "condition"):  # a variant of another one
+    """The number of tokens that a condition inserts, if it says."""
+    while hasattr(condition, "condition"):  # a variant of another condition
         condition = condition.condition
     count, text = getattr(condition, "count", 0), getattr(condition, "text", "")
     return count if isinstance(count, int) and count else len(str(text)) // _LETTERS
 
 
 def _stored_job(path: str | Path) -> Any:
-    """The fingerprint of the job whose result is stored at a place."""
+    """The fingerprint of the job whose result is stored at a path."""
     try:
         return json.loads(attributes_of(as_place(path))["provenance"]).get("job")
-    except Exception:  # nothing is there, or nothing of ours; what it is, is said when it is read
+    except Exception:  # missing or not mechattn's; reading it gives the error
         return None
 
 

@@ -1,4 +1,4 @@
-"""Where the workers of a job write what a chunk knows of each prompt: one store, in which each chunk has its region."""
+"""Where the workers of a job write the per-prompt values of their chunks: one store with a region for each chunk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Into:
     """A store that every worker can write to.
 
     Args:
-        place: A folder that all workers see, or an address.
-        chunks: The chunks that it holds, in their order.
-        chunk: Prompts a chunk.
-        half: Keep numbers with a point in 16 bits.
-        known: Digests of objects that are there already and may not change: a damaged chunk is written again.
-        owner: Who has begun to write to an address; another one may have since.
+        place: A folder that all workers can reach, or an address.
+        chunks: The chunks in the store, in order.
+        chunk: The number of prompts per chunk.
+        half: Store floating-point numbers in 16 bits.
+        known: Digests of existing objects that must not change when a damaged chunk is written again.
+        owner: The run that began writing to an address, in case another one has begun since.
     """
 
     place: str
@@ -38,10 +38,10 @@ class Into:
         return Store(self.place if is_address(self.place) else Path(self.place))
 
     def write(self, chunk: int, result: Result) -> Result:
-        """Write the result of a chunk; gives what is small of it, and what was written.
+        """Write the result of a chunk; return its small parts and a record of what was written.
 
         Raises:
-            OutputError: There is no room, or another run has begun to write to the same address.
+            OutputError: There is no space, or another run has begun to write to the same address.
         """
         if self.owner is not None:
             check_begun(self.store, self.owner)

@@ -1,4 +1,4 @@
-"""A run that can be computed in chunks, anywhere: everything that decides its numbers, and the worker that computes."""
+"""A run that can be computed in chunks on any machine: the settings that determine its numbers, and its worker."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mechattn.results.identity import identity
 from mechattn.results.packed import packed
 
 CHUNK = 64  # prompts
-_AHEAD = 16  # chunks whose sequences are kept from the check until they are measured; of later ones they are made again
+_AHEAD = 16  # chunks whose checked sequences are kept until they are measured; later ones are rebuilt
 
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of ``run`` in a form that is sent to other processes, and cut into chunks of prompts.
+    """The arguments of ``run`` in a form that can be sent to other processes and split into chunks of prompts.
 
-    Where the chunks begin depends on ``chunk`` alone, and batches never reach over two of them: so the numbers depend
-    neither on how many workers or shards there are, nor on what was interrupted.
+    Chunk boundaries depend only on ``chunk``, and no batch spans two chunks, so the numbers do not depend on the number
+    of workers or shards, or on interruptions.
 
     Args:
         model: A name or directory that every worker can load.
-        prompts: All prompts of the run, of all shards.
+        prompts: All prompts of the run, for all shards.
         conditions: As for ``run``.
         analyses: As for ``run``.
         layers: As for ``run``.
@@ -49,18 +49,19 @@ class Job:
         memory: As for ``run``.
         engine: As for ``run``.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        device: As for ``load_model``; where it is computed decides none but the last bits.
+        device: As for ``load_model``; it affects only the last bits of the numbers.
         verify: As for ``load_model``.
-        chunk: Prompts a chunk.
-        threads: Of torch, in each worker: they change the last bits of the numbers. None leaves them as they are.
-        require: Is given the model and the layers when it is loaded, and refuses what it cannot be used for.
-        command: Recorded with the result.
+        chunk: The number of prompts per chunk.
+        threads: The number of torch threads in each worker, which affects the last bits of the numbers; None leaves
+            torch's setting unchanged.
+        require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
+        command: The command to record with the result.
         paths: As for ``run``.
-        large: For a result larger than memory: each chunk is written straight into its region of one sharded Zarr
-            store, and ``load_result`` reads that a block at a time. Every worker must see the folder, or the address.
-            None does so where the values of single prompts are about 1 GiB or more, and goes on as it was begun.
-        values: Of a large result, how each prompt's numbers are kept: "float32", or "float16" in half the room, with
-            an error of up to 0.05 % of a number, which makes the result a large one.
+        large: True for a result larger than memory: each chunk is written directly into one sharded Zarr store, which
+            ``load_result`` reads block by block. Every worker must be able to reach the folder or address. None chooses
+            this if the per-prompt values take about 1 GiB or more; a resumed run keeps its format.
+        values: How a large result stores per-prompt numbers: "float32", or "float16", which needs half the space, has a
+            relative error of up to 0.05 % and implies ``large=True``.
         into: Where workers write; set by ``run_job``.
     """
 
@@ -95,25 +96,25 @@ class Job:
             )
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+                raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
         if self.values not in ("float32", "float16"):
             raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
         if self.large is not None and not isinstance(self.large, bool):
-            raise OptionError(f"large={self.large!r}: say True, False, or None, by which the size decides")
+            raise OptionError(f"large={self.large!r}: give True, False, or None to decide by size")
         if self.values == "float16" and self.large is False:
-            raise OptionError('values="float16" is for large results: leave large=False out')
+            raise OptionError('values="float16" is for large results: omit large=False')
         if self.values == "float16":
             object.__setattr__(self, "large", True)
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property
     def chunks(self) -> list[range]:
-        """The places of the prompts of each chunk."""
+        """The indices of the prompts in each chunk."""
         starts = range(0, len(self.prompts), self.chunk)
         return [range(start, min(start + self.chunk, len(self.prompts))) for start in starts]
 
     def decides(self) -> dict[str, Any]:
-        """What decides the numbers, as texts that can be compared with those of another day."""
+        """Everything that determines the numbers, as text that can be compared with that of a later run."""
         options = ("model", "layers", "seed", "positions", "memory", "engine", "dtype", "verify", "chunk", "threads")
         return {
             **{name: repr(getattr(self, name)) for name in options},
@@ -127,18 +128,18 @@ class Job:
         }
 
     def _groups(self) -> dict[str, str]:
-        """They are stored with the numbers, and change none."""
+        """The groups, which are stored with the numbers but do not change them."""
         groups = [prompt.group for prompt in self.prompts]
         return {"groups": provenance.digest(groups)} if any(groups) else {}
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what decides the numbers: by it a stored result is known to be of this job."""
+        """A hash of everything that determines the numbers; it shows whether a stored result belongs to this job."""
         return provenance.digest([json.dumps(self.decides())])
 
 
 class Worker:
-    """Loads a job's model once, and computes any of its chunks."""
+    """Loads a job's model once and computes any of its chunks."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -160,17 +161,17 @@ class Worker:
 
     @cached_property
     def run(self) -> Run:
-        """Calibrated for all prompts of the job, so that every worker finds the same."""
+        """The run, calibrated on all prompts of the job so that every worker gets the same."""
         return self.plan.calibrated(self.job.prompts)
 
     def check(self, chunk: int) -> None:
-        """Refuse a chunk whose prompts cannot be used, without running the model on them."""
+        """Refuse a chunk with unusable prompts, without running the model on them."""
         sequences = self.plan.sequences(self._prompts(chunk))
         if len(self._checked) < _AHEAD:
             self._checked[chunk] = sequences
 
     def part(self, chunk: int) -> bytes:
-        """The result of a chunk, as ``results.packed`` packs it."""
+        """Return the result of a chunk, packed by ``results.packed``."""
         prompts = self._prompts(chunk)
         sequences = self._checked.pop(chunk, None) or self.plan.sequences(prompts)
         alone = len(self.job.chunks) == 1
@@ -184,7 +185,7 @@ class Worker:
 
 
 def with_threads(threads: int | None) -> AbstractContextManager[None]:
-    """As many threads of torch for the length of a ``with``; as they are for None."""
+    """Set the number of torch threads within a ``with`` block; None leaves it unchanged."""
     return nullcontext() if threads is None else _threads(threads)
 
 

@@ -1,4 +1,4 @@
-"""The folder where a run keeps its finished chunks until all are there: whole or not at all, each with a checksum."""
+"""The folder where a run keeps its finished chunks until all are done, each written completely and with a checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mechattn.results.whole import say
 
 _JOB, _LOCK = "job.json", "lock"
 _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
-_STORE = "store"  # of a large result, until it is whole
+_STORE = "store"  # of a large result, until it is complete
 _IN_STORE = r"(/(zarr\.json|[^/]+/(zarr\.json|[^/]+/(zarr\.json|c(/[0-9]+)*/?)?)?)?(\.new)?)?"
 _OURS = re.compile(rf"{_STORE}{_IN_STORE}|{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
 _FRESH = "discard them and start again: mechattn run --fresh, in Python fresh=True"
@@ -36,12 +36,12 @@ class Parts:
     folder: Path
 
     def chunks(self) -> dict[Path, tuple[int, str]]:
-        """The files of chunks, whole or not, with their numbers and their checksums."""
+        """The chunk files, complete or not, with their numbers and checksums."""
         found = ((path, _CHUNK.fullmatch(path.name)) for path in sorted(self.folder.iterdir()))
         return {path: (int(name[1]), name[2]) for path, name in found if name}
 
     def done(self) -> list[int]:
-        """The chunks that are here and whole; what isn't is named on stderr.
+        """The complete chunks; damaged ones are reported on stderr.
 
         Raises:
             OutputError: A chunk cannot be read.
@@ -51,14 +51,14 @@ class Parts:
             if _checksum(chunk, _content(path)) == checksum:
                 found.append(chunk)
             else:
-                say(f"{path} is damaged (its checksum is another): it is computed again")
+                say(f"{path} is damaged (its checksum does not match); computing it again")
         return sorted(set(found))
 
     def write(self, chunk: int, content: bytes) -> None:
-        """Keep a chunk, in place of a damaged one.
+        """Keep a chunk, replacing a damaged one.
 
         Raises:
-            OutputError: There is no room; nothing of it is left.
+            OutputError: There is no space; nothing is left of the chunk.
         """
         new = self.folder / f"{chunk:05d}.new"
         path = self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip"
@@ -71,51 +71,50 @@ class Parts:
         except OSError as error:
             new.unlink(missing_ok=True)
             raise OutputError(
-                f"chunk {chunk} could not be kept in {self.folder}: {error.strerror or error}. The chunks before it "
-                "are kept; make room, and give the same command again"
+                f"chunk {chunk} could not be kept in {self.folder}: {error.strerror or error}. Earlier chunks "
+                "are kept; free some space and run the same command again"
             ) from error
 
     def read(self, chunk: int) -> Result:
-        """The result of a chunk."""
+        """Return the result of a chunk."""
         for path, (number, checksum) in self.chunks().items():
             if number == chunk and _checksum(chunk, content := _content(path)) == checksum:
                 return unpacked(content, path)
-        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; give the same command again")
+        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     def opened(self, chunk: int) -> Result:
-        """The result of a chunk that is whole, as ``results.packed.opened`` opens it."""
+        """Return the result of a complete chunk, opened by ``results.packed.opened``."""
         for path, (number, _) in self.chunks().items():
             if number == chunk:
                 return opened(path)
-        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; give the same command again")
+        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     @property
     def store(self) -> Path:
-        """Where the chunks of a large result write, until it gets its name."""
+        """Where the chunks of a large result are written until it gets its final name."""
         return self.folder / _STORE
 
     def drop(self, chunk: int) -> None:
-        """Forget a chunk."""
+        """Delete a chunk."""
         for path, (number, _) in self.chunks().items():
             if number == chunk:
                 path.unlink()
 
     def check_same(self, before: int, now: bytes) -> None:
-        """A chunk that was kept before and one that is new belong together.
+        """Check that a kept chunk and a new one belong together.
 
         Raises:
-            OptionError: They don't, naming the field: the model's weights are others, say.
+            OptionError: They differ; names the field, such as the model's weights.
         """
         try:
             merge_results([self.read(before), unpacked(now)])
         except OptionError as error:
             raise OptionError(
-                f"the chunks that are kept in {self.folder} are of another run. {error}. Put back what has changed, "
-                f"or {_FRESH}"
+                f"the chunks kept in {self.folder} belong to another run. {error}. Undo the change, or {_FRESH}"
             ) from None
 
     def forget(self) -> int:
-        """Throw the chunks away, and say how many there were."""
+        """Discard the chunks and return their number."""
         chunks = self.chunks()
         for path in chunks:
             path.unlink()
@@ -124,7 +123,7 @@ class Parts:
         return len(chunks)
 
     def remove(self) -> None:
-        """Throw away what a run has written here, and then the folder, if nothing else is in it."""
+        """Delete what a run wrote here, and the folder if nothing else is in it."""
         with suppress(OSError):
             if self.store.is_dir() and not _strangers(self.folder):
                 shutil.rmtree(self.store)
@@ -132,22 +131,22 @@ class Parts:
             for path in sorted(ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)):  # these two last
                 path.unlink(missing_ok=True)
             if left := _strangers(self.folder):
-                say(f"{self.folder} stays, since it holds {named(left)}, which mechattn did not write")
+                say(f"{self.folder} was not deleted: it holds {named(left)}, which mechattn did not write")
             else:
                 self.folder.rmdir()
 
 
 @contextmanager
 def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
-    """The parts of a job, for this process alone.
+    """Open the parts of a job, locked for this process.
 
     Args:
-        folder: Where they are kept.
-        job: Of which job.
-        fresh: Throw away what is kept there, of this job or of another one.
+        folder: The folder where they are kept.
+        job: Their job.
+        fresh: Discard what is kept there, for this or any other job.
 
     Raises:
-        OutputError: Another process computes the same result, or the folder cannot be used or holds something that
+        OutputError: Another process is computing the same result, or the folder cannot be used or holds something that
             mechattn did not write.
         OptionError: The folder has parts of another run: its config, prompts or versions have changed.
     """
@@ -167,15 +166,15 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
 
 
 def kept_job(folder: Path) -> dict[str, Any] | None:
-    """What the job of the chunks in a folder was; None where nothing there says so."""
+    """The recorded job of the chunks in a folder; None if there is no record."""
     try:
         return _kept_job(Parts(folder))
-    except (MechattnError, OSError):  # said where the folder is opened
+    except (MechattnError, OSError):  # reported when the folder is opened
         return None
 
 
 def discard_parts(folder: Path, job: Job) -> None:
-    """Throw away what is kept of a job that is done; what is not its own stays as it is."""
+    """Discard what is kept for a finished job; anything else in the folder stays."""
     if folder.is_dir():
         with suppress(MechattnError), open_parts(folder, job) as parts:
             parts.remove()
@@ -197,17 +196,18 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
-    """The job that the folder is of; written down for the first time in an empty one."""
+    """Check the recorded job of the folder, or record it if the folder is empty."""
     ours = job.decides()
     theirs = _kept_job(parts)
     if theirs is not None and not fresh:
-        for name, value in ours.items():
-            if theirs.get(name) != value:
-                raise OptionError(
-                    f"{parts.folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
-                    f"{_short(value)}. Put it back to go on, or {_FRESH}"
-                )
-        return
+        name = next((name for name, value in ours.items() if theirs.get(name) != value), None)
+        if name is None:
+            return
+        if parts.done():
+            raise OptionError(
+                f"{parts.folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
+                f"{_short(ours[name])}. Restore it to resume, or {_FRESH}"
+            )
     if theirs is not None and (count := parts.forget()):
         say(f"{count} chunks in {parts.folder} are discarded, as asked")
     new = parts.folder / f"{_JOB}.new"
@@ -215,14 +215,15 @@ def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
         new.write_text(json.dumps(ours, indent=1), encoding="utf-8")
         os.replace(new, parts.folder / _JOB)
     except OSError as error:
-        raise OutputError(f"{new} could not be written: {error.strerror or error}; make room") from error
+        raise OutputError(f"{new} could not be written: {error.strerror or error}; free some space") from error
 
 
 def _kept_job(parts: Parts) -> dict[str, Any] | None:
-    """What the chunks are of; None where there are none and nothing says so.
+    """The recorded job of the chunks; None if there are neither chunks nor a record.
 
     Raises:
-        OutputError: It cannot be read. Nothing is deleted then, as the job that the chunks belong to is not known.
+        OutputError: The record cannot be read. Nothing is deleted, since it is not known which job the chunks belong
+            to.
     """
     path = parts.folder / _JOB
     try:
@@ -239,8 +240,8 @@ def _kept_job(parts: Parts) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         why = "it is damaged"
     raise OutputError(
-        f"{path} cannot be read ({why}), which says which run the chunks beside it belong to. Nothing was deleted: "
-        f"give the same command again when it can be read, or delete {parts.folder} to start again"
+        f"{path} cannot be read ({why}); it says which run the chunks next to it belong to. Nothing was deleted: "
+        f"run the same command again when it can be read, or delete {parts.folder} to start again"
     )
 
 
@@ -253,7 +254,7 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise OutputError(
-            f"{path} cannot be read ({error.strerror or error}); nothing was thrown away. Give the same command again "
+            f"{path} cannot be read ({error.strerror or error}); nothing was deleted. Run the same command again "
             "when it can be"
         ) from error
 

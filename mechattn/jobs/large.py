@@ -1,4 +1,4 @@
-"""Runs whose result no memory holds: resumed, finished and mended in the store that their chunks are written to."""
+"""Runs whose results do not fit in memory: resuming, finishing and repairing the store that chunks are written to."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Compute = Callable[[Job, list[int]], object]
 
 
 def check_large(job: Job, path: str | Path) -> None:
-    """Refuse a place that is no Zarr folder."""
+    """Refuse a path that is not a Zarr folder."""
     if job.large and str(path).endswith(".nc"):
-        raise OutputError(f'"{path}" is one file, and a large result is a Zarr folder: name it ….zarr')
+        raise OutputError(f'"{path}" is a single file, but a large result is a Zarr folder: name it ….zarr')
 
 
 def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
-    """The job with the store that its chunks go to; those that are kept, and are not what was written, are dropped."""
+    """Return the job with the store for its chunks; drop kept chunks that differ from what was written."""
     place = as_place(path)
     store = Store(place if isinstance(place, str) else parts.store)
     for chunk in parts.done():
         if bad := unlike(store, parts.opened(chunk).provenance[OBJECTS]):
-            say(f"{bad[0]} of chunk {chunk} is damaged or gone: the chunk is computed again")
+            say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
             parts.drop(chunk)
     if isinstance(place, str) and not parts.done():
         store.begin(_owner(job, parts))
@@ -45,23 +45,23 @@ def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
 
 
 def check_arrived(job: Job, chunk: int, content: bytes) -> None:
-    """Refuse a chunk that a worker has written to another folder of the same name, on a machine of its own.
+    """Refuse a chunk that a worker wrote to a folder of the same name on its own machine.
 
     Raises:
-        OutputError: It is not here.
+        OutputError: The chunk is not here.
     """
     if job.into is None or isinstance(place := job.into.store.place, str):
         return
     lost = [name for name in unpacked(content).provenance[OBJECTS] if not (place / name).is_file()]
     if lost:
         raise OutputError(
-            f"a worker has written chunk {chunk}, but there is no {lost[0]} in {place}: a large result needs a folder "
+            f"a worker wrote chunk {chunk}, but there is no {lost[0]} in {place}: a large result needs a folder "
             'that every worker sees, or an address such as "s3://bucket/result.zarr"; large=False needs neither'
         )
 
 
 def finished(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> None:
-    """Write the metadata of what all chunks have written, and give it its name."""
+    """Write the metadata of a store once all chunks are written, and move it to its final name."""
     assert job.into is not None
     if job.into.owner is not None:
         check_begun(job.into.store, job.into.owner)
@@ -73,16 +73,16 @@ def finished(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> None
 
 
 def mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None:
-    """Compute those chunks of a stored result again that are not what was written; the others stay as they are.
+    """Compute the damaged or missing chunks of a stored result again; the others stay unchanged.
 
     Args:
-        job: Whose result it is; of another one nothing is changed.
-        path: Where it is.
-        chunks: The chunks that it holds.
+        job: The job of the result; the result of another job is not changed.
+        path: The path of the result.
+        chunks: The chunks in the result.
         compute: Computes some chunks of a job.
 
     Raises:
-        OutputError: They come out otherwise than before: another machine, say.
+        OutputError: A chunk's numbers differ from before, for example on another machine.
     """
     place = as_place(path)
     try:
@@ -96,11 +96,11 @@ def mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None
     bad = unlike(Store(place), objects)
     numbers = sorted({int(name.partition("/c/")[2].partition("/")[0]) for name in bad})
     if numbers:
-        say(f"{bad[0]} at {path} is damaged or gone: {len(numbers)} of {len(chunks)} chunks are computed again")
+        say(f"{bad[0]} at {path} is damaged or missing; computing {len(numbers)} of {len(chunks)} chunks again")
         into = Into(str(place), tuple(chunks), job.chunk, job.values == "float16", objects)
         compute(replace(job, into=into), [chunks[number] for number in numbers])
 
 
 def _owner(job: Job, parts: Parts) -> str:
-    """Who writes to an address: this job, whose finished chunks are kept in this folder of this machine."""
+    """Identify who writes to an address: this job, with its finished chunks in this folder of this machine."""
     return digest([job.fingerprint, platform.node(), str(parts.folder.absolute())])

@@ -1,4 +1,4 @@
-"""Chunks computed one after the other in this process."""
+"""Computes chunks one after another in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mechattn.jobs.job import Job, Worker, with_threads
 
 @dataclass(frozen=True)
 class Local:
-    """The executor of a laptop, or of one job of an array."""
+    """The executor for a single machine, or for one job of a job array."""
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Each chunk's number and packed result; all prompts are checked before the first is measured."""
+        """Yield each chunk's number and packed result; all prompts are checked before any is measured."""
         with with_threads(job.threads):
             worker = Worker(job)
             for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Chunks computed by the workers of a Ray cluster: plain actors, each with the model loaded once."""
+"""Computes chunks on the workers of a Ray cluster: plain actors, each of which loads the model once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.jobs.job import Job, Worker
 from mechattn.jobs.ray_cluster import start_alone
 
-TRIES = 3  # of a chunk whose worker dies
+TRIES = 3  # attempts at a chunk whose worker dies
 _Task = Literal["check", "part"]
 
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor a GPU, or a core where there is none, which gets a chunk when it has finished the one before.
+    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one.
 
     Args:
-        address: Of a running cluster ("auto", "ray://host:10001"); without it one is started on this machine, which
-            no other machine can reach.
-        workers: How many actors; without it as many as the cluster has GPUs, or cores.
+        address: The address of a running cluster ("auto", "ray://host:10001"); by default one is started on this
+            machine, which no other machine can reach.
+        workers: The number of actors; by default the number of GPUs, or cores, of the cluster.
     """
 
     address: str | None = None
     workers: int | None = None
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Each chunk's number and packed result, as they come; all prompts are checked before the first is measured.
+        """Yield each chunk's number and packed result as they arrive; all prompts are checked before any is measured.
 
         Raises:
             OptionError: Ray is not installed, or there is no cluster at the address.
-            OutputError: A chunk has lost its worker three times.
+            OutputError: A chunk lost its worker three times.
         """
         ray = self._connected()
         actors = _Actors(ray, replace(job, threads=job.threads or 1), self._count(ray, job, len(chunks)))
@@ -48,7 +48,7 @@ class Ray:
             actors.end()
 
     def _connected(self) -> Any:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
         loaded = sys.modules.get("ray")
         if loaded is not None and loaded.is_initialized():
             return loaded
@@ -69,7 +69,7 @@ class Ray:
         return ray
 
     def _count(self, ray: Any, job: Job, chunks: int) -> int:
-        """How many actors: no more than there are chunks."""
+        """The number of actors, at most one per chunk."""
         has = ray.cluster_resources()
         room = int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
         return max(1, min(self.workers or room, chunks))
@@ -77,25 +77,25 @@ class Ray:
 
 @dataclass
 class _Actors:
-    """The actors of a job, what each is doing, and how often a chunk has been tried."""
+    """The actors of a job, what each is doing, and how often each chunk has been tried."""
 
     ray: Any
     job: Job
     count: int
-    busy: dict[Any, tuple[Any, int | None]] = field(default_factory=dict)  # by what is to come; None: loads the model
+    busy: dict[Any, tuple[Any, int | None]] = field(default_factory=dict)  # by pending result; None: loading the model
     idle: list[Any] = field(default_factory=list)
     lost: Counter[int | None] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.gpu = self.ray.cluster_resources().get("GPU", 0) >= 1
-        self.stored = self.ray.put(self.job)  # once, however many actors there are
+        self.stored = self.ray.put(self.job)  # once, for any number of actors
         for _ in range(self.count):
             self._start()
 
     def each(self, task: _Task, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Do a task for every chunk; one at a time an actor, so that no results pile up.
+        """Run a task for every chunk, one at a time per actor, so that results do not pile up.
 
-        Only an actor that has loaded the model gets a chunk: one that the cluster has no room for delays no other.
+        Only actors that have loaded the model get chunks, so an actor that the cluster has no room for delays no other.
         """
         waiting = list(reversed(chunks))
         while waiting or any(chunk is not None for _, chunk in self.busy.values()):
@@ -116,7 +116,7 @@ class _Actors:
                 yield chunk, made
 
     def end(self) -> None:
-        """Let all actors go; the cluster stays."""
+        """Release all actors; the cluster stays up."""
         for actor in [*self.idle, *(actor for actor, _ in self.busy.values())]:
             self.ray.kill(actor)
 
@@ -147,27 +147,27 @@ class _Actor:
         self.job = job
 
     def load(self) -> None:
-        """Load the model; not when the actor is made, where a refusal would not be heard."""
+        """Load the model; errors raised in the constructor would not reach the caller."""
         import torch
 
         torch.set_num_threads(self.job.threads or 1)
         self.worker = Worker(self.job)
 
     def check(self, chunk: int) -> None:
-        """As of ``Worker``."""
+        """See ``Worker.check``."""
         self.worker.check(chunk)
 
     def part(self, chunk: int) -> bytes:
-        """As of ``Worker``."""
+        """See ``Worker.part``."""
         return self.worker.part(chunk)
 
 
 def _lost(job: Job, chunk: int | None, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0]
     if chunk is None:
-        return f"{TRIES} workers have died while they loaded {job.model!r}, perhaps for want of memory ({reason})"
+        return f"{TRIES} workers died while loading {job.model!r}, perhaps for lack of memory ({reason})"
     places = job.chunks[chunk]
     return (
-        f"chunk {chunk} (prompts {places[0]} to {places[-1]}) has lost its worker {TRIES} times, perhaps for want of "
-        f"memory ({reason}); what is done is kept. Give it fewer conditions or more memory, and the same command again"
+        f"chunk {chunk} (prompts {places[0]} to {places[-1]}) lost its worker {TRIES} times, perhaps for lack of "
+        f"memory ({reason}); finished chunks are kept. Use fewer conditions or more memory, and run the command again"
     )

@@ -1,6 +1,6 @@
-"""A Ray cluster of this machine alone: it listens on the loopback address, and takes work from who knows its token.
+"""A Ray cluster on this machine only: it listens on the loopback address and requires a token.
 
-Whoever reaches a cluster of Ray can run code in it. Started without further words it listens on every interface.
+Anyone who can reach a Ray cluster can run code in it, and by default it listens on every interface.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from mechattn.errors import OptionError
 
 _LOOPBACK = ("127.0.0.1", "::1")
-# Where clusters of several machines are not supported, Ray keeps to the loopback address; this says so of any system.
+# Where clusters of several machines are unsupported, Ray stays on the loopback address; this requests it everywhere.
 _ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -40,15 +40,15 @@ def start_alone(options: Mapping[str, Any]) -> Any:
         ray.shutdown()
         raise OptionError(
             f"this version of Ray ({ray.__version__}) starts a cluster that other machines can reach, at {address}, so "
-            "it was stopped: install the version that mechattn asks for, or start one yourself and give its address"
+            "it was stopped: install the version that mechattn requires, or start one yourself and give its address"
         )
     return ray
 
 
 def _token() -> dict[str, str]:
-    """A token for this cluster alone, where the user has said nothing about tokens.
+    """A token for this cluster only, unless the user has configured tokens.
 
-    A Ray that was imported before has read whether it takes tokens; from 2.60 on it does by itself.
+    If Ray was imported earlier, it has already read whether to use tokens; from 2.60 on it does so by default.
     """
     mode = {} if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
     has = any(os.environ.get(name) for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").exists()
@@ -57,7 +57,7 @@ def _token() -> dict[str, str]:
 
 @contextmanager
 def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables, which the processes of the cluster inherit, for the length of a ``with``."""
+    """Set environment variables, which the cluster's processes inherit, within a ``with`` block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -72,7 +72,7 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _one_machine(ray: Any) -> Iterator[None]:
-    """The same for a Ray that was imported before, and has read its environment."""
+    """Do the same for a Ray that was imported earlier and has already read its environment."""
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False

@@ -17,13 +17,13 @@ from mechattn.stats.intervals import Interval
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the picture: a model under a condition.
+    """A row of the picture: a model and a condition.
 
     Args:
         model: The model's caption.
-        condition: The user's own name of the condition.
-        verdict: Its change and that of uniform attention; None where there is none.
-        problem: Why there is none.
+        condition: The user's name for the condition.
+        verdict: The change and that under uniform attention; None if there is none.
+        problem: The reason if there is none.
     """
 
     model: str
@@ -34,18 +34,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Mark:
-    """A row as it is drawn; lengths in percent of the axis.
+    """A row as drawn; lengths are in percent of the axis.
 
     Args:
-        model: The model's caption; empty where the row above is of the same one.
+        model: The model's caption; empty if the row above has the same model.
         condition: The condition's name.
-        low: Where the interval starts.
-        length: Of the interval.
-        point: Where the measured change is.
-        null: Where the change under uniform attention is.
+        low: The start of the interval.
+        length: The length of the interval.
+        point: The position of the measured change.
+        null: The position of the change under uniform attention.
         words: The change with its interval.
         null_words: The change under uniform attention.
-        problem: Why there is nothing to draw.
+        problem: The reason if there is nothing to draw.
     """
 
     model: str
@@ -61,13 +61,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Points and whiskers on one axis.
+    """Points with whiskers on one axis.
 
     Args:
-        rows: One for each model and condition.
-        ticks: Where the axis has marks, in percent of its length, and what stands there.
-        zero: Where no change is.
-        says: All of it in a sentence, for whoever doesn't see it.
+        rows: One row per model and condition.
+        ticks: The positions of the axis marks, in percent of its length, and their labels.
+        zero: The position of zero change.
+        says: The whole picture in one sentence, for readers who cannot see it.
     """
 
     rows: Seq[Mark]
@@ -77,7 +77,7 @@ class Picture:
 
 
 def changes(results: Seq[Result], known: Seq[Verdicts] = ()) -> list[Change]:
-    """The change of the question's attention in each model under each condition, by ``result.verdict``."""
+    """The change of the question's attention for each model and condition, by ``result.verdict``."""
     found = []
     known = known or [Verdicts(result) for result in results]
     for model, result, verdicts in zip(captions(results), results, known, strict=True):
@@ -89,13 +89,13 @@ def changes(results: Seq[Result], known: Seq[Verdicts] = ()) -> list[Change]:
                     found.append(Change(model, name, verdicts.of(name)))
             except MemoryOptionError:
                 raise
-            except OptionError as error:  # too few prompts for an interval, or no question in every prompt
+            except OptionError as error:  # too few prompts for an interval, or a prompt without a question
                 found.append(Change(model, name, None, f"no verdict, since {error}"))
     return found
 
 
 def picture(rows: Seq[Change]) -> Picture | None:
-    """The rows on one axis; None where there is nothing to draw."""
+    """Draw the rows on one axis; None if there is nothing to draw."""
     drawn = [row.verdict for row in rows if row.verdict is not None]
     if not drawn:
         return None
@@ -130,13 +130,13 @@ def picture(rows: Seq[Change]) -> Picture | None:
 
 
 def _step(reach: float) -> float:
-    """A round distance between marks, of which six or fewer cover the axis."""
+    """A round distance between marks, so that at most six cover the axis."""
     steps = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
     return next((step for step in steps if reach / step <= 6), 10.0)
 
 
 def sentence(rows: Seq[Change]) -> str:
-    """What the picture shows, in one sentence: the first condition, another one beside it, uniform attention."""
+    """Describe the picture in one sentence: the first condition, a second one for comparison, uniform attention."""
     drawn = [row for row in rows if row.verdict is not None]
     if not drawn:
         return next((f"{row.model}: {row.problem}." for row in rows), "")
@@ -157,7 +157,7 @@ def sentence(rows: Seq[Change]) -> str:
 
 
 def _amount(found: Seq[Interval], what: str = "") -> str:
-    """How much more or less, where all models agree on the direction; with signs where they don't."""
+    """How much more or less; with signs if the models disagree on the direction."""
     estimates = [float(change.estimate) for change in found]
     words = _range(estimates)
     if all(value < 0 for value in estimates):
@@ -168,13 +168,13 @@ def _amount(found: Seq[Interval], what: str = "") -> str:
 
 
 def _range(values: Seq[float]) -> str:
-    """Percentages from the nearest to 0 to the furthest."""
+    """Percentages from the closest to 0 to the farthest."""
     shown = list(dict.fromkeys(percent(v) for v in sorted(values, key=abs)))
     return shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
 
 
 def _beside(found: Seq[Verdict]) -> str:
-    """On which side of uniform attention the intervals lie."""
+    """On which side of uniform attention the intervals are."""
     above = sum(bool(v.change.low > v.null.estimate) for v in found)
     below = sum(bool(v.change.high < v.null.estimate) for v in found)
     falls = all(float(v.null.estimate) < 0 for v in found)
@@ -192,6 +192,6 @@ def _beside(found: Seq[Verdict]) -> str:
 
 
 def _verb(count: int, words: str) -> str:
-    """ "lose less" of several, "loses less" of one."""
+    """ "lose less" for several, "loses less" for one."""
     verb, _, rest = words.partition(" ")
     return words if count != 1 or verb == "cannot" else f"{verb}s {rest}"

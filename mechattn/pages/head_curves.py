@@ -15,15 +15,15 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval_of_moments
 
 NAME = "received_attention"
-PATTERNS = 3_000_000  # numbers of all patterns together: 8 MB of the page
+PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
 PROMPTS = 3
 
 
 def head_curves(result: Result) -> dict[str, Any]:
-    """Received attention of every head by original position, in each condition, with its band and its null.
+    """Received attention of every head by original position in each condition, with its intervals and its null.
 
-    As in ``render.received_attention``: means over prompts, pointwise 95 % t intervals, and no key that too few prompts
-    have. What is inserted at the same positions in all prompts has its own numbers beside them.
+    As in ``render.received_attention``: means over prompts, pointwise 95 % t intervals, and no keys that too few
+    prompts have. Tokens inserted at the same positions in all prompts have separate numbers.
     """
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
@@ -49,7 +49,7 @@ def head_curves(result: Result) -> dict[str, Any]:
 
 
 def _means(dataset: Any, quantity: str, dims: tuple[str, ...], prompts: int, **at: Any) -> dict[str, np.ndarray]:
-    """Means, the half-widths of their intervals as shares of the means, and how many prompts they are of."""
+    """Means, the half-widths of their intervals relative to the means, and the number of prompts."""
     parts = [dataset[f"{quantity}{name}"].sel(at).transpose(*dims).values for name in ("", "_variance", "_n")]
     mean, variance, n = (np.asarray(part, dtype=np.float64) for part in parts)
     n = np.nan_to_num(n)
@@ -62,7 +62,7 @@ def _means(dataset: Any, quantity: str, dims: tuple[str, ...], prompts: int, **a
 
 
 def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | None:
-    """Where tokens are inserted, and what they receive [layer, head, inserted]; None where prompts differ."""
+    """The positions of inserted tokens and what they receive [layer, head, inserted]; None if prompts differ."""
     inserted = result["sequences"].origin.sel(condition=condition).values == -1
     if not inserted.any() or (inserted != inserted[0]).any():
         return None
@@ -78,7 +78,7 @@ def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | 
 
 
 def _question(result: Result) -> int | None:
-    """Where the question starts in the baseline; None where prompts differ."""
+    """The position in the baseline where the question starts; None if prompts differ."""
     codes = result["sequences"].segment_index.sel(condition=BASELINE).values
     of_question = codes == SEGMENTS.index("question")
     starts = set(of_question.argmax(1)[of_question.any(1)].tolist())
@@ -86,7 +86,7 @@ def _question(result: Result) -> int | None:
 
 
 def _segments(result: Result, condition: str, keys: int) -> list[tuple[str, int, int]]:
-    """Runs of positions that most prompts have in one segment: its name, first and last."""
+    """Runs of positions that are in one segment in most prompts: its name, first and last position."""
     codes = result["sequences"].segment_index.sel(condition=condition).values[:, :keys]
     runs: list[tuple[str, int, int]] = []
     for at in range(codes.shape[1]):
@@ -102,7 +102,7 @@ def _segments(result: Result, condition: str, keys: int) -> list[tuple[str, int,
 
 
 def head_texts(result: Result) -> dict[str, Any]:
-    """The first prompt in each condition: its tokens with their segments, and what each receives from every head."""
+    """The first prompt in each condition: its tokens, their segments, and what each token receives from every head."""
     sequences = result["sequences"]
     tokens = {}
     for name in result.conditions:
@@ -124,7 +124,7 @@ def head_texts(result: Result) -> dict[str, Any]:
 
 
 def head_patterns(result: Result) -> dict[str, Any]:
-    """Attention maps of the first prompts, lower triangles [layer, head, query · key]; or why there are none."""
+    """Attention maps of the first prompts, lower triangles [layer, head, query · key], or the reason for none."""
     if "attention_map" not in result.datasets:
         return {"missing": "There are no attention patterns: run with ma.AttentionMap() on a few short prompts."}
     maps = result["attention_map"].attention

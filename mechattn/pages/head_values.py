@@ -1,4 +1,4 @@
-"""The data of the map of heads: each quantity with one number per head, by condition and as a change."""
+"""The data for the map of heads: each quantity with one number per head, by condition and as a change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mechattn.stats.paired import RESAMPLES
 
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 _NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
-# A t interval is as long on one side as on the other, so its half is enough.
+# A t interval is symmetric, so half of it is enough.
 _CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")
 
 
 def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number for each head and prompt, as ``result.compare`` names them."""
+    """The quantities with one number per head and prompt, named as in ``result.compare``."""
     found = {
         str(name).removesuffix("_by_segment"): None
         for at, dataset in result.datasets.items()
@@ -39,24 +39,24 @@ def head_quantities(result: Result) -> list[str]:
 
 
 def check_memory(result: Result, memory: str) -> None:
-    """Find out before anything is read whether a page fits a budget.
+    """Check whether a page fits in memory before anything is read.
 
     Raises:
-        MemoryOptionError: A layer of some quantity doesn't.
+        MemoryOptionError: A layer of some quantity does not fit.
     """
     for name in head_quantities(result):
         layer_blocks(result, name, "segment", "question", memory, signs=RESAMPLES)
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int, memory: str = MEMORY) -> dict[str, Any]:
-    """One quantity as the page holds it: the numbers of ``result.heads`` and ``result.compare``, [layer, head] each.
+    """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head].
 
     Args:
         result: A result.
         quantity: One of :func:`head_quantities`.
-        layers: The layers that are shown, in their order.
-        heads: How many heads a layer has.
-        memory: What this may take; each number is read once, where a condition fits an eighth of it.
+        layers: The layers to show, in order.
+        heads: The number of heads per layer.
+        memory: The memory this may take; each number is read once if a condition fits in an eighth of it.
     """
     variable = variable_of(result, quantity, "segment")
     of_segment = "segment" in variable.dims
@@ -85,7 +85,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int, me
 
 
 def _values(of: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
-    """Means over prompts with their intervals, and those of uniform attention."""
+    """Means over prompts with their intervals, and those under uniform attention."""
     table = of.result.heads(quantity, None, condition=condition, memory=of.memory)
     table = table.assign(half=table.high - table[quantity])
     columns = {"mean": quantity, "half": "half", "null": "uniform"}
@@ -94,9 +94,9 @@ def _values(of: Held, quantity: str, condition: str, layers: list[int], heads: i
 
 
 def _changes(of: Held, reference: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
-    """Changes from the baseline with their intervals, the null's change, and what is beyond it."""
+    """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of heads that are left out: they are empty on the map
+        warnings.simplefilter("ignore")  # about heads that are left out: they are empty on the map
         table = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
     table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
@@ -106,7 +106,7 @@ def _changes(of: Held, reference: Held, quantity: str, condition: str, layers: l
 
 
 def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:
-    """A column of a table as [layer, head]; as [layer, 1] where all heads have one number; None where none has any."""
+    """A column of a table as [layer, head], or [layer, 1] if all heads share one number; None if it is empty."""
     square = np.full((len(layers), heads), np.nan)
     rows = [layers.index(layer) for layer in table.layer]
     square[rows, table["head"].values] = table[column].values

@@ -1,4 +1,4 @@
-"""All data of the map of heads and its detail views, as JSON with packed arrays."""
+"""All data for the map of heads and its detail views, as JSON with packed arrays."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def instrument(
     start: Seq[tuple[int, int] | None] = (),
     memory: str = MEMORY,
 ) -> str:
-    """The data of a page: JSON, squeezed.
+    """Return the data of a page as compressed JSON.
 
     Args:
-        results: One result a model.
-        maps: For each of them a result with attention maps of a few of its prompts; its own by default.
-        start: For each of them the layer and head that are shown first; the first of all by default.
-        memory: What each table may take.
+        results: One result per model.
+        maps: For each result, one with attention maps of a few of its prompts; by default the result itself.
+        start: For each result, the layer and head to show first; by default the first.
+        memory: The memory that each table may take.
     """
     beside = [*maps, *[None] * (len(results) - len(maps))]
     first = [*start, *[None] * (len(results) - len(start))]
@@ -44,13 +44,13 @@ def instrument(
 def model_data(
     result: Result, maps: Result, start: tuple[int, int] | None = None, memory: str = MEMORY
 ) -> dict[str, Any]:
-    """What the page holds of one model.
+    """Return the data of one model for the page.
 
     Args:
-        result: Its result.
-        maps: Where its attention maps are.
-        start: The layer and head that are shown first.
-        memory: What each table may take.
+        result: The result of the model.
+        maps: The result with its attention maps.
+        start: The layer and head to show first.
+        memory: The memory that each table may take.
     """
     names = head_quantities(result)
     layers, heads = _layers_and_heads(result, names)
@@ -69,11 +69,11 @@ def model_data(
 
 
 def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
-    """A dataset with every layer of the map, empty where it hasn't measured one."""
+    """Extend a dataset to all layers of the map, with missing values for layers that were not measured."""
     return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
 
 
 def _layers_and_heads(result: Result, names: Seq[str]) -> tuple[list[int], int]:
-    """The layers of the map, and how many heads each has."""
+    """The layers of the map, and the number of heads per layer."""
     layers = sorted({int(layer) for data in result.datasets.values() if "layer" in data for layer in data.layer.values})
     return layers, int(result.provenance["model"]["heads"]) if names else 0

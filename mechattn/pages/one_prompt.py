@@ -143,6 +143,6 @@ def explore(
         scores_of(load_model(model), chosen)
         analyses.append(ScoreDecomposition())
     except ModelError as error:
-        note = f"no parts of scores: {error}"
+        note = f"scores cannot be decomposed: {error}"
     result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed, progress=False)
     return attention_explorer(result, name, heads=heads, note=note)

@@ -44,7 +44,7 @@ def page(
         force: Replace a file that mechattn did not write.
         choose: The number of heads to choose by the largest change on one half of the prompts and show on the other.
             Without ``positions="prompts"`` in the run, the first heads are shown.
-        memory: What each table and figure may take, as for ``result.compare``.
+        memory: The memory that each table and figure may take, as for ``result.compare``.
 
     Raises:
         MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
@@ -57,7 +57,7 @@ def page(
 
 
 def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
-    """The options of ``received_attention`` that say which heads: the first where there is nothing to choose by."""
+    """The options of ``received_attention`` that select heads; the first heads if the data cannot choose."""
     listed, number = listed_or_chosen(heads, None if heads is not None else choose)
     if number is None:
         return {"heads": listed}
@@ -99,19 +99,19 @@ def write_page(
 
     Args:
         path: The HTML file.
-        title: Its heading.
-        subtitle: What it is of.
-        results: One result a model.
-        sections: Figures and views, folded until they are opened.
-        command: What was typed.
+        title: The page's heading.
+        subtitle: The line below the heading.
+        results: One result per model.
+        sections: Figures and views, collapsed until opened.
+        command: The command that was typed.
         force: Replace a file that mechattn did not write.
-        maps: For each result one with attention maps of a few of its prompts; its own by default.
-        start: For each result the layer and head that are shown first.
-        lead: What stands first in place of the picture: a template of this room, and what it is filled with.
-        memory: What each table may take, as for ``result.compare``.
+        maps: For each result, one with attention maps of a few of its prompts; by default the result itself.
+        start: For each result, the layer and head to show first; by default the first.
+        lead: What to show first instead of the picture: a template from this package and its values.
+        memory: The memory that each table may take, as for ``result.compare``.
 
     Raises:
-        OutputError: It cannot be written, or would replace a file that mechattn did not write (not with ``force``).
+        OutputError: The file cannot be written, or was not written by mechattn (unless ``force`` is set).
     """
     known = [Verdicts(result, memory) for result in results]
     parts = _parts(title, subtitle, known, sections, command, maps, start, memory)
@@ -136,7 +136,7 @@ def _parts(
     start: Seq[tuple[int, int] | None] = (),
     memory: str = MEMORY,
 ) -> dict[str, Any]:
-    """What the templates are filled with."""
+    """The values for the templates."""
     from mechattn import __version__
 
     results = [each.result for each in known]
@@ -175,19 +175,20 @@ def results_page(
     force: bool = False,
     memory: str = MEMORY,
 ) -> Path:
-    """A page of some results: each figure for each of them, or once where it shows several models side by side.
+    """Write a page for several results, with each figure once per result, or once if it compares models side by side.
 
     Args:
-        results: One result a model.
+        results: One result per model.
         path: The HTML file.
-        figures: Functions of ``mechattn.render``, and their options.
-        command: What was typed.
-        missing: Takes a sentence for each figure that cannot be drawn; without it such a figure is an error.
+        figures: Functions of ``mechattn.render`` and their options.
+        command: The command that was typed.
+        missing: A function that gets a sentence for each figure that cannot be drawn; by default such a figure is an
+            error.
         force: Replace a file that mechattn did not write.
-        memory: What each table and figure may take, as for ``result.compare``.
+        memory: The memory that each table and figure may take, as for ``result.compare``.
 
     Raises:
-        MemoryOptionError: A layer of some quantity takes more; nothing was read.
+        MemoryOptionError: A layer of some quantity does not fit; nothing was read.
     """
     for result in results:
         check_memory(result, memory)
@@ -204,7 +205,7 @@ def results_page(
 
 
 def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
-    """The layer and head that the first figure of received attention shows; head 0 where the data choose."""
+    """The layer and head that the first figure of received attention shows; head 0 if the data choose."""
     for draw, options in figures:
         if draw is received_attention and "layer" in options:
             heads = options.get("heads")
@@ -213,7 +214,7 @@ def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int,
 
 
 def _about(results: Seq[Result]) -> str:
-    """What a page is of, in a line."""
+    """The subtitle of a page."""
     counts = {result["sequences"].sizes["prompt"] for result in results}
     compared = any(len(result.conditions) > 1 for result in results)
     of = "Attention with and without inserted tokens" if compared else "Attention"
@@ -241,5 +242,5 @@ def _drawn(
 
 
 def _of_many(draw: Callable) -> bool:
-    """Whether a figure shows several models side by side."""
+    """Whether a figure compares several models side by side."""
     return "results" in inspect.signature(draw).parameters

@@ -1,4 +1,4 @@
-"""The scripts of a page: its ES modules joined into one, and compressed libraries unpacked when needed."""
+"""The scripts of a page: its ES modules joined into one, and compressed libraries that are unpacked when needed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mechattn.pages.packed import squeezed
 from mechattn.render.theme import DARK, faint
 from mechattn.render.view import Script, in_script, view_script
 
-# Each after those that it imports.
+# Each module comes after those that it imports.
 MODULES = ("data", "drawing", "words", "heads_map", "curves", "room", "scatter", "heads_table", "figures", "page")
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTILINE)
 
 
 def template(name: str) -> str:
-    """The text of a file of the page's templates."""
+    """The text of a template file."""
     return files("mechattn.pages").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def joined(modules: dict[str, str]) -> str:
-    """ES modules as one script, each in a function of its own: a page in a file can't import another file.
+    """Join ES modules into one script, each in its own function, since a page opened from a file cannot import others.
 
     Args:
-        modules: The text of each, after those that it imports.
+        modules: The text of each module, in an order in which each comes after those that it imports.
     """
     parts = []
     for name, text in modules.items():
@@ -38,14 +38,14 @@ def joined(modules: dict[str, str]) -> str:
 
 @cache
 def page_script() -> str:
-    """The page's own script, the colours of a dark ground in it."""
+    """The page's own script, including the colours for a dark background."""
     text = joined({name: template(f"{name}.js") for name in MODULES})
     return text.replace("/*COLOURS*/ {}", in_script(json.dumps(_dark())))
 
 
 @cache
 def packed_script(name: Script) -> str:
-    """The script of plotly or circuitsvis, gzip and base64: a third of its size, and read only where it is needed."""
+    """The plotly or circuitsvis script as gzip and base64: a third of the size, and unpacked only when needed."""
     text = view_script(name)
     if name == "circuitsvis":
         text += "\nwindow.CircuitsVis = CircuitsVis;"
@@ -53,6 +53,6 @@ def packed_script(name: Script) -> str:
 
 
 def _dark() -> dict[str, str]:
-    """Each colour of the figures and what stands for it on a dark ground, faint ones too."""
+    """The replacement for each colour of the figures on a dark background, including faint ones."""
     faints = {faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0] for a, b in DARK.items() if len(a) == len(b) == 7}
     return DARK | faints

@@ -23,17 +23,17 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, something to look at, what it says, and how to read it.
+    """A part of a page: a title, content, what it shows and how to read it.
 
     Args:
         title: The heading.
         note: How to read what is shown.
-        says: The sentence with its number under a figure.
-        figure: The figure as JSON that can stand in a script element.
-        height: Of the figure, in pixels.
+        says: The sentence with the main number below a figure.
+        figure: The figure as JSON that is safe in a script element.
+        height: The height of the figure in pixels.
         view: HTML.
-        script: The library that it needs.
-        tokens: Texts and their segments.
+        script: The library that the view needs.
+        tokens: The texts of tokens and their segments.
         made: How a figure was made.
         citation: How to cite it.
     """
@@ -51,13 +51,13 @@ class Section:
 
     @property
     def names(self) -> list[str]:
-        """The segments that occur, for the key."""
+        """The segments that occur, for the legend."""
         present = {name for _, name in self.tokens}
         return [name for name in SEGMENTS if name in present]
 
 
 def prompt_section(result: Result, condition: str | None = None) -> Section:
-    """The first prompt of a result as the model reads it, each segment marked."""
+    """The first prompt of a result as the model reads it, with each segment marked."""
     condition = result.shown_condition(condition)
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     return Section(title, "The first of the prompts.", tokens=_tokens(result, condition))
@@ -70,14 +70,14 @@ def drawn_section(
     command: str = "",
     memory: str = MEMORY,
 ) -> Section:
-    """A figure as a section: what it shows is what the function that drew it says of itself.
+    """Turn a figure into a section, described by the text in the figure itself.
 
     Args:
         draw: A function of ``mechattn.render``.
-        results: The result, or results, that it is of.
-        options: Its other arguments.
-        command: What was typed.
-        memory: What the figure may take, where it goes through all prompts.
+        results: The result, or results, to draw.
+        options: The function's other arguments.
+        command: The command that was typed.
+        memory: The memory that the figure may take if it processes all prompts.
     """
     streams = "memory" in inspect.signature(draw).parameters
     figure = draw(results, **({"memory": memory} if streams else {}) | dict(options))
@@ -133,7 +133,7 @@ def _received_note(result: Result, alone: bool) -> str:
 
 
 def view_section(view: View, title: str, note: str) -> Section:
-    """A view as a section."""
+    """Turn a view into a section."""
     return Section(title, note, view=view.body, script=view.script or "")
 
 
@@ -152,7 +152,7 @@ def _made_rows(result: Result, command: str = "") -> list[Row]:
 
 
 def citation(title: str, results: Seq[Result]) -> str:
-    """How to cite a figure: a caption, and an entry for BibTeX."""
+    """How to cite a figure: a caption and a BibTeX entry."""
     about = results[0].provenance
     version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
     of = "; ".join(
@@ -166,7 +166,7 @@ def citation(title: str, results: Seq[Result]) -> str:
 
 
 def time_words(result: Result) -> str:
-    """When the numbers were made; from when to when, where a result was merged from several runs."""
+    """When the numbers were computed; a range if several runs were merged."""
     time = result.provenance["time"]
     return time if isinstance(time, str) else " to ".join(time)
 

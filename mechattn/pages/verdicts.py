@@ -25,7 +25,7 @@ VERDICT_COLUMNS = (
 
 
 class Verdicts:
-    """The verdicts of a result, each of which is computed once.
+    """The verdicts of a result, each computed only once.
 
     Args:
         result: A result.
@@ -40,7 +40,7 @@ class Verdicts:
         """The verdict on a condition.
 
         Raises:
-            OptionError: What ``result.verdict`` refuses.
+            OptionError: As for ``result.verdict``.
         """
         if condition not in self._found:
             try:
@@ -56,7 +56,7 @@ class Verdicts:
 
 
 def verdicts(result: Result, known: Verdicts | None = None) -> list[str]:
-    """A sentence for each condition, where received attention was measured; a control comes with what it matches."""
+    """One sentence per condition if received attention was measured; controls are reported with what they match."""
     if "received_attention" not in result.datasets:
         return []
     known = known or Verdicts(result)
@@ -65,7 +65,7 @@ def verdicts(result: Result, known: Verdicts | None = None) -> list[str]:
             return [f"{model_caption(result)}: {_sentence(known, name)}" for name in result.conditions[1:]]
     except MemoryOptionError:
         raise
-    except OptionError as error:  # too few prompts for an interval, or no question in every prompt
+    except OptionError as error:  # too few prompts for an interval, or a prompt without a question
         return [f"{model_caption(result)}: no verdict, since {error}."]
 
 
@@ -76,7 +76,7 @@ def _sentence(known: Verdicts, name: str) -> str:
 
 
 def verdict_rows(result: Result, known: Verdicts | None = None) -> list[tuple[str, ...]]:
-    """The same as rows of a table with the columns ``VERDICT_COLUMNS``, for pages of several models."""
+    """The verdicts as table rows with the columns ``VERDICT_COLUMNS``, for pages with several models."""
     model = model_caption(result)
     if "received_attention" not in result.datasets:
         return []
@@ -102,7 +102,7 @@ def verdict_rows(result: Result, known: Verdicts | None = None) -> list[tuple[st
 
 
 def captions(results: Seq[Result]) -> list[str]:
-    """What each result is called: its model, and a number where there are several of one model."""
+    """The caption of each result: its model, numbered if several results have the same model."""
     names = [model_caption(result) for result in results]
     return [
         f"{name}, result {names[: i + 1].count(name)}" if names.count(name) > 1 else name
@@ -123,7 +123,7 @@ def strip_words(result: Result) -> str:
 
 @contextmanager
 def explained(results: Seq[Result]) -> Iterator[None]:
-    """What fails since a stored result lacks a number says so; whatever else fails is a fault of ours."""
+    """Explain errors caused by quantities missing from a stored result; any other error is a bug in mechattn."""
     try:
         yield
     except OptionError:
@@ -141,7 +141,7 @@ def explained(results: Seq[Result]) -> Iterator[None]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested values as rows of a table."""
+    """Flatten nested values into table rows."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         rows += flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]

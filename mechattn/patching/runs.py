@@ -21,8 +21,8 @@ from mechattn.model.patch.head_outputs import changing_z
 from mechattn.model.patch.keys_values import changing_keys_values
 from mechattn.prompts.sequences import Sequence
 
-# Each head's output before W_O, its values before RoPE and norms (of the heads that have their own), its pattern
-# [pos head key]; the residual stream after a layer, as one head.
+# Each head's output before W_O; its values before RoPE and norms (for heads with their own values); its pattern
+# [pos head key]; the residual stream after a layer, treated as one head.
 Part = Literal["z", "value", "pattern", "resid"]
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
@@ -34,7 +34,7 @@ class Run:
 
     Args:
         sequence: The sequence.
-        z: Each head's output before W_O, by layer; or another part in its place.
+        z: Each head's output before W_O, by layer; or another part instead.
         logits: Logits before each token of the answer.
     """
 
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def places(self) -> Int[Tensor, " original"]:
-        """The position of each original token, in the order of the baseline."""
+        """The position of each original token, in baseline order."""
         return (~self.sequence.inserted).nonzero()[:, 0]
 
 
@@ -150,7 +150,7 @@ def patched_logits(
 def read_with_gradients(
     model: HookedModel, sequence: Sequence, layers: Seq[int], metric: Callable[[Run], Float[Tensor, " row"]]
 ) -> tuple[Run, dict[int, Z]]:
-    """Run a sequence, with the gradient of a metric with respect to every head's output at every token.
+    """Run a sequence and compute the gradient of a metric with respect to every head's output at every token.
 
     Takes one forward and one backward pass.
 

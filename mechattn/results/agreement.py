@@ -43,7 +43,7 @@ def agreement(
             have = ", ".join(map(repr, result.conditions))
             raise OptionError(f"there is no condition {name!r}; the result has {have}")
     if over in (one, other):
-        raise OptionError(f"over={over!r} is one of the two conditions, and its change from itself is nothing")
+        raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
     if not 0.5 <= level < 1:
         raise OptionError(f"level={level}: give a probability such as 0.95")
     units = units_of(result, product.sizes["prompt"], unit)
@@ -69,7 +69,7 @@ def _product(result: Result, quantity: str) -> xr.DataArray:
 
 
 def _cosines(product: xr.DataArray, one: str, others: Seq[str], over: str, memory: str) -> list[np.ndarray]:
-    """That of each pair [prompt, layer], some prompts at a time."""
+    """The cosine of each pair [prompt, layer], computed some prompts at a time."""
     parts = []
     for some in of_prompts(product, memory):
         here = some.astype(np.float64)
@@ -78,7 +78,7 @@ def _cosines(product: xr.DataArray, one: str, others: Seq[str], over: str, memor
 
 
 def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:
-    """[prompt, layer]; NaN where one of them changes nothing."""
+    """The cosine [prompt, layer]; NaN if one condition changes nothing."""
 
     def between(a: str, b: str) -> np.ndarray:
         return product.sel(condition=a, other_condition=b).values
@@ -99,7 +99,7 @@ def _rows(
     units: Units,
     level: float,
 ) -> pd.DataFrame:
-    """A row a layer: the cosine, and how much smaller it is than that of the two conditions in question."""
+    """One row per layer: the cosine, and how much lower it is than that of the two main conditions."""
     import pandas as pd
 
     apart = t_interval(units.means(reference - cosine), level)

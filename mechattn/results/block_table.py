@@ -1,4 +1,4 @@
-"""The table of a comparison: of all cells at once, or of some layers after the others where memory is short."""
+"""The table of a comparison, for all cells at once or for a few layers at a time if memory is short."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is compared, some layers at a time.
+    """A comparison, a few layers at a time.
 
     Args:
-        made: The differences of a block.
+        made: A function that returns the differences of a block.
         layers: The blocks.
-        units: The prompts, or their groups.
-        level: Of the intervals.
+        units: The units: prompts or their groups.
+        level: The level of the intervals.
         resamples: As for ``Result.compare``.
         seed: As for ``Result.compare``.
-        bootstrap: Whether intervals by the bootstrap are asked for.
-        seen: Called with each block that is shown, and which layers it is of.
+        bootstrap: Whether to compute bootstrap intervals.
+        seen: A function called with each reported block and its layers.
     """
 
     made: Callable[[slice], Differences]
@@ -45,7 +45,7 @@ class Blocks:
     seen: Callable[[Differences, slice], None] | None = None
 
     def table(self, quantity: str, finding: np.ndarray, shown: np.ndarray, halves: bool) -> BlockTable:
-        """The table of the units that are shown; with ``halves`` of the cells that are found on the others.
+        """Compute the table for the reported units; with ``halves``, only for cells found on the other units.
 
         Raises:
             OptionError: No cell can be compared.
@@ -59,7 +59,7 @@ class Blocks:
         return made
 
     def _gone_through(self, quantity: str, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:
-        """All blocks: statistics of some units, of all cells or of chosen ones."""
+        """Go through all blocks and compute statistics for some units, over all or chosen cells."""
         import pandas as pd
 
         stream = PairedStream(len(some), self.level, self.resamples, self.seed, self.bootstrap)
@@ -80,15 +80,15 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """What was found in all blocks.
+    """The results from all blocks.
 
     Args:
-        means: One row a cell: its coordinates, and the means.
-        numbers: All that was found of the cells.
-        cells: Which cells of each block are there.
-        left_out: The names of those that have no difference.
+        means: One row per cell: its coordinates and means.
+        numbers: All statistics of the cells.
+        cells: Which cells of each block are included.
+        left_out: The names of cells without a difference.
         last: The last block, without its numbers.
-        bags: What was resampled in place of units, where these are many.
+        bags: The bags that were resampled instead of units, if there are many units.
     """
 
     means: pd.DataFrame
@@ -113,7 +113,7 @@ def light(made: Differences) -> Light:
 
 
 def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
-    """Which cells of each block are chosen, from which of all that are there."""
+    """Split a mask over all included cells into one mask per block."""
     made, start = [], 0
     for mask in cells:
         some = mask.copy()
@@ -126,21 +126,21 @@ def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
 def tested(
     made: Differences, units: Units, cells: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Differences of some cells over some units, what the null expects, and what counts as 0."""
+    """Differences of some cells over some units, with their null values and the rounding error that counts as 0."""
     each = chosen(units.means(made.difference.values), some, cells)
     expected = None if made.expected is None else chosen(units.means(made.expected), some, cells)
     return each, expected, made.rounding(units, some)[cells]
 
 
 def chosen(values: np.ndarray, some: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """Some units and cells [unit, cell] of values [unit, *cells]; no copy where units are many and all are chosen."""
+    """Select units and cells [unit, cell] from values [unit, *cells]; not copied if units are many and all selected."""
     if len(some) == len(values) > ALONE and cells.all():
         return np.ascontiguousarray(values).reshape(len(values), -1)
     return values[some][:, cells]
 
 
 def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarray, part: bool) -> pd.DataFrame:
-    """One row a cell: its coordinates, and the means; ``part`` of the cells alone."""
+    """One row per cell: its coordinates and means; ``part`` means that only the given cells are computed."""
     import pandas as pd
 
     index = np.argwhere(cells)
@@ -148,15 +148,15 @@ def means_of(made: Differences, units: Units, cells: np.ndarray, shown: np.ndarr
     means = {}
     for name, of in (("value", made.ours), ("reference", made.theirs)):
         each = chosen(units.means(of.values), shown, cells)
-        alone = part and each.shape[1] == 1  # numpy sums a column that stands alone in another order
+        alone = part and each.shape[1] == 1  # numpy sums a single column in another order
         means[name] = (np.repeat(each, 2, axis=1) if alone else each).mean(0)[: each.shape[1]]
     return pd.DataFrame(labels | means)
 
 
 def as_table(means: pd.DataFrame, numbers: Paired, scale: str) -> pd.DataFrame:
-    """The means with all that ``paired`` found beside them."""
+    """Combine the means with everything that ``paired`` computed."""
     labels = [str(name) for name in means if name not in ("value", "reference")]
     table = means.assign(**{name: getattr(numbers, name) for name in _COLUMNS}, n=numbers.n)
-    # What a table that is cut off should still show.
+    # The columns that a truncated table should still show.
     first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
     return table[[*first, *(name for name in table if name not in first)]].assign(scale=scale)

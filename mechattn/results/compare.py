@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
-FEWEST_TO_SELECT = 6  # prompts: of 2⁶ patterns of signs, the two extreme ones give p = 0.03
+FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
 
 
 def compare(
@@ -52,7 +52,7 @@ def compare(
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.compare`, which explains the arguments.
 
-    Without ``bootstrap`` its intervals are NaN, and all else is as it would be.
+    Without ``bootstrap`` its intervals are NaN; everything else is the same.
     """
     _check_options(select, level, null, scale)
     other = result if other is None else other
@@ -81,7 +81,7 @@ def t_changes(
 ) -> pd.DataFrame:
     """The table of ``result.compare(condition, quantity=quantity, segment=segment)`` without bootstrap intervals.
 
-    ``reference``: the result that the baseline is taken from; the same one by default.
+    ``reference``: the result that contains the baseline; by default ``result`` itself.
     """
     return compare(
         result, condition, BASELINE, quantity, "segment", segment, reference, None, True, "uniform", None, "auto", 0.95,
@@ -101,7 +101,7 @@ def _differing(
     scale: Scale | None,
     layers: Seq[slice],
 ) -> Callable[[slice], Differences]:
-    """What gives the differences of some layers."""
+    """Return a function that computes the differences for some layers."""
     if layers == [slice(None)]:
         return lambda _: differences(result, condition, other, to, quantity, by, segment, null, scale)
 
@@ -119,7 +119,7 @@ def _differing(
         for name in list(lacking):
             if made.cells.any() or not getattr(made, name).isnull().all():
                 lacking.pop(name)
-        if lacking and some == layers[-1]:  # at once, whoever reads the values says so
+        if lacking and some == layers[-1]:  # for one block, reading the values raises this
             prompts = made.ours.sizes["prompt"]
             raise absent(prompts, prompts, quantity, segment, next(iter(lacking.values())))
         return made
@@ -128,7 +128,7 @@ def _differing(
 
 
 def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
-    """What a table says of its null and its tests."""
+    """What a table records about its null and its tests."""
     tests, n = len(found.numbers.p), found.numbers.n
     can = resolution(n, max(1, tests), resamples=resamples, unit=units.unit)
     bags = {} if found.bags is None else {"resampled": found.bags.words}
@@ -137,7 +137,7 @@ def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
         "left_out": found.left_out,
         "family": f"{tests} tests: {' × '.join(found.last.dims)}",
         "unit": units.unit,
-        "smallest_q": can.smallest_p,  # where all tests reach it
+        "smallest_q": can.smallest_p,  # if all tests reach it
         "resolution": str(can),
         "patterns": None if n <= EXACT else enough(resamples, tests),
     }
@@ -146,10 +146,10 @@ def _about(found: BlockTable, units: Units, resamples: int) -> dict[str, Any]:
 def family_size(
     result: Result, condition: str, quantity: str, by: str, segment: str | None, select: str | None, memory: str
 ) -> tuple[int, int]:
-    """How many tests a comparison with the baseline makes, and of how many prompts.
+    """The number of tests in a comparison with the baseline, and the number of prompts.
 
     Raises:
-        OptionError: What :func:`compare` refuses.
+        OptionError: As for :func:`compare`.
     """
     _check_options(select, 0.95, "uniform", None)
     layers = layer_blocks(result, quantity, by, segment, memory)
@@ -174,13 +174,13 @@ def what_is_tested(
     memory: str = "2GiB",
     bags: int | None = None,
 ) -> tuple[np.ndarray, Units]:
-    """What :func:`compare` with the baseline tests, [unit, cell]: differences less those of the null; and the units.
+    """What :func:`compare` with the baseline tests [unit, cell], differences minus those of the null; and the units.
 
-    NaN in cells that are left out; of one layer, where one is named. ``bags``: a seed, by which units are put into bags
-    where they are many; rows are then those of bags.
+    Cells that are left out are NaN. ``layer`` restricts this to one layer. ``bags`` is a seed for grouping units into
+    bags if there are many; rows are then bags.
 
     Raises:
-        OptionError: What :func:`compare` refuses.
+        OptionError: As for :func:`compare`.
     """
     layers = layer_blocks(result, quantity, by, segment, memory, signs=0 if bags is None else 1)
     if layer is not None:
@@ -220,12 +220,12 @@ def _check_options(select: str | None, level: float, null: str, scale: str | Non
 
 
 def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The units on which cells are found, and those on which they are reported."""
+    """The units on which cells are found, and the units on which they are reported."""
     every = np.arange(units.n)
     if select is None:
         units.refuse_below(FEWEST)
     else:
-        units.refuse_below(2 * FEWEST_TO_SELECT, ": below, no head can be found on one half of them (q < 0.05)")
+        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
     return (every, every) if select is None else (every[::2], every[1::2])
 
 
@@ -242,9 +242,9 @@ def _check_prompts(one: Result, other: Result) -> None:
 
 
 def _check_lengths(one: Result, condition: str, other: Result, to: str) -> None:
-    """Two ways of inserting are compared at the same number of inserted tokens, prompt by prompt."""
+    """Require both conditions to insert the same number of tokens into each prompt."""
     if BASELINE in (condition, to):
-        return  # nothing is inserted there
+        return  # the baseline inserts nothing
     counts = [
         (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
         for result, name in ((one, condition), (other, to))

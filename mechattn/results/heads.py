@@ -36,7 +36,7 @@ def ranked_heads(
     import pandas as pd
 
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
-        raise OptionError(f"top={top!r}: give a number of heads, 1 at least, or None for all")
+        raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
     if select not in (None, "half") or not 0.5 <= level < 1:
         raise OptionError(f'select={select!r}, level={level}: give "half" or None, and a probability such as 0.95')
     layers = layer_blocks(result, quantity, "segment", segment, memory)
@@ -45,7 +45,7 @@ def ranked_heads(
     ]
     size = sum(len(one) for one in made)
     table = pd.concat(made, ignore_index=True) if len(made) > 1 else made[0]
-    if not table.there.any():  # at once, whoever reads the values says so
+    if not table.there.any():  # for one block, reading the values raises this
         prompts = variable_of(result, quantity, "segment").sizes["prompt"]
         raise absent(prompts, prompts, quantity, segment, condition)
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
@@ -69,7 +69,7 @@ def _of_layers(
     unit: Unit,
     level: float,
 ) -> pd.DataFrame:
-    """The heads of some layers in their order, with what ranks them ("finding") and whether they are there."""
+    """The heads of some layers in order, with the value that ranks them ("finding") and whether they are present."""
     import pandas as pd
 
     values, null = values_of(
@@ -81,7 +81,7 @@ def _of_layers(
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     each = units.means(values.values.reshape(units.prompts, -1))
     every = np.arange(each.shape[1])
-    alone = len(each) <= ALONE  # numpy's sums of a copy in another order are others in the last digit
+    alone = len(each) <= ALONE  # numpy sums a copy in another order, which changes the last digit
     mean = t_interval(each[shown][:, every] if alone else each[shown], level)
     uniform = np.full(each.shape[1], np.nan)
     if null is not None:
@@ -107,4 +107,4 @@ def _of_layers(
 def _check_one_number(values: xr.DataArray, quantity: str) -> None:
     if set(values.dims) != {"prompt", "layer", "head"}:
         more = ", ".join(sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})))
-        raise OptionError(f"{quantity!r} has not one number for each head ({more}), so heads have no rank by it")
+        raise OptionError(f"{quantity!r} does not have one number per head ({more}), so it cannot rank heads")

@@ -1,4 +1,4 @@
-"""A quantity of a stored result that is kept in memory for the tables that need it, so that it is read once."""
+"""Keeps a quantity of a stored result in memory for several tables, so that it is read only once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mechattn.stats.paired import RESAMPLES
 if TYPE_CHECKING:
     from mechattn.results.result import Result
 
-_SHARE = 8  # of the memory: what is held of one condition takes no more than this part of it
+_SHARE = 8  # of the memory: the held values of one condition take at most this fraction
 
 
 @dataclass(frozen=True)
 class Held:
-    """A result for some tables.
+    """A result prepared for several tables.
 
     Args:
-        result: With what is held in memory.
-        memory: What is left for the tables, beside what is held of two conditions.
+        result: The result, with the held values in memory.
+        memory: The memory left for the tables, besides the held values of two conditions.
     """
 
     result: Result
@@ -33,10 +33,10 @@ class Held:
 
 
 def held(result: Result, quantity: str, condition: str, segment: str, memory: str) -> Held:
-    """The result with the numbers of a quantity in one condition and segment in memory, and no other analysis.
+    """Load a quantity for one condition and segment into memory, and drop all other analyses.
 
-    The result itself, if these are in memory already, if they would take more than an eighth of ``memory``, or if it
-    doesn't have the segment: whoever asks for it then is told so.
+    Returns the result itself if the values are already in memory, if they would take more than an eighth of ``memory``,
+    or if the segment is missing, which raises an error when it is used.
     """
     at, name = dataset_of(result, quantity, "segment")
     dataset = result[at]

@@ -1,4 +1,4 @@
-"""A result in one sharded Zarr store, here or at an address, whose numbers are read when they are asked for."""
+"""A result in one sharded Zarr store, local or at an address, whose numbers are read on demand."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 4
 ROOT = "zarr.json"
-OBJECTS = "objects"  # in the attributes of the root
-BEGUN = "begun"  # there, at an address: who is writing
+OBJECTS = "objects"  # in the root attributes
+BEGUN = "begun"  # likewise, at an address: the run that is writing
 A_COPY = "copy"
 
 
@@ -37,16 +37,16 @@ class Store:
     """Objects in a folder, or at an address.
 
     Args:
-        place: Where.
+        place: The folder or address.
     """
 
     place: str | Path
 
     def put(self, name: str, content: bytes) -> None:
-        """Write one, whole or not at all.
+        """Write an object, completely or not at all.
 
         Raises:
-            OutputError: There is no room, or it cannot be written.
+            OutputError: There is no space, or it cannot be written.
         """
         try:
             if isinstance(self.place, str):
@@ -61,15 +61,15 @@ class Store:
             except OSError:
                 new.unlink(missing_ok=True)
                 raise
-        except Exception as error:  # each kind of address has errors of its own
+        except Exception as error:  # each kind of address has its own errors
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise OutputError(
-                f"{name} could not be written to {self.place}: {reason}. The chunks before it are kept; make room, and "
-                "give the same command again"
+                f"{name} could not be written to {self.place}: {reason}. Earlier chunks are kept; free some space and "
+                "run the same command again"
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """What is in one; None where there is none."""
+        """The content of an object; None if there is none."""
         try:
             if isinstance(self.place, str):
                 content: bytes = filesystem(self.place).cat_file(f"{self._root}/{name}")
@@ -79,7 +79,7 @@ class Store:
             return None
 
     def names(self) -> list[str]:
-        """All that is there."""
+        """The names of all objects."""
         if isinstance(self.place, str):
             files = filesystem(self.place)
             root = self._root + "/"
@@ -89,7 +89,7 @@ class Store:
     def begin(self, who: str) -> None:
         """Mark an address as being written by mechattn, and then delete everything else there.
 
-        The mark comes first, so after a kill at any moment our files can be distinguished from somebody else's.
+        The mark comes first, so that after a kill at any moment our files can be distinguished from anyone else's.
         """
         about = {"mechattn_schema": SCHEMA, BEGUN: who}
         self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())
@@ -97,7 +97,7 @@ class Store:
             filesystem(str(self.place)).rm(others)
 
     def remove(self, name: str) -> None:
-        """Delete one."""
+        """Delete an object."""
         if isinstance(self.place, str):
             filesystem(self.place).rm_file(f"{self._root}/{name}")
         else:
@@ -109,36 +109,36 @@ class Store:
 
 
 def attributes_of(place: str | Path) -> dict[str, Any]:
-    """What the root of a store says of itself; nothing where there is none."""
+    """The root attributes of a store; empty if there is none."""
     content = Store(place).get(ROOT)
     found: dict[str, Any] = json.loads(content)["attributes"] if content else {}
     return found
 
 
 def check_begun(store: Store, who: str) -> None:
-    """Refuse to write to an address where another one has begun since; no lock holds there.
+    """Refuse to write to an address where another run has begun since; locks do not work there.
 
     Raises:
-        OutputError: It is somebody else's now.
+        OutputError: Another run has begun to write there.
     """
-    if attributes_of(store.place).get(BEGUN) not in (who, True):  # an earlier version did not say who
+    if attributes_of(store.place).get(BEGUN) not in (who, True):  # an earlier version did not record the run
         raise OutputError(
-            f"another run has begun to write to {store.place} since this one did: wait for it, give this one another "
-            "output, or begin it again (mechattn run --fresh, in Python fresh=True)"
+            f"another run has begun to write to {store.place} after this one: wait for it, give this one another "
+            "output, or start it again (mechattn run --fresh, in Python fresh=True)"
         )
 
 
 def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | Path, where: object) -> Result:
-    """A result whose regions are read when they are asked for.
+    """Return a result whose regions are read on demand.
 
     Args:
-        tree: What was opened; its attributes are read.
-        datasets: Its datasets, not loaded yet.
-        place: Where it is.
-        where: What the user calls that.
+        tree: The opened tree, for its attributes.
+        datasets: Its datasets, not yet loaded.
+        place: Its path or address.
+        where: What the user calls it.
 
     Raises:
-        OutputError: An object is missing or not whole, or the files beside them were changed.
+        OutputError: An object is missing or incomplete, or other files of the store were changed.
     """
     import zarr
 
@@ -162,10 +162,10 @@ def opened(tree: xr.DataTree, datasets: Mapping[str, xr.Dataset], place: str | P
 
 
 def check_objects(objects: Any, sizes: Mapping[str, int], regions: Mapping[str, Region], where: object) -> None:
-    """Refuse a store of which an object is missing, or is not as large as its array says.
+    """Refuse a store that lacks an object or has one whose size does not match its array.
 
     Raises:
-        OutputError: Naming the first of them, its chunk and the prompts.
+        OutputError: Names the first such object, its chunk and the prompts.
     """
     for name, region in regions.items():
         least = -(-region.shape[0] // region.chunk)
@@ -175,30 +175,30 @@ def check_objects(objects: Any, sizes: Mapping[str, int], regions: Mapping[str, 
     for name in objects:
         array, _, at = str(name).partition("/c/")
         if array not in regions:
-            raise OutputError(f"the result at {where} is damaged: nothing says what {name} is")
+            raise OutputError(f"the result at {where} is damaged: {name} belongs to none of its arrays")
         region = regions[array]
         if sizes.get(name) != region.object_bytes:
-            have = "is missing" if name not in sizes else f"has {sizes[name]:,} bytes of {region.object_bytes:,}"
+            have = "is missing" if name not in sizes else f"has {sizes[name]:,} of {region.object_bytes:,} bytes"
             raise OutputError(damaged(where, array.replace("/", "."), int(at.partition("/")[0]), region, have))
 
 
 def damaged(where: object, name: str, number: int, region: Region, why: str) -> str:
-    """What is said of a chunk that cannot be read."""
+    """The message for a chunk that cannot be read."""
     first, last = number * region.chunk, min((number + 1) * region.chunk, region.shape[0]) - 1
     return (
         f"chunk {number} of {name} in the result at {where} is damaged ({why}): prompts {first} to {last}, "
-        "counted from 0. The call that made it (run_job with the same job) computes that chunk again, and no other"
+        "counted from 0. Calling run_job with the same job computes only that chunk again"
     )
 
 
 def region_in(array: Any) -> Region:
-    """The region that an array of Zarr was made of."""
+    """The region from which a Zarr array was created."""
     meta = array.metadata
     return Region(tuple(meta.dimension_names), array.shape, array.dtype.name, array.shards[0], dict(array.attrs))
 
 
 def seal_of(attrs: Mapping[Any, Any], small: str) -> str:
-    """A hash of what is small, of what all objects are, and of the layout."""
+    """A hash of the small arrays, all object digests and the layout."""
     parts = [small, attrs["layout"], sorted(attrs[OBJECTS].items())]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -212,7 +212,7 @@ def _lazy(array: Any, variable: xr.Variable, name: str, where: object, place: st
                 values = np.asarray(array[key])
             else:
                 values = read_block(place.joinpath(*name.split(".")), region, key)
-        except Exception as error:  # codecs, files and the network have errors of their own
+        except Exception as error:  # codecs, files and the network have their own errors
             raise OutputError(_which(array, key, name, where, error)) from error
         if name == "sequences.segment_index" and (problem := segments_problem(values)):
             raise OutputError(f"the result at {where} is damaged: {problem}")
@@ -222,7 +222,7 @@ def _lazy(array: Any, variable: xr.Variable, name: str, where: object, place: st
 
 
 def _which(array: Any, key: Key, name: str, where: object, error: Exception) -> str:
-    """The first chunk that cannot be read."""
+    """Name the first chunk that cannot be read."""
     region, (prompts, *rest) = region_in(array), key
     rows = range(*prompts.indices(array.shape[0])) if isinstance(prompts, slice) else [prompts]
     for number in sorted({row // region.chunk for row in rows}):
@@ -234,6 +234,6 @@ def _which(array: Any, key: Key, name: str, where: object, error: Exception) -> 
 
 
 def _why(error: Exception) -> str:
-    """What a codec, a file or the network says, in a few words."""
+    """What a codec, file or network error says, in short."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return "its checksum is another" if "checksum" in first else first
+    return "its checksum does not match" if "checksum" in first else first

@@ -1,8 +1,8 @@
-"""Writing a result into one sharded Zarr store, a chunk at a time, by as many processes as there are.
+"""Writes a result into one sharded Zarr store, a chunk at a time, from any number of processes.
 
-Each chunk's own values go straight into their region (``regions.py``); what is small comes back as a result without
-them, a receipt, which says what objects were written and what is in them. Finishing merges the receipts and writes
-metadata: no number of a prompt is read or moved again.
+Each chunk's own values go directly into its region (``regions.py``). The small arrays come back as a result, a receipt,
+which records the written objects and their digests. Finishing merges the receipts and writes metadata; no per-prompt
+number is read or moved again.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from mechattn.results.schema import COMPLETE, as_tree
 if TYPE_CHECKING:
     import xarray as xr
 
-REGIONS = "regions"  # with the objects in the provenance of a receipt, and of no result
+REGIONS = "regions"  # next to the objects in the provenance of a receipt; a final result has none
 
 
 def write_chunk(
     store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None
 ) -> Result:
-    """Write what a chunk knows of each prompt into its regions; gives the rest, with what was written.
+    """Write the per-prompt values of a chunk into its regions; return the rest with a record of what was written.
 
     Args:
-        store: Where all chunks go.
-        number: Of the chunk, among those of this store.
-        result: Of the chunk's prompts.
-        chunk: Prompts a chunk.
-        half: Keep numbers with a point in 16 bits.
-        known: Digests of objects that may not change.
+        store: The store for all chunks.
+        number: The index of the chunk in this store.
+        result: The result for the chunk's prompts.
+        chunk: The number of prompts per chunk.
+        half: Store floating-point numbers in 16 bits.
+        known: Digests of objects that must not change.
 
     Raises:
-        OutputError: There is no room, or an object came out otherwise than it is known.
+        OutputError: There is no space, or the new content of an object does not match its known digest.
         OptionError: A number is too large for 16 bits.
     """
     objects, regions, rest = {}, {}, {}
@@ -52,14 +52,14 @@ def write_chunk(
             region = region_of(variable, chunk, half)
             values = variable.values
             if half and (abs(values) > np.finfo(np.float16).max).any() and variable.dtype.kind == "f":
-                raise OptionError(f'{label} is too large for values="float16"; leave it out, which keeps float32')
+                raise OptionError(f'{label} is too large for values="float16"; omit it to keep float32')
             for at, content in encoded(values, region, number).items():
                 path = f"{name}/{label}/{at}"
                 objects[path] = object_digest(content)
                 if known is not None and known.get(path) != objects[path]:
                     raise OutputError(
-                        f"{path} comes out otherwise than when {store.place} was made, on another machine or with "
-                        "other threads perhaps: mend it there, or make all of it again (fresh=True)"
+                        f"{path} differs from the original in {store.place}, perhaps made on another machine or with "
+                        "another number of threads: repair it there, or compute everything again (fresh=True)"
                     )
                 store.put(path, content)
             regions[f"{name}/{label}"] = region.as_json()
@@ -68,17 +68,17 @@ def write_chunk(
 
 
 def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
-    """Which objects are not there, or are not what was written."""
+    """The names of objects that are missing or differ from what was written."""
     return [name for name, known in objects.items() if object_digest(store.get(name) or b"") != known]
 
 
 def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
-    """Write what makes the objects of all chunks a result that anybody can open.
+    """Write the metadata that turn the objects of all chunks into a complete result.
 
     Args:
-        store: Where they are; anything else there is deleted.
-        receipt: Of all chunks, merged.
-        about: What is added to the provenance.
+        store: The store; any other objects in it are deleted.
+        receipt: The merged receipts of all chunks.
+        about: Entries to add to the provenance.
     """
     import zarr
     from zarr.storage import MemoryStore
@@ -87,7 +87,7 @@ def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
     regions = _regions(receipt)
     small = Result(receipt.datasets, _without(receipt.provenance) | dict(about))
     for name in store.names():
-        if name not in objects and name != ROOT:  # which says at an address that all this is ours, and is written last
+        if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
             store.remove(name)
     tree = as_tree(small, np.dtypes.StringDType())
     whole = {name: dataset.assign(_declared(name, regions)) for name, dataset in small.datasets.items()}
@@ -107,12 +107,12 @@ def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
     for name, region in regions.items():
         group, _, label = name.partition("/")
         region.create(root[group].store_path, label)
-    for name in sorted(made, key=lambda name: name == ROOT):  # which makes it a result, last
+    for name in sorted(made, key=lambda name: name == ROOT):  # the root last: it makes the store a result
         store.put(name, made[name].to_bytes())
 
 
 def pieces(result: Result, chunk: int) -> Iterator[Result]:
-    """Chunks of the prompts of a result, one after the other."""
+    """Yield a result in chunks of prompts, one after another."""
     count = result["sequences"].sizes["prompt"]
     for start in range(0, count, chunk):
         some = slice(start, start + chunk)
@@ -121,7 +121,7 @@ def pieces(result: Result, chunk: int) -> Iterator[Result]:
 
 
 def copied(result: Result, store: Store) -> None:
-    """Write a result into a store, a chunk at a time, so that no memory has to hold it."""
+    """Write a result into a store a chunk at a time, so that it never has to fit in memory."""
     chunk, half = chunk_of(result), False
     objects: dict[str, str] = {}
     regions: dict[str, Any] = {}
@@ -140,13 +140,13 @@ def copied(result: Result, store: Store) -> None:
 
 
 def chunk_of(result: Result) -> int:
-    """Prompts a chunk of the job that made a result; 64 where none did."""
+    """The number of prompts per chunk of the job that made a result; 64 if there was none."""
     found = result.provenance.get("chunk")
     return found if isinstance(found, int) and found > 0 else 64
 
 
 def _regions(receipt: Result) -> dict[str, Region]:
-    """Of all prompts, not of one chunk."""
+    """The regions for all prompts, not just one chunk."""
     count = receipt["sequences"].sizes["prompt"]
     made = {name: Region.from_json(about) for name, about in receipt.provenance[REGIONS].items()}
     return {name: replace(region, shape=(count, *region.shape[1:])) for name, region in made.items()}
@@ -157,7 +157,7 @@ def _without(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared(group: str, regions: Mapping[str, Region]) -> dict[str, xr.Variable]:
-    """The regions of a group as variables without numbers, for the hash of the layout."""
+    """The regions of a group as variables without values, for the layout hash."""
 
     def none(key: Key) -> np.ndarray:
         raise AssertionError("declared alone")

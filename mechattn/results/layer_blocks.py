@@ -1,4 +1,4 @@
-"""Blocks of layers, so that what a table is made of fits a stated memory: a result may be larger than any machine's."""
+"""Blocks of layers, so that tables of results larger than memory can be computed within a given budget."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
-_COPIES = 14  # arrays of float64 [prompt, cell] that live at the same time in a comparison
-_KEPT = 6  # of what is resampled [unit or bag, cell], of all layers
+_COPIES = 14  # float64 arrays [prompt, cell] in memory at the same time in a comparison
+_KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 
 
 def layer_blocks(
@@ -31,20 +31,20 @@ def layer_blocks(
     signs: int = 0,
     kept: bool = True,
 ) -> list[slice]:
-    """Which layers are taken at a time; all of them at once where they fit, or where there are none.
+    """Split the layers into blocks that fit in memory; one block if all fit or the quantity has no layers.
 
     Args:
         result: A result.
-        quantity: What a table is of.
+        quantity: The quantity to be compared.
         by: As for ``Result.compare``.
         segment: As for ``Result.compare``.
-        memory: The budget.
-        bootstrap: Resamples that all blocks share.
-        signs: Patterns of signs that they share, as the statistics take them.
-        kept: Whether what is resampled of each cell is kept until all blocks are through.
+        memory: The memory budget.
+        bootstrap: The number of bootstrap resamples, which all blocks share.
+        signs: The number of sign patterns, which all blocks share.
+        kept: Whether each cell's values for resampling are kept until all blocks are done.
 
     Raises:
-        MemoryOptionError: A single layer doesn't fit.
+        MemoryOptionError: A single layer does not fit.
     """
     variable = variable_of(result, quantity, by)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
@@ -72,10 +72,10 @@ def layer_blocks(
 
 
 def layers_of(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
-    """Values of each prompt, some layers at a time, as for :func:`layer_blocks`.
+    """Yield per-prompt values a few layers at a time, as for :func:`layer_blocks`.
 
     Raises:
-        MemoryOptionError: A single layer doesn't fit.
+        MemoryOptionError: A single layer does not fit.
     """
     layers = values.sizes["layer"]
     each = 8 * _COPIES * values.size // max(1, layers)
@@ -93,7 +93,7 @@ def layers_of(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
 
 
 def of_layers(result: Result, some: slice) -> Result:
-    """A result of some layers; nothing is read for it."""
+    """Return the result for some layers only, without reading any values."""
     if some == slice(None):
         return result
     cut = {n: one.isel(layer=some) if "layer" in one.dims else one for n, one in result.datasets.items()}

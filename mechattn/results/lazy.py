@@ -1,4 +1,4 @@
-"""Arrays that are read a block at a time, when they are asked for: of stored results that no memory holds."""
+"""Arrays read a block at a time on demand, for stored results that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Key = tuple[int | slice, ...]
 
 
 class LazyArray(BackendArray):
-    """An array of a known shape whose blocks a function reads; nothing of it is kept.
+    """An array of a known shape whose blocks are read by a function and not kept.
 
     Args:
         shape: Its shape.
-        dtype: Its kind of numbers.
-        read: Gives a block, from a number or a slice for each dimension.
+        dtype: The type of its numbers.
+        read: A function that returns a block, given a number or slice for each dimension.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]) -> None:
@@ -31,7 +31,7 @@ class LazyArray(BackendArray):
 
 
 def lazy_variable(array: LazyArray, dims: Seq[Any], attrs: Mapping[Any, Any]) -> xr.Variable:
-    """A variable of xarray that reads its numbers each time that it is asked for them."""
+    """Return an xarray variable that reads its values each time they are needed."""
     return xr.Variable(tuple(dims), indexing.LazilyIndexedArray(array), dict(attrs))
 
 
@@ -41,13 +41,13 @@ def is_lazy(result: Any) -> bool:
 
 
 def stacked(arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any) -> LazyArray:
-    """Arrays one after the other along their first dimension, in another order, each padded to a shape.
+    """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape.
 
     Args:
-        arrays: What is stacked.
-        shape: Of the whole.
-        order: Where each row of the whole stands among all rows, one array after the other.
-        fill: What the others are padded with.
+        arrays: The arrays to stack.
+        shape: The shape of the whole.
+        order: For each row of the whole, its index among the rows of all arrays in sequence.
+        fill: The padding value.
     """
     ends = np.cumsum([len(array) for array in arrays])
     dtype = np.result_type(*(array.dtype for array in arrays))
@@ -66,10 +66,10 @@ def stacked(arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray,
 
 
 def _put(made: np.ndarray, at: np.ndarray, array: xr.Variable, rows: np.ndarray, key: Key) -> None:
-    """Rows of one array into the rows of the whole."""
+    """Copy rows of one array into the rows of the whole."""
     spans = [slice(part, part + 1) if isinstance(part, (int, np.integer)) else part for part in key]
     if any(start >= size for (start, *_), size in zip((s.indices(2**62) for s in spans), array.shape[1:])):
-        return  # it is shorter than where this block begins
+        return  # it ends before this block begins
     values = array[(slice(int(rows.min()), int(rows.max()) + 1), *spans)].values[rows - rows.min()]
     target: Any = (at, *(slice(0, size) for size in values.shape[1:]))
     made[target] = values

@@ -1,4 +1,4 @@
-"""Several stored results as one, without copying any: a folder that names them, which is read as their merge."""
+"""A manifest: a folder that names several stored results and is read as their merge, without copying any."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mechattn.results.large_store import ROOT, SCHEMA, Store, attributes_of
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 
-MANIFEST = "manifest"  # in the attributes of the root
+MANIFEST = "manifest"  # in the root attributes
 
 
 def write_manifest(store: Store, out: str | Path, places: Seq[str | Path]) -> None:
-    """Write which results are one.
+    """Write a manifest of several results.
 
     Args:
-        store: The new folder, or the address.
-        out: Where it will lie.
-        places: The results, each with regions; of another manifest all that it names.
+        store: The new folder or address.
+        out: The path where it will be.
+        places: The results, each with regions; another manifest adds all results that it names.
 
     Raises:
-        OptionError: One of them doesn't lie beside ``out``, or in a folder beside it.
+        OptionError: A result is neither next to ``out`` nor in a folder next to it.
     """
     parts = [{"name": name, "digest": _digest(_beside(out, name))} for place in places for name in _names(out, place)]
     attributes = {"mechattn_schema": SCHEMA, "complete": True, "contents": [], MANIFEST: parts}
@@ -36,48 +36,48 @@ def write_manifest(store: Store, out: str | Path, places: Seq[str | Path]) -> No
 
 
 def read_manifest(parts: Any, place: str | Path, load: Callable[[str | Path], Result]) -> Result:
-    """The merge of what a manifest names.
+    """Merge the results that a manifest names.
 
     Args:
-        parts: What it says.
-        place: Where it lies.
-        load: Reads one of the results.
+        parts: The entries of the manifest.
+        place: Its path.
+        load: A function that reads one result.
 
     Raises:
-        OutputError: It names something elsewhere, or a result that was changed or is gone.
+        OutputError: It names something elsewhere, or a result that was changed or is missing.
     """
     found = []
     for name, known in _checked(parts, place):
         where = _beside(place, name)
         result = load(where)
         if attributes_of(as_place(where)).get(MANIFEST) is not None or _digest(where) != known:
-            raise OutputError(f"{where} was changed since it was made a part of {place}: merge them again")
+            raise OutputError(f"{where} was changed after it became part of {place}: merge the results again")
         found.append(result)
     try:
         return merge_results(found)
     except OptionError as error:
-        raise OutputError(f"the results that {place} names are not of one run: {error}") from None
+        raise OutputError(f"the results named by {place} do not belong to one run: {error}") from None
 
 
 def is_manifest_of(out: str | Path, places: Seq[str | Path]) -> bool:
-    """Whether a manifest of some of these results, and of no others, lies there, whatever has become of them since."""
+    """Whether a path holds a manifest of some of these results and no others, even if they have changed since."""
     parts = attributes_of(as_place(out)).get(MANIFEST)
     if parts is None:
         return False
     try:
         return {name for name, _ in _checked(parts, out)} <= {name for place in places for name in _names(out, place)}
-    except OptionError:  # one lies elsewhere
+    except OptionError:  # one is elsewhere
         return False
 
 
 def _checked(parts: Any, place: str | Path) -> Iterator[tuple[str, str]]:
-    """Names and digests; a name is of what lies beside the manifest, as somebody else's could fetch from anywhere."""
+    """Yield names and digests; only names next to the manifest are allowed, so that it cannot fetch from elsewhere."""
     if not isinstance(parts, list) or not parts:
         raise OutputError(f"the manifest at {place} is damaged: it names no results")
     for part in parts:
         name = part.get("name") if isinstance(part, dict) else None
         if not isinstance(name, str) or not _is_beside(name):
-            raise OutputError(f"the manifest at {place} names {name!r}, which does not lie beside it")
+            raise OutputError(f"the manifest at {place} names {name!r}, which is not next to it")
         yield name, str(part.get("digest"))
 
 
@@ -87,7 +87,7 @@ def _is_beside(name: str) -> bool:
 
 
 def _names(out: str | Path, place: str | Path) -> list[str]:
-    """A result as seen from the folder of the manifest."""
+    """The names of a result, or of those in a manifest, relative to the folder of the new manifest."""
     if (parts := attributes_of(as_place(place)).get(MANIFEST)) is not None:
         return [name for of, _ in _checked(parts, place) for name in _names(out, _beside(place, of))]
     if is_address(place) != is_address(out):
@@ -105,7 +105,7 @@ def _names(out: str | Path, place: str | Path) -> list[str]:
 
 def _elsewhere(place: str | Path, out: str | Path) -> OptionError:
     return OptionError(
-        f"{place} does not lie beside {out}, nor in a folder beside it, so {out} cannot name it: move it there, or "
+        f"{place} is neither next to {out} nor in a folder next to it, so {out} cannot name it: move it there, or "
         "copy the numbers into one result (mechattn merge --copy, in Python copy=True)"
     )
 
@@ -117,5 +117,5 @@ def _beside(place: str | Path, name: str) -> str | Path:
 
 
 def _digest(place: str | Path) -> str:
-    """Of a whole store: of its small arrays, its provenance, its layout and all its objects."""
+    """The digest of a whole store: its small arrays, provenance, layout and all objects."""
     return str(attributes_of(as_place(place)).get("digest"))

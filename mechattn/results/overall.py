@@ -1,4 +1,4 @@
-"""The change of a quantity in the mean over layers and heads, prompt by prompt."""
+"""The change of a quantity averaged over layers and heads, by prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mechattn.stats.units import Unit
 if TYPE_CHECKING:
     from mechattn.results.result import Result
 
-Means = tuple[np.ndarray, ...]  # of values, reference and both nulls [prompt]; nothing where there is no null
+Means = tuple[np.ndarray, ...]  # values, reference and the null of each [prompt]; empty without a null
 
 
 def overall_change(
@@ -37,15 +37,15 @@ def overall_change(
 
     Args:
         result: A result.
-        condition: Compared with the baseline.
+        condition: The condition to compare with the baseline.
         quantity: A positive quantity, such as "received".
-        segment: The segment that it is about.
-        layer: One layer; all by default.
+        segment: The segment.
+        layer: One layer; by default all.
         unit: As for :func:`compare`.
         memory: As for :func:`compare`.
 
     Raises:
-        OptionError: A value is not positive, so there is no ratio; or what :func:`compare` refuses.
+        OptionError: A value is not positive, so there is no ratio, or :func:`compare` refuses the options.
     """
     variable = variable_of(result, quantity, "segment")
     if layer is not None:
@@ -59,7 +59,7 @@ def overall_change(
     found = [_means(result, some, condition, quantity, segment, layer) for some in prompt_blocks(sizes, memory)]
     if any(not np.array_equal(there, found[0][1]) for _, there in found):
         raise OptionError(
-            f"some prompts have no {quantity!r} in the segment {segment!r}; take one that all prompts have"
+            f"some prompts have no {quantity!r} in the segment {segment!r}; choose one that all prompts have"
         )
     values, reference, null, null_reference = (np.concatenate(parts) for parts in zip(*(means for means, _ in found)))
     if variable.attrs.get("compared") == "difference":
@@ -75,12 +75,12 @@ def overall_change(
 def _means(
     result: Result, some: slice, condition: str, quantity: str, segment: str | None, layer: int | None
 ) -> tuple[Means, np.ndarray]:
-    """Means over layers and heads of some prompts, and which cells there are."""
+    """Means over layers and heads for some prompts, and which cells are present."""
     cut = {n: one.isel(prompt=some) if "prompt" in one.dims else one for n, one in result.datasets.items()}
     here = result if some == slice(None) else replace(result, datasets=cut)
     parts = aligned(here, condition, here, BASELINE, quantity, "segment", segment, "uniform")
     if set(parts[0].dims) & {"segment", "to_segment"}:
-        raise OptionError(f"{quantity!r} has more than one number for each head, and their mean would mean nothing")
+        raise OptionError(f"{quantity!r} has more than one number per head, so a mean over heads has no meaning")
     chosen = [part if part is None or layer is None else part.sel(layer=layer) for part in parts]
     means = (np.empty(0) if p is None else p.mean([d for d in p.dims if d != "prompt"]).values for p in chosen)
     return tuple(means), parts[0].notnull().all("prompt").values

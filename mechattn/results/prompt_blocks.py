@@ -1,4 +1,4 @@
-"""Means of each prompt over layers and heads, some prompts at a time: each needs all cells, of itself alone."""
+"""Per-prompt means over layers and heads, computed some prompts at a time, since each needs all cells of its prompt."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mechattn.results.size import memory_bytes
 if TYPE_CHECKING:
     import xarray as xr
 
-_COPIES = 6  # arrays of float64 [prompt, cell] that live at the same time where a mean is taken
+_COPIES = 6  # float64 arrays [prompt, cell] in memory at the same time while a mean is computed
 
 
 def prompt_blocks(sizes: Seq[int], memory: str) -> list[slice]:
-    """Which prompts are taken at a time; a stored chunk that lies in two blocks is read for both.
+    """Split the prompts into blocks that fit in memory; a stored chunk in two blocks is read twice.
 
     Args:
-        sizes: Of the arrays that are read together; the first is that of the prompts, the others of what is read.
-        memory: The budget.
+        sizes: The number of prompts, followed by the numbers per prompt of each array that is read at the same time.
+        memory: The memory budget.
 
     Raises:
-        MemoryOptionError: A single prompt doesn't fit.
+        MemoryOptionError: A single prompt does not fit.
     """
     prompts, each = sizes[0], 8 * _COPIES * prod(sizes[1:])
     rows = memory_bytes(memory) // each
@@ -39,12 +39,12 @@ def prompt_blocks(sizes: Seq[int], memory: str) -> list[slice]:
 
 
 def prompt_means(values: xr.DataArray, over: Seq[str], memory: str) -> xr.DataArray:
-    """The mean of each prompt over some dimensions, as ``values.mean(over)`` has it.
+    """Compute each prompt's mean over some dimensions, as ``values.mean(over)`` does.
 
     Args:
-        values: One of its dimensions is "prompt".
-        over: What the mean is taken over.
-        memory: The budget.
+        values: The values; one of the dimensions is "prompt".
+        over: The dimensions to average over.
+        memory: The memory budget.
     """
     import xarray as xr
 
@@ -53,7 +53,7 @@ def prompt_means(values: xr.DataArray, over: Seq[str], memory: str) -> xr.DataAr
 
 
 def of_prompts(values: xr.DataArray, memory: str) -> Iterator[xr.DataArray]:
-    """The values, some prompts at a time."""
+    """Yield the values some prompts at a time."""
     sizes = [values.sizes["prompt"], *(size for dim, size in values.sizes.items() if dim != "prompt")]
     for some in prompt_blocks(sizes, memory):
         yield values if some == slice(None) else values.isel(prompt=some)

@@ -1,4 +1,4 @@
-"""A result beside results of the same run on random weights: the columns that they add to a table of comparisons."""
+"""Adds the columns from results of the same run on random weights to a comparison table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from mechattn.results.result import Result
     from mechattn.stats.units import Units
 
-MARK = "random: "  # how the provenance of a model that was drawn anew begins to say of its weights
+MARK = "random: "  # how the provenance of a model with redrawn weights starts its description of them
 
 
 def check_random(random: Any, result: Result, other: Result, conditions: Seq[str]) -> None:
-    """Refuse random models that are none, too few, or that did something else than the result.
+    """Refuse results that are too few, not from random models, or from a different run.
 
     Raises:
-        OptionError: Which of them, and what to do.
+        OptionError: Says which result, and what to do.
     """
     draws = list(random) if isinstance(random, (list, tuple)) else None
     if draws is None or not all(hasattr(draw, "provenance") for draw in draws):
@@ -55,17 +55,17 @@ def check_random(random: Any, result: Result, other: Result, conditions: Seq[str
 
 
 class BesideRandom:
-    """Gathers the changes of random models beside those of a table, whose layers come some at a time.
+    """Gathers the changes of random models for a table whose layers are processed in blocks.
 
     Args:
-        random: Results of random models.
-        condition: As for ``Result.compare``, and all others too.
-        to: What it is compared with.
-        quantity: A quantity.
-        by: With "segment", that of segments.
-        segment: The segment it is about.
-        units: The prompts, or their groups.
-        shown: Which of these the table shows.
+        random: The results of random models.
+        condition: As for ``Result.compare``, and so for the other arguments.
+        to: The condition to compare with.
+        quantity: The quantity.
+        by: "segment" for the quantity by segment.
+        segment: The segment.
+        units: The units: prompts or their groups.
+        shown: The units that the table reports.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class BesideRandom:
         self._rounding: list[np.ndarray] = []
 
     def see(self, made: Differences, layers: slice) -> None:
-        """The differences of some layers."""
+        """Add the differences of some layers."""
         self._means.append(self._mean(made.difference))
         self._draws.append(np.stack([self._mean(self._change(draw, made, layers)) for draw in self.random]))
         self._rounding.append(made.rounding(self.units, self.shown))
         self._dims = list(made.difference.dims[1:])
 
     def table(self, table: pd.DataFrame, cells: np.ndarray) -> pd.DataFrame:
-        """The table with the columns null_random, random_low, random_high, p_random and q_random.
+        """Return the table with the columns null_random, random_low, random_high, p_random and q_random.
 
         Args:
-            table: What is compared.
+            table: The comparison table.
             cells: Which cells are in it.
         """
         means, rounding = np.concatenate(self._means), np.concatenate(self._rounding)
@@ -112,7 +112,7 @@ class BesideRandom:
         return made
 
     def _change(self, draw: Result, made: Differences, layers: slice) -> xr.DataArray:
-        """The differences of a draw where the result has some; NaN where the draw has none."""
+        """The differences of a draw in the cells of the result; NaN where the draw has none."""
         condition, to, quantity, by, segment = self._asked
         if layers == slice(None):
             found = differences(draw, condition, draw, to, quantity, by, segment, scale=made.scale)
@@ -126,28 +126,28 @@ class BesideRandom:
 
 
 def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
-    """What the draw of a random model did otherwise; nothing where it did the same."""
+    """How the run of a random model differs from that of the result; empty if it does not."""
     theirs, ours = (r.provenance["model"] for r in (draw, result))
     if not _weights(draw).startswith(MARK):
-        return f"is of {theirs['name']}, whose weights are not random"
+        return f"comes from {theirs['name']}, whose weights are not random"
     for part in ("architecture", "layers", "heads", "parameters"):
         if theirs.get(part) != ours.get(part):
-            return f"is of another model ({part} {theirs.get(part)}, in the result {ours.get(part)})"
+            return f"comes from another model ({part} {theirs.get(part)}, in the result {ours.get(part)})"
     if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
-        return "is of other prompts"
+        return "has other prompts"
     for name in conditions:
         if name not in draw.conditions:
             return f"has no condition {name!r}"
         if stored_condition(draw, name) != stored_condition(result, name):
-            return f"has another condition by the name of {name!r}"
+            return f"has a different condition named {name!r}"
         read = [r["sequences"].tokens.sel(condition=name).values for r in (draw, result)]
         if not _same_tokens(*read):
-            return f"read other tokens with {name!r}, so its seed or tokenizer is another"
+            return f"read other tokens with {name!r}, so its seed or tokenizer differs"
     return ""
 
 
 def _same_tokens(one: np.ndarray, other: np.ndarray) -> bool:
-    """Equal but for padding, which depends on what else was in a run."""
+    """Whether tokens are equal except for padding, which depends on what else was in a run."""
     width = min(one.shape[-1], other.shape[-1])
     rest = (one[..., width:] == -2).all() and (other[..., width:] == -2).all()
     return bool(len(one) == len(other) and rest and (one[..., :width] == other[..., :width]).all())

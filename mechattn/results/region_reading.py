@@ -1,7 +1,7 @@
-"""Reads a block of an array in regions from a folder: each piece where its object's index says, against its checksum.
+"""Reads a block of an array from regions in a folder: finds each piece by its object's index and checks its checksum.
 
-Zarr reads the same numbers, and is what reads them at an address. Here it takes half a millisecond a piece of some ten
-kilobytes, and a page of a large result reads half a million of them.
+At an address, Zarr reads the same numbers. In a folder it would take half a millisecond per piece of about ten
+kilobytes, and a page of a large result reads half a million pieces.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from mechattn.results.lazy import Key
 from mechattn.results.regions import ALONE, CHECKSUM, FILL, INDEX, Region
 
-_NOTHING = 2**64 - 1  # in an index: there is no such piece
+_NOTHING = 2**64 - 1  # in an index: the piece does not exist
 
 
 class _Cut(NamedTuple):
-    """What of a dimension lies in one object.
+    """The part of a dimension in one object.
 
     Args:
-        number: Of the object.
-        inside: Which of its places.
-        outside: Which places of the block.
+        number: The index of the object.
+        inside: The positions within the object.
+        outside: The positions within the block.
     """
 
     number: int
@@ -37,16 +37,16 @@ class _Cut(NamedTuple):
 
 
 def read_block(folder: Path, region: Region, key: Key) -> np.ndarray:
-    """A block of an array, from a number or a slice for each dimension.
+    """Read a block of an array, given by a number or slice for each dimension.
 
     Args:
-        folder: The array's.
-        region: How it is cut.
-        key: Which block.
+        folder: The folder of the array.
+        region: How the array is split.
+        key: The block to read.
 
     Raises:
-        ValueError: A checksum is another.
-        OSError: An object cannot be read; one that is not there holds nothing, as the array declares.
+        ValueError: A checksum does not match.
+        OSError: An object cannot be read; a missing object is filled with the array's fill value.
     """
     spans = [range(*at.indices(size)) if isinstance(at, slice) else range(at, at + 1)
              for at, size in zip(key, region.shape)]  # fmt: skip
@@ -60,7 +60,7 @@ def read_block(folder: Path, region: Region, key: Key) -> np.ndarray:
 
 
 def _cuts(span: range, width: int) -> Iterator[_Cut]:
-    """The objects that a range of places lies in, each of a width."""
+    """The objects, each of a given width, that a range of positions falls in."""
     at = 0
     while at < len(span):
         number = span[at] // width
@@ -71,7 +71,7 @@ def _cuts(span: range, width: int) -> Iterator[_Cut]:
 
 
 def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) -> None:
-    """What a block has of one object."""
+    """Copy the part of a block that is in one object."""
     grid = [whole // part for whole, part in zip(region.shard, region.piece)]
     alone = [dim in ALONE for dim in region.dims]
     with open(path, "rb", buffering=0) as stored:
@@ -92,14 +92,14 @@ def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) 
 
 
 def _checked(file: FileIO, offset: int, size: int) -> bytes:
-    """Bytes of a file without the checksum that they end with."""
-    import google_crc32c  # what Zarr itself takes for it
+    """Read bytes of a file, check their trailing checksum and return them without it."""
+    import google_crc32c  # the library that Zarr uses
 
     file.seek(offset)
     content = file.read(size)
     if len(content) != size:
-        raise ValueError(f"{len(content)} bytes of {size}")
+        raise ValueError(f"{len(content)} of {size} bytes")
     stored, inner = content[-CHECKSUM:], content[:-CHECKSUM]
     if google_crc32c.value(inner).to_bytes(CHECKSUM, "little") != stored:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     return inner

@@ -1,9 +1,9 @@
-"""The regions of a sharded Zarr array that chunks of a run are written to: one object per chunk, and no other chunk's.
+"""Regions of a sharded Zarr array, to which the chunks of a run are written: each object belongs to one chunk.
 
-Along the prompts an object is as long as a chunk of the run. Within it the cells lie one after the other: each
-condition and layer is a piece of its own with a checksum (CRC-32C), so that one condition of some layers is read
-without the rest. Dimensions that grow with the prompts (``pos``, ``key``) are cut every 256, so that no chunk needs to
-know how long the longest prompt of the others is. Nothing is packed: every object has the size that its array declares.
+Along the prompts, an object is as long as a chunk of the run. Within it, each condition and layer is a separate piece
+with a checksum (CRC-32C), so one condition of some layers can be read without the rest. Dimensions that grow with the
+prompts (``pos``, ``key``) are split every 256 positions, so no chunk needs to know the longest prompt of the others.
+Nothing is compressed: every object has the size that its array declares.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import xarray as xr
 
 GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 FILL: Mapping[str, Any] = {"f": np.nan, "i": -2}
-_WIDTH = 256  # of an object, along a dimension that grows
+_WIDTH = 256  # positions per object, along a dimension that grows
 ALONE = ("condition", "layer")
-INDEX, CHECKSUM = 16, 4  # bytes that a piece takes in the index, and of a checksum
+INDEX, CHECKSUM = 16, 4  # bytes per piece in the index, and per checksum
 
 
 @dataclass(frozen=True)
 class Region:
-    """How an array is cut.
+    """How an array is split.
 
     Args:
         dims: Its dimensions; the first is "prompt".
-        shape: Of all of it.
-        dtype: Of its numbers, such as "float32".
-        chunk: Prompts an object.
+        shape: The shape of the whole array.
+        dtype: The type of its numbers, such as "float32".
+        chunk: The number of prompts per object.
         attrs: Its attributes.
     """
 
@@ -52,18 +52,18 @@ class Region:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """The shape of what is read at a time."""
+        """The shape of a piece, which is read as a whole."""
         return tuple(1 if dim in ALONE else size for dim, size in zip(self.dims, self.shard))
 
     @property
     def object_bytes(self) -> int:
-        """Of each object."""
+        """The size of each object."""
         pieces = prod(whole // part for whole, part in zip(self.shard, self.piece))
         each = prod(self.piece) * np.dtype(self.dtype).itemsize + CHECKSUM
         return pieces * (each + INDEX) + CHECKSUM
 
     def create(self, store: Any, name: str) -> Any:
-        """The array in a store of Zarr; nothing but its metadata is written."""
+        """Create the array in a Zarr store; only its metadata is written."""
         import zarr
         from zarr.codecs import Crc32cCodec
 
@@ -74,40 +74,40 @@ class Region:
         )  # fmt: skip
 
     def objects(self) -> Iterator[tuple[int, str]]:
-        """The number of the chunk and the name of every object, of what the shape can hold."""
+        """Yield the chunk index and the name of every object of this shape."""
         grid = [range(ceil(size / part)) for size, part in zip(self.shape, self.shard)]
         for at in product(*grid):
             yield at[0], "/".join(["c", *map(str, at)])
 
     def as_json(self) -> dict[str, Any]:
-        """For a header."""
+        """Return the region in the form stored in a header."""
         about = {"dims": list(self.dims), "shape": list(self.shape), "dtype": self.dtype, "chunk": self.chunk}
         return about | {"attrs": dict(self.attrs)}
 
     @classmethod
     def from_json(cls, about: Mapping[str, Any]) -> Region:
-        """From a header."""
+        """Restore a region from a header."""
         return cls(tuple(about["dims"]), tuple(about["shape"]), about["dtype"], about["chunk"], about["attrs"])
 
 
 def in_regions(variable: xr.Variable) -> bool:
-    """Whether a variable lies in regions: numbers of each prompt, more than one."""
+    """Whether a variable is stored in regions: it has more than one number per prompt."""
     return variable.dims[:1] == ("prompt",) and variable.ndim > 1 and variable.dtype.kind in "fi"
 
 
 def region_of(variable: xr.Variable, chunk: int, half: bool) -> Region:
-    """The region of a variable; ``half`` keeps numbers with a point in 16 bits."""
+    """The region of a variable; ``half`` stores floating-point numbers in 16 bits."""
     dtype = "float16" if half and variable.dtype.kind == "f" else variable.dtype.name
     return Region(tuple(map(str, variable.dims)), variable.shape, dtype, chunk, variable.attrs)
 
 
 def encoded(values: np.ndarray, region: Region, number: int) -> dict[str, bytes]:
-    """The objects of one chunk: their names, and what is in them.
+    """Encode one chunk as objects: their names and contents.
 
     Args:
-        values: The chunk's numbers; the last one may have fewer prompts than the others.
-        region: Of the whole array; its shape along the prompts doesn't count.
-        number: Of the chunk.
+        values: The chunk's numbers; the last chunk may have fewer prompts than the others.
+        region: The region of the whole array; the number of prompts in its shape is ignored.
+        number: The index of the chunk.
     """
     from zarr.storage import MemoryStore
 
@@ -123,12 +123,12 @@ def encoded(values: np.ndarray, region: Region, number: int) -> dict[str, bytes]
 
 
 def object_digest(content: bytes) -> str:
-    """By which an object is known."""
+    """The digest that identifies an object's content."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def widest(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The regions of two chunks of a run as those of both: as wide as the wider one.
+    """Combine the regions of two chunks of a run: each dimension as long as the longer one.
 
     Raises:
         ValueError: They differ in anything else.

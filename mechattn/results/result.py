@@ -114,7 +114,7 @@ class Result:
         The difference is ``log(value / reference)``, so −0.22 is a fifth less. For a quantity that may be 0 by
         definition, it is ``value − reference``. The test is of ``beyond``, the difference minus that of its null, a
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
-        is tested, and ``table.attrs["null"]`` says that part of the change may be there by definition. Columns: layer,
+        is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change. Columns: layer,
         head, value, reference (means over prompts); difference and beyond, each with t (…low, …high), bootstrap-t and
         simultaneous intervals; null; and for the tested difference effect_size (d_z), p (sign-flip), q
         (Benjamini-Hochberg over the table) and detectable (the smallest effect found with 80 % power); n.
@@ -141,7 +141,7 @@ class Result:
             seed: The seed of the resampling.
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (a prediction interval for a head of one more
-                such model), p_random and q_random. If q and q_random are both below 0.05, training made the change.
+                such model), p_random and q_random. If q and q_random are both below 0.05, training caused the change.
             memory: The memory that this may take; if all layers don't fit, they are processed a few at a time.
 
         Raises:
@@ -168,7 +168,7 @@ class Result:
         resamples: int = 9999,
         memory: str = "2GiB",
     ) -> Resolution:
-        """What the table of :meth:`compare` can detect with these prompts, and how many prompts would be enough.
+        """Report what the table of :meth:`compare` can detect with these prompts, and how many would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
         (smallest p 0.00049): 8 tests have to reach it together; 19 would do".
@@ -212,7 +212,7 @@ class Result:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
             top: The number of heads; None for all.
             condition: The condition.
-            segment: The segment of queries or keys, if the quantity has segments.
+            segment: The segment of queries or keys, for quantities by segment.
             select: "half" ranks on one half of the prompts and reports the other. If a head was picked as the largest
                 on the same prompts, its interval is too optimistic.
             unit: As for :meth:`compare`.
@@ -246,7 +246,7 @@ class Result:
 
         The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of two random selections
         of the same sizes (exact, from the hypergeometric distribution). Columns: condition, other, jaccard, low and
-        high (2.5 and 97.5 % of the splits), by_chance, selected (heads, on average), none_selected (the share of splits
+        high (2.5 and 97.5 % of the splits), by_chance, selected (heads, on average), none_selected (fraction of splits
         without an index, as neither half selects any), on_all (the index of two conditions on all prompts).
 
         Args:
@@ -255,8 +255,8 @@ class Result:
             by: As for :meth:`compare`.
             choose: The number of heads with the largest tested differences; None selects those with q < 0.05.
             layer: Only heads of this layer; by default all.
-            over: Several conditions, such as fillers: a row for each, and one for each pair, where the first selects on
-                one half and the other on the other half.
+            over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
+                selects on one half and the second on the other.
             segment: As for :meth:`compare`.
             unit: As for :meth:`compare`.
             resamples: The number of random splits.

@@ -1,4 +1,4 @@
-"""How far a selection of heads depends on which prompts, or on which filler, it was made with."""
+"""How much a selection of heads depends on the prompts, or on the filler, with which it was made."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def stability(
     names = _names(result, condition, over)
     for name, value in (("resamples", resamples), ("patterns", patterns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, 1 at least")
+            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
     made = {name: what_is_tested(result, name, quantity, by, segment, unit, layer, memory, bags=seed) for name in names}
     units = made[names[0]][1]
     bags = Bags.drawn(units.n, seed)
     if choose is None:
-        units.refuse_below(2 * FEWEST_TO_SELECT, ": below, nothing can be found on one half of them (q < 0.05)")
+        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
     else:
         units.refuse_below(2 * FEWEST)
     there = np.all([np.isfinite(d).all(0) for d, _ in made.values()], axis=0)
@@ -78,16 +78,16 @@ def _names(result: Result, condition: str | None, over: Seq[str] | None) -> list
     if over is None:
         return [result.condition(condition)]
     if condition is not None:
-        raise OptionError("give condition=… or over=[…]: over names all conditions that are compared")
+        raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
     if isinstance(over, str) or len(set(over)) < 2 or len(set(over)) < len(list(over)):
-        raise OptionError(f"over={over!r}: name two different conditions at least")
+        raise OptionError(f"over={over!r}: name at least two different conditions")
     return [result.condition(name) for name in over]
 
 
 def _rows(
     values: dict[str, np.ndarray], pairs: list[tuple[str, str]], select: Select, n: int, resamples: int, seed: int
 ) -> list[dict[str, object]]:
-    """One row a pair of conditions: the first selects on one half of the units, the second on the other."""
+    """One row per pair of conditions: the first selects on one half of the units, the second on the other."""
     generator = np.random.default_rng(seed)
     halves = [random_halves(n, generator) for _ in range(resamples)]
     chosen = {name: [(select(d[a]), select(d[b])) for a, b in halves] for name, d in values.items()}

@@ -1,4 +1,4 @@
-"""How the attention that a segment receives changed from the baseline, against its uniform null."""
+"""How the attention that a segment receives changes from the baseline, compared with its uniform null."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verdict(result: Result, condition: str | None, segment: str, unit: Unit, mem
     condition = result.condition(condition)
     dataset = result["received_attention"]
     if not {"received_by_segment", "received_by_segment_uniform"} <= set(dataset):
-        raise OptionError("this result lacks the attention of segments, or its null: it was changed since it was made")
+        raise OptionError("this result lacks the attention by segment, or its null: it was changed after it was made")
     if segment not in dataset.segment.values:
         raise _missing(segment)
     units = units_of(result, dataset.sizes["prompt"], unit)
@@ -43,13 +43,13 @@ def verdict(result: Result, condition: str | None, segment: str, unit: Unit, mem
 
 
 def _means(blocks: Iterable[Block]) -> list[np.ndarray]:
-    """Each prompt's mean over layers and heads, of each of the four, from blocks of prompts."""
+    """Each prompt's mean over layers and heads of each of the four arrays, from blocks of prompts."""
     means = [[np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in block] for block in blocks]
     return [np.concatenate(parts) for parts in zip(*means, strict=True)]
 
 
 def _block(dataset: xr.Dataset, condition: str, segment: str, **at: slice) -> Block:
-    """What is compared, of some layers or prompts."""
+    """The four arrays to compare, for some layers or prompts."""
     dataset = dataset.isel(at).sel(segment=segment).transpose("prompt", "condition", "layer", ...)
 
     def values(quantity: str, of: str) -> np.ndarray:

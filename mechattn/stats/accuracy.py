@@ -1,4 +1,4 @@
-"""Statistics of right and wrong answers: pass@k, paired comparisons and detectable differences."""
+"""Statistics for right and wrong answers: pass@k, paired comparisons and detectable differences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def paired_accuracy(
 
 
 def mcnemar_mid_p(only_first: int, only_second: int) -> float:
-    """The two-sided mid-p McNemar test: the exact test less half of the probability of what was observed.
+    """The two-sided mid-p McNemar test: the exact p-value minus half the probability of the observed outcome.
 
     The exact test is conservative. Source: Fagerland, Lydersen and Laake, BMC Medical Research Methodology 2013.
     """
@@ -76,7 +76,7 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
 
 
 def _newcombe(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]:
-    """Method 10 of Newcombe, Statistics in Medicine 1998: Wilson's intervals, and the correlation of the answers."""
+    """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation of the answers."""
     n = len(a)
     both, neither = int((a & b).sum()), int((~a & ~b).sum())
     only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
@@ -158,7 +158,7 @@ def _check_k(k: int, samples: int) -> None:
 
 
 def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:
-    """Different n-grams over all n-grams of some answers to one problem; NaN where none is that long.
+    """The number of distinct n-grams divided by all n-grams in the answers to one problem; NaN if all are too short.
 
     Source: "distinct-n" of Li et al., arXiv:1510.03055.
     """

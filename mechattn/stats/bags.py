@@ -1,4 +1,4 @@
-"""Bags: random sets of equally many units, which are resampled in their place where units are very many."""
+"""Bags: random groups of units of equal size, which are resampled in place of single units if there are very many."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-ALONE = 2000  # units: up to so many each is resampled by itself
+ALONE = 2000  # units: up to this number, each is resampled on its own
 _MOST = 1000  # bags
 
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Which units are in which bag.
+    """The assignment of units to bags.
 
-    ``m = ⌈n / 1000⌉`` units in each of ``⌊n / m⌋`` bags; the ``n mod m`` that are left are one more in as many bags.
+    Each of the ``⌊n / m⌋`` bags holds ``m = ⌈n / 1000⌉`` units; ``n mod m`` bags get one of the remaining units each.
 
     Args:
-        order: The units, bag after bag.
-        starts: Where each bag begins.
+        order: The units, one bag after another.
+        starts: The index in ``order`` where each bag begins.
     """
 
     order: np.ndarray
@@ -27,28 +27,28 @@ class Bags:
 
     @classmethod
     def drawn(cls, n: int, seed: int) -> Bags | None:
-        """Bags of n units; None where they are few enough to be resampled one by one."""
+        """Draw bags of n units; None if there are few enough to resample single units."""
         if n <= ALONE:
             return None
         count = resampled(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
-        order = np.random.default_rng([seed, 1]).permutation(n)  # another stream than that of the resamples
+        order = np.random.default_rng([seed, 1]).permutation(n)  # a stream other than that of the resamples
         return cls(order, np.concatenate([[0], np.cumsum(sizes)[:-1]]))
 
     @property
     def n(self) -> int:
-        """How many bags there are."""
+        """The number of bags."""
         return len(self.starts)
 
     @property
     def words(self) -> str:
-        """Such as "1,000 random bags of 100", "876 random bags of 6 or 7"."""
+        """The bags in words, such as "1,000 random bags of 100" or "876 random bags of 6 or 7"."""
         least, rest = divmod(len(self.order), self.n)
         return f"{self.n:,} random bags of {least:,}" + (f" or {least + 1:,}" if rest else "")
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each bag's units, of values [unit, …]."""
+        """The mean of each bag's units, for values [unit, …]."""
         ends = np.append(self.starts, len(self.order))
         sums = sparse.csr_array((np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order)))
         made: np.ndarray = sums @ values.reshape(len(values), -1) / np.diff(ends)[:, None]
@@ -56,5 +56,5 @@ class Bags:
 
 
 def resampled(n: int) -> int:
-    """How many units, or bags of them, are resampled where there are n units."""
+    """The number of units, or bags of units, that are resampled when there are n units."""
     return n if n <= ALONE else n // -(-n // _MOST)

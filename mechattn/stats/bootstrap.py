@@ -1,4 +1,4 @@
-"""Bootstrap-t intervals of many means, pointwise and simultaneous."""
+"""Bootstrap-t intervals for many means, pointwise and simultaneous."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_SMALLEST_SPREAD = 0.1  # of the cell's standard deviation
-_ROUNDING = 1e-12  # of the cell's largest value: a standard deviation below is no spread
-_ROWS, _COLUMNS = 2000, 100  # resamples and cells that are held at a time
+_SMALLEST_SPREAD = 0.1  # as a fraction of the cell's standard deviation
+_ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
+_ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time
 
-_NUMBERS = 2**23  # that are held at a time, where there are many prompts
+_NUMBERS = 2**23  # numbers in memory at a time if there are many prompts
 Counts = list[np.ndarray]  # how often each prompt is in each resample [resample, prompt], in blocks of resamples
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The bootstrap: n prompts with replacement."""
+    """The plain bootstrap: n prompts, drawn with replacement."""
     each, made = np.full(n, 1 / n), []
     for rows in _blocks(resamples):
         counts = np.empty((rows, n), dtype=np.uint8)
@@ -26,14 +26,15 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
 
 
 def resample_sequentially(n: int, resamples: int, generator: np.random.Generator) -> Counts:
-    """The sequential bootstrap: prompts with replacement until there are ⌊n (1 − 1/e)⌋ + 1 distinct ones.
+    """The sequential bootstrap: draws prompts with replacement until there are ⌊n (1 − 1/e)⌋ + 1 distinct ones.
 
-    As many as a plain resample has on average. That one may have far fewer, and then hardly any spread and an enormous
-    t, which the largest of many cells finds: with 256 cells the simultaneous intervals of normal data covered 1.00
-    (10 prompts) and 0.99 (20), and at 10 they were 1.6 times as wide.
+    A plain resample has that number of distinct prompts on average, but may have far fewer. It then has almost no
+    spread and an enormous t, which the maximum over many cells picks up: with 256 cells, the simultaneous intervals of
+    normal data covered 1.00 (10 prompts) and 0.99 (20), and at 10 prompts they were 1.6 times as wide.
 
     Source:
-        Rao, Pathak and Koltchinskii 1997; as accurate as the plain one to second order: Babu, Pathak and Rao 1999.
+        Rao, Pathak and Koltchinskii 1997. As accurate as the plain bootstrap to second order: Babu, Pathak and Rao
+        1999.
     """
     enough = int(n * (1 - np.exp(-1))) + 1
     made = []
@@ -53,13 +54,13 @@ def _blocks(resamples: int) -> list[int]:
 
 
 def row_blocks(rows: int, n: int) -> list[slice]:
-    """Rows of n numbers, as many at a time as take 64 MiB."""
+    """Split rows of n numbers into blocks of 64 MiB."""
     step = max(1, _NUMBERS // n)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def spread(d: np.ndarray) -> np.ndarray:
-    """Standard deviation of each column; 0 where its values differ by rounding only."""
+    """The standard deviation of each column; 0 if its values differ only by rounding."""
     deviation = d.std(0, ddof=1)
     return np.where(deviation <= _ROUNDING * abs(d).max(0, initial=0.0), 0.0, deviation)
 
@@ -80,18 +81,18 @@ def bootstrap_t(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray
 def t_quantiles(
     d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The quantiles of t* of each column of d that make the lower and the upper end of its interval."""
+    """The quantiles of t* for each column of d that give the lower and the upper end of its interval."""
     ends = [np.quantile(t, [(1 + level) / 2, (1 - level) / 2], axis=0) for t in _studentised(d, counts, dtype)]
     upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
     return upper, lower
 
 
 def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Intervals of the means of the columns of d [prompt, cell] that hold for all of them at once.
+    """Simultaneous intervals for the means of the columns of d [prompt, cell].
 
-    As :func:`bootstrap_t`, with the quantiles of the largest and of the smallest t* over all cells in place of each
-    cell's own. A resample has the same prompts in all cells, so that it knows how they correlate; and two tails, so
-    that it knows which way they are skewed.
+    As :func:`bootstrap_t`, but with the quantiles of the largest and the smallest t* over all cells instead of each
+    cell's own. A resample uses the same prompts in all cells, which preserves their correlation; treating the two tails
+    separately preserves skewness.
 
     Source:
         Romano and Wolf 2005.
@@ -110,15 +111,15 @@ def extremes(d: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float6
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
-    """The t of the ends of intervals that hold for all cells at once: of the lower end, and of the upper one."""
+    """The t of the lower and the upper end of simultaneous intervals."""
     return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
 
 
 def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> Iterator[np.ndarray]:
-    """t* [resample, cell], some cells at a time; 0 in cells without spread.
+    """Yield t* [resample, cell], some cells at a time; 0 in cells without spread.
 
-    s* counts as a tenth of s at least: where one prompt makes all of a cell's spread, a resample without it has none,
-    and an infinite t* of one cell would make the simultaneous intervals of all infinite.
+    s* is at least a tenth of s: if one prompt causes all of a cell's spread, a resample without it has none, and its
+    infinite t* would make all simultaneous intervals infinite.
     """
     deviation = spread(d)
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
@@ -129,7 +130,7 @@ def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> Ite
 
 
 def _t_of_block(scaled: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """t* [resample, cell] of cells [prompt, cell] with mean 0 and standard deviation 1."""
+    """t* [resample, cell] for cells [prompt, cell] with mean 0 and standard deviation 1."""
     size = counts.sum(1, keepdims=True)
     mean = counts @ scaled / size
     variance = (counts @ scaled**2 / size - mean**2) * size / (size - 1)

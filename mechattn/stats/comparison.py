@@ -1,4 +1,4 @@
-"""Paired comparison of a positive quantity between two conditions, against the uniform null."""
+"""Paired comparison of a positive quantity between two conditions, relative to the uniform null."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mechattn.stats.intervals import Interval, t_interval
 from mechattn.stats.paired import RESAMPLES, drawn_signs, enough, flipped, without_rounding
 from mechattn.stats.units import Units
 
-Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # values, baseline, and both of the null
+Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # values and baseline, then both under the null
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Verdict:
     unit: str = "prompts"
 
     def __repr__(self) -> str:
-        """The figures, and the numbers of heads in place of a mark for each."""
+        """The changes and counts of heads, without the mask of each head."""
         change, null = (", ".join(f"{100 * float(end):.1f}" for end in of) for of in (self.change, self.null))
         return (
             f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
@@ -47,7 +47,7 @@ class Verdict:
 def relative_change(values: np.ndarray, baseline: np.ndarray, units: Units | None = None) -> Interval:
     """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.
 
-    ``exp(mean log(value / baseline)) − 1``; the mean over groups of each group's mean, where units are groups.
+    ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each group's mean.
     """
     ratio = np.log(values / baseline)
     return Interval(*(np.expm1(end) for end in t_interval(ratio if units is None else units.means(ratio))))
@@ -61,11 +61,11 @@ def against_null(
     q: float = 0.05,
     units: Units | None = None,
 ) -> Verdict:
-    """Compare ``values`` with ``baseline``, both [prompt, layer, head], and the change with that of uniform attention.
+    """Compare ``values`` with ``baseline`` [prompt, layer, head], and the change with that under uniform attention.
 
-    For each head the sign-flip test of ``compare``, of the log-ratio minus the null's log-ratio; q-values over all
-    heads. The overall change is that of the mean over layers and heads of each prompt. ``units`` are the prompts, or
-    the groups that they are of; then everything is of the groups' means.
+    Each head gets the sign-flip test of ``compare``, applied to the log-ratio minus the null's log-ratio; q-values are
+    over all heads. The overall change is that of each prompt's mean over layers and heads. ``units`` are prompts or
+    groups of prompts; with groups, everything uses the groups' means.
     """
     means = [
         np.asarray(part.sum(axis=(1, 2)) / part[0].size) for part in (values, baseline, null_values, null_baseline)
@@ -77,7 +77,7 @@ def against_null(
 def against_null_in_blocks(
     blocks: Iterable[Block], means: Seq[np.ndarray], units: Units, q: float = 0.05, seed: int = 0
 ) -> Verdict:
-    """The same of layers that come some at a time; ``means`` of each of the four over all of them [prompt]."""
+    """As :func:`against_null`, for blocks of layers; ``means`` over layers and heads [prompt], one for each array."""
     bags = Bags.drawn(units.n, seed)
     dtype = np.float64 if bags is None else np.float32
     differences, tested = [], []
@@ -85,7 +85,7 @@ def against_null_in_blocks(
         ratio = without_rounding(units.means(np.log(values / baseline) - np.log(null_values / null_baseline)))
         if not np.isfinite(ratio).all():
             raise OptionError(
-                "a log-ratio is not finite: the quantity is zero or absent in some prompt, layer and head"
+                "a log-ratio is not finite: the quantity is zero or missing in some prompt, layer and head"
             )
         differences.append(ratio.mean(axis=0))
         each = ratio.reshape(len(ratio), -1)

@@ -14,7 +14,7 @@ FEWEST = 3
 
 
 class Interval(NamedTuple):
-    """An estimate and the ends of its interval, arrays of one shape."""
+    """An estimate and the ends of its interval, as arrays of the same shape."""
 
     estimate: np.ndarray
     low: np.ndarray
@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
-    """Student's t interval of the mean along the first axis, NaN left out.
+    """Student's t interval for the mean along the first axis; NaN values are left out.
 
     ``mean ± t(level, n − 1) · s / √n``
 
@@ -31,23 +31,23 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     """
     if len(values) < FEWEST:
         raise OptionError(
-            f"an interval over prompts, or over groups of them, needs at least {FEWEST}, but there are {len(values)}"
+            f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, but there are {len(values)}"
         )
     values = np.asarray(values, dtype=np.float64)
     there = ~np.isnan(values)
-    if len(values) > ALONE and there.all():  # no copy of what is large; below, the last digit is that of nansum
+    if len(values) > ALONE and there.all():  # avoids a copy of large arrays; small ones keep nansum's last digit
         mean = values.sum(axis=0) / len(values)
         variance = ((values - mean) ** 2).sum(axis=0) / (len(values) - 1)
         return t_interval_of_moments(np.full(mean.shape, len(values)), mean, variance, level)
     n = there.sum(axis=0)
-    with np.errstate(invalid="ignore", divide="ignore"):  # nothing observed: NaN
+    with np.errstate(invalid="ignore", divide="ignore"):  # no observations: NaN
         mean = np.nansum(values, axis=0) / n
         variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)
     return t_interval_of_moments(n, mean, variance, level)
 
 
 def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray, level: float = 0.95) -> Interval:
-    """The same from count, mean and unbiased variance; NaN ends below 3 observations."""
+    """As :func:`t_interval`, from count, mean and unbiased variance; the ends are NaN below 3 observations."""
     enough = np.asarray(n) >= FEWEST
     half = stats.t.ppf((1 + level) / 2, np.maximum(n, 2) - 1) * np.sqrt(variance / np.maximum(n, 1))
     half = np.where(enough, half, np.nan)
@@ -55,7 +55,7 @@ def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray,
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share.
+    """Wilson's score interval for a proportion.
 
     Raises:
         OptionError: There are no trials, or more successes than trials.

@@ -30,12 +30,12 @@ class Moments:
 
     @classmethod
     def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
-        """Moments from what is stored of them: NaN for a mean of nothing, and for a variance of less than two."""
+        """Restore moments from stored statistics: NaN is the mean of no values, or the variance of fewer than two."""
         n = n.astype(np.float64)
         return cls(n, np.where(n > 0, mean, 0.0), np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of observations together; the last axis is padded to the longer one."""
+        """The moments of both sets of observations combined; the last axis is padded to the longer one."""
         a, b = _padded(self, other), _padded(other, self)
         n = a.n + b.n
         share = np.divide(b.n, n, out=np.zeros_like(n), where=n > 0)
@@ -49,7 +49,7 @@ class Moments:
 
     @property
     def known_mean(self) -> np.ndarray:
-        """The mean; NaN where there was no observation."""
+        """The mean; NaN if there were no observations."""
         return np.where(self.n > 0, self.mean, np.nan)
 
 

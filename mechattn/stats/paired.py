@@ -1,4 +1,4 @@
-"""Statistics of many paired differences: intervals, sign-flip tests, false discovery rate, power."""
+"""Statistics for many paired differences: intervals, sign-flip tests, false discovery rate, power."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mechattn.stats.bootstrap import (
 from mechattn.stats.intervals import t_interval
 
 FEWEST_FOR_BOOTSTRAP = 20
-FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from there on
+FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
 RESAMPLES = 9999
-ROUNDING = 1e-5  # of a log-ratio: what float32 leaves of two computations of the same number
-EXACT = 12  # prompts: 4,096 patterns of signs are all tried
+ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
+EXACT = 12  # prompts: all 4,096 sign patterns are tried
 _CHUNK = 2000
-_KEPT = 2**26  # bytes of draws that are kept for the next table
+_KEPT = 2**26  # bytes of draws kept for the next table
 _ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
-Signs = list[np.ndarray]  # patterns of signs as bits, in blocks
+Signs = list[np.ndarray]  # sign patterns as bits, in blocks
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Paired statistics over prompts for each cell (such as layer × head), as arrays of the cells' shape.
+    """Paired statistics over prompts for each cell (such as layer × head), as arrays in the shape of the cells.
 
-    The tests (effect_size, p, q, detectable) are of difference − null, or of the difference itself without a null;
-    null, beyond and its intervals are then NaN.
+    The tests (effect_size, p, q, detectable) apply to difference − null. Without a null they apply to the difference
+    itself, and null, beyond and its intervals are NaN.
 
     Args:
         n: The number of prompts.
@@ -48,10 +48,10 @@ class Paired:
         high: Upper end.
         low_bootstrap: Lower end of the bootstrap-t interval; NaN below 20 prompts.
         high_bootstrap: Upper end.
-        low_simultaneous: Lower end of the interval that holds for all cells at once, by the studentised bootstrap of
-            the largest and the smallest t; NaN below 10 prompts. Nominal 95 %, measured with 1 to 256 cells: 93 to
-            98 % of normal data; of lognormal data (σ = 1) 88 to 97 % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64;
-            of data that are more skewed (σ = 2) 13 to 64 % at 20 and 91 to 95 % at 64.
+        low_simultaneous: Lower end of the simultaneous interval over all cells, by the studentised bootstrap of the
+            largest and the smallest t; NaN below 10 prompts. Coverage at nominal 95 %, measured with 1 to 256 cells: 93
+            to 98 % for normal data; for lognormal data (σ = 1) 88 to 97 % at 10 prompts, 92 to 99 % at 20, 95 to 99 %
+            at 64; for more skewed data (σ = 2) 13 to 64 % at 20 and 91 to 95 % at 64.
         high_simultaneous: Upper end.
         null: Mean difference under the null, such as uniform attention.
         beyond: Mean of difference − null.
@@ -59,12 +59,12 @@ class Paired:
         beyond_high: Upper end.
         beyond_low_bootstrap: Lower end of its bootstrap-t interval, from the same resamples.
         beyond_high_bootstrap: Upper end.
-        beyond_low_simultaneous: Lower end of the interval of it that holds for all cells at once.
+        beyond_low_simultaneous: Lower end of its simultaneous interval.
         beyond_high_simultaneous: Upper end.
-        effect_size: Mean of what is tested, over its standard deviation between prompts (Cohen's d_z).
-        p: Two-sided sign-flip test of its mean = 0.
+        effect_size: Mean of the tested difference divided by its standard deviation over prompts (Cohen's d_z).
+        p: Two-sided sign-flip test that its mean is 0.
         q: Benjamini-Hochberg over all cells.
-        detectable: The smallest mean of it, up to sign, that a single t test at 5 % finds with a power of 80 %.
+        detectable: The smallest mean, up to sign, that a single t test at 5 % detects with 80 % power.
     """
 
     n: int
@@ -103,10 +103,10 @@ def paired(
         difference: The difference of each prompt in each cell.
         null: The same under the null; None without a null.
         level: The level of the intervals.
-        resamples: Bootstrap samples, and patterns of signs where they are too many to try all (12 prompts and more);
-            raised to 20 for each cell, so that the false discovery rate can be reached.
+        resamples: The number of bootstrap samples, and of sign patterns if there are too many to try all; raised to 20
+            per cell for sign patterns, so that the false discovery rate can be reached.
         seed: The seed of the resampling.
-        rounding: What is tested counts as 0 where it is no larger.
+        rounding: Tested differences up to this size count as 0.
 
     Raises:
         OptionError: Fewer than 3 prompts.
@@ -123,19 +123,19 @@ def paired(
 
 
 class PairedStream:
-    """The same for cells that come some at a time, for which no memory has to hold each unit's values of all cells.
+    """Paired statistics for cells added in blocks, so that the values of all cells never have to fit in memory.
 
-    All cells share the draws, which keeps what their errors have in common: simultaneous intervals need that. There are
-    two kinds, as the largest t of many cells is far off in plain resamples of few units (stats/bootstrap.py). Means,
-    t intervals, effect sizes and what is detectable are of the units. Beyond 2,000 units, what is resampled and whose
-    signs are flipped are the means of random bags of them (stats/bags.py), in float32.
+    All cells share the draws, which preserves the correlation of their errors for simultaneous intervals. There are two
+    kinds of resamples, since the largest t of many cells is far off in plain resamples of few units
+    (stats/bootstrap.py). Means, t intervals, effect sizes and detectable differences use single units. With more than
+    2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/bags.py), in float32.
 
     Args:
-        n: Units: prompts, or their groups.
+        n: The number of units: prompts or their groups.
         level: As for :func:`paired`.
         resamples: As for :func:`paired`.
         seed: As for :func:`paired`.
-        bootstrap: Whether intervals by the bootstrap are asked for; otherwise they are NaN.
+        bootstrap: Whether to compute bootstrap intervals; otherwise they are NaN.
     """
 
     def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap: bool = True) -> None:
@@ -145,19 +145,19 @@ class PairedStream:
         self._parts: list[Columns] = []  # each [unit or bag, cell], or [cell]
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
-        """Some cells [unit, cell], with what the null expects; None where no null is known."""
+        """Add some cells [unit, cell] with their values under the null; None if no null is known."""
         given = {"d": d, "rounding": np.broadcast_to(rounding, d.shape[1:])}
         given |= {} if expected is None else {"expected": expected}
         if self.bags is None:
             self._parts.append(given)
         elif d.shape[1] > 1:
             self._parts.append(self._described(given))
-        else:  # numpy sums a column that stands alone in another order
+        else:  # numpy sums a single column in another order
             twice = self._described({name: np.repeat(values, 2, axis=-1) for name, values in given.items()})
             self._parts.append({name: values[..., :1] for name, values in twice.items()})
 
     def made(self) -> Paired:
-        """All cells, in the order in which they came."""
+        """The statistics of all cells, in the order in which they were added."""
         all_of = {name: _joined([part[name] for part in self._parts]) for name in self._parts[0]}
         made = self._described(all_of) if self.bags is None else all_of
         d, tested = made.pop("resampled"), made.pop("tested")
@@ -175,7 +175,7 @@ class PairedStream:
         return Paired(n=self.n, p=p, q=stats.false_discovery_control(p) if p.size else p, **made)
 
     def _described(self, given: Columns) -> Columns:
-        """What is known of each cell from its units, and what is resampled."""
+        """The statistics of each cell's units, and the values to resample."""
         d, expected = given["d"], given.get("expected")
         tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
@@ -183,7 +183,7 @@ class PairedStream:
         ends = _intervals(d, self.level)
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
-        # Of equal numbers in another order in memory, numpy's sums are others in the last digit.
+        # numpy sums the same numbers differently in another memory order, which changes the last digit.
         made |= {"beyond": tested.mean(0) + unknown} | _sizes(len(d), tested.mean(0), spread(tested))
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
@@ -191,7 +191,7 @@ class PairedStream:
         return made | {"resampled": bags(d), "tested": bags(tested)}
 
     def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> Columns:
-        """Ends by the bootstrap, around the mean of the units; NaN where they are few."""
+        """The ends of bootstrap intervals around the units' means; NaN if there are few units."""
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
         if draws.plain:
@@ -204,14 +204,14 @@ class PairedStream:
         return {
             f"{of}low_bootstrap": own_low,
             f"{of}high_bootstrap": own_high,
-            f"{of}low_simultaneous": np.minimum(low, np.fmin(made_low, own_low)),  # never narrower than a single one
+            f"{of}low_simultaneous": np.minimum(low, np.fmin(made_low, own_low)),  # at least the pointwise one
             f"{of}high_simultaneous": np.maximum(high, np.fmax(made_high, own_high)),
         }
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What is drawn for a number of units: resamples of both kinds, and signs."""
+    """The random draws for a number of units: both kinds of resamples, and signs."""
 
     plain: Counts
     sequential: Counts
@@ -219,7 +219,7 @@ class Draws:
 
 
 def _draws(n: int, resamples: int, patterns: int, seed: int, bootstrap: bool) -> Draws:
-    """The draws of a table; without ``bootstrap`` the signs are those that it would have."""
+    """The draws for a table; without ``bootstrap`` the signs are the same as with it."""
     if not bootstrap and n <= EXACT:
         return Draws([], [], list(drawn_signs(n, patterns, np.random.default_rng(seed))))
     of = _kept_draws if n * (2 * resamples + patterns // 8) <= _KEPT else _new_draws
@@ -234,34 +234,34 @@ def _new_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     return Draws(plain, sequential, list(drawn_signs(n, patterns, generator)))
 
 
-_kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables with the same ones
+_kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables with the same draws
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Side by side, column after column in memory where each is: numpy sums these in another order than rows."""
+    """Concatenate columns, in column-major order if all parts are: numpy sums these in another order than rows."""
     if len(parts) == 1 or not all(part.flags.f_contiguous for part in parts):
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return np.concatenate([part.T for part in parts]).T
 
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
-    """Ends of the t interval of the mean of each column, its mean and its standard deviation."""
+    """The t interval for the mean of each column, with the mean and standard deviation."""
     _, low, high = t_interval(d, level)
     return {"low": low, "high": high, "mean": d.mean(0), "deviation": spread(d)}
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
-    """Differences that are no larger than the arithmetic's own error as the 0 that they stand for."""
+    """Replace differences within the rounding error by 0."""
     return np.where(abs(difference) <= rounding, 0.0, difference)
 
 
 def enough(resamples: int, cells: int) -> int:
-    """As many patterns of signs as the false discovery rate needs over this number of cells: at least 20 for each."""
+    """The number of sign patterns that the false discovery rate needs for this number of cells: at least 20 each."""
     return max(resamples, 20 * cells)
 
 
 def _sizes(n: int, mean: np.ndarray, deviation: np.ndarray) -> Columns:
-    """How large means are for their spread, and what could have been found."""
+    """The effect sizes of means, and the smallest detectable means."""
     power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
     return {
         "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
@@ -270,21 +270,21 @@ def _sizes(n: int, mean: np.ndarray, deviation: np.ndarray) -> Columns:
 
 
 def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Two-sided p of mean 0 for each column of d [prompt, cell]: how many patterns of signs give as large a mean.
+    """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with as large a mean.
 
-    All of them below 13 prompts; ``(1 + count) / (1 + resamples)`` of drawn ones beyond. Exact where differences are
-    symmetric about 0.
+    Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random patterns. The test
+    is exact if differences are symmetric about 0.
     """
     return flipped(d, drawn_signs(len(d), resamples, generator))
 
 
 def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64) -> np.ndarray:
-    """The same with patterns of signs that are drawn; ``dtype`` of the sums."""
+    """As :func:`sign_flip` with given sign patterns; ``dtype`` is that of the sums."""
     signs = list(signs)
     tried, count = sum(map(len, signs)), np.zeros(d.shape[1])
     some = np.flatnonzero(~_beyond_all(d, tried))
     part = (d if len(some) == d.shape[1] else d[:, some]).astype(dtype, copy=False)
-    slack = 1e-12 if dtype is np.float64 else 1e-5  # equal means, summed in another order, count
+    slack = 1e-12 if dtype is np.float64 else 1e-5  # equal means count, although summed in another order
     observed = abs(d.mean(0))[some] * (1 - slack)
     for packed in signs if len(some) else []:
         for rows in row_blocks(len(packed), len(d)):
@@ -294,9 +294,9 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating]
 
 
 def _beyond_all(d: np.ndarray, tried: int) -> np.ndarray:
-    """Columns whose mean no pattern reaches but with a chance below 1e-15: they needn't be tried.
+    """The columns whose mean a pattern reaches with a probability below 1e-15, which need not be tried.
 
-    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), for each of those tried
+    ``P(|Σ s d| ≥ |Σ d|) ≤ 2 exp(−(Σ d)² / (2 Σ d²))`` (Hoeffding 1963), multiplied by the number tried.
     """
     squares = (d**2).sum(0)
     far: np.ndarray = d.sum(0) ** 2 > 2 * squares * np.log(2e15 * max(tried, 1))
@@ -304,7 +304,7 @@ def _beyond_all(d: np.ndarray, tried: int) -> np.ndarray:
 
 
 def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Patterns of signs as bits, 1 for −1 [pattern, prompt / 8], some at a time: all 2ⁿ, or drawn."""
+    """Yield sign patterns as bits, 1 for −1 [pattern, prompt / 8], in blocks: all 2ⁿ, or random ones."""
     if n <= EXACT:
         yield np.packbits((np.arange(2**n)[:, None] >> np.arange(n)) & 1, axis=1)
         return

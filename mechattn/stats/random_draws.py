@@ -14,14 +14,14 @@ FEWEST_DRAWS = 3  # each is left out in turn, and two more give a spread between
 
 @dataclass(frozen=True)
 class AgainstDraws:
-    """One number a cell, of the shape of what was found.
+    """The comparison of each cell with random models, as arrays in the shape of the cells.
 
     Args:
-        mean: Over the heads of the same layer in all draws.
-        low: Lower end of where a head of one more draw would lie.
+        mean: The mean over the heads of the same layer in all draws.
+        low: Lower end of the prediction interval for a head of another draw.
         high: Upper end.
-        p: Two-sided rank of the cell among heads of random models; NaN where there is nothing to compare.
-        compared: How many heads of random models there are; ``1 / (compared + 1)`` is the smallest p.
+        p: Two-sided p, from the rank of the cell among heads of random models; NaN if there is nothing to compare with.
+        compared: The number of heads of random models; ``1 / (compared + 1)`` is the smallest p.
     """
 
     mean: np.ndarray
@@ -38,20 +38,20 @@ def against_draws(
     level: float = 0.95,
     rounding: np.ndarray | float = 0.0,
 ) -> AgainstDraws:
-    """Whether a model's heads could be those of one more random model.
+    """Test whether a model's heads could come from another random model.
 
     ``z = |found − mean| / s`` with mean and standard deviation over the heads of the layer in all draws;
     ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
 
-    Each draw in turn stands for the model: its z are made with the others' mean and s, so that what differs from draw
-    to draw is among what a random model does. All layers' z are ranked together.
+    Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they include the
+    variation between draws. The z of all layers are ranked together.
 
     Args:
-        found: The model's numbers [*cells].
-        draws: Those of the random models [draw, *cells].
-        head: Which of the cells' dimensions holds heads that can be exchanged; None where none does.
-        level: Of the range from low to high; it holds the cells with p > 1 − level.
-        rounding: A distance from the mean counts as 0 where it is no larger.
+        found: The model's values [*cells].
+        draws: The values of the random models [draw, *cells].
+        head: The dimension of the cells with exchangeable heads; None if there is none.
+        level: The level of the interval from low to high; it contains the cells with p > 1 − level.
+        rounding: Distances from the mean up to this size count as 0.
 
     Raises:
         OptionError: Fewer than 3 draws.
@@ -73,7 +73,7 @@ def against_draws(
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:
-    """Benjamini-Hochberg over the p that are there."""
+    """Benjamini-Hochberg over all p that are not NaN."""
     q, known = np.full(p.shape, np.nan), ~np.isnan(p)
     if known.any():
         q[known] = stats.false_discovery_control(p[known])
@@ -81,7 +81,7 @@ def false_discovery(p: np.ndarray) -> np.ndarray:
 
 
 def _z(values: np.ndarray, draws: np.ndarray, over: tuple[int, ...], rounding: np.ndarray) -> np.ndarray:
-    """How many standard deviations values lie from the mean of the draws."""
+    """The distance of values from the mean of the draws, in standard deviations."""
     mean, s = _moments(draws, over)
     away = abs(values - mean)
     away = np.where(away <= rounding, 0.0, away)
@@ -89,7 +89,7 @@ def _z(values: np.ndarray, draws: np.ndarray, over: tuple[int, ...], rounding: n
 
 
 def _moments(draws: np.ndarray, over: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation over draws and heads, of the shape of the cells; NaN where fewer than 2 are there."""
+    """The mean and standard deviation over draws and heads, in the shape of the cells; NaN with fewer than 2 values."""
     there = np.isfinite(draws)
     n = there.sum(over, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -10,7 +10,7 @@ from scipy import stats
 from mechattn.errors import OptionError
 from mechattn.stats.paired import EXACT, RESAMPLES, enough
 
-SURE = 0.9  # the chance with which the fewest prompts let one test alone pass, where signs are drawn
+SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST = 200
 
 
@@ -61,17 +61,17 @@ class Resolution:
 def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
-    """What this number of units can find among this number of tests.
+    """What a number of units can detect in a family of tests.
 
     Args:
-        n: Units: prompts, or groups of them.
-        tests: In the family.
-        level: Of q.
-        resamples: Patterns of signs where not all are tried; raised to 20 for each test, as ``compare`` does.
-        unit: What n counts.
+        n: The number of units: prompts, or groups of prompts.
+        tests: The number of tests in the family.
+        level: The level of q.
+        resamples: The number of sign patterns if not all are tried; raised to 20 per test, as in ``compare``.
+        unit: The kind of unit.
 
     Raises:
-        OptionError: n or tests is no whole number above 0, or the level no probability.
+        OptionError: n or tests is not a positive whole number, or the level is not a probability.
     """
     for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -98,9 +98,9 @@ def resolution(
 
 
 def _chance(n: int, tests: int, level: float, patterns: int) -> float:
-    """How often a test whose differences all have one sign has q below the level, alone."""
-    extreme = 2.0 ** (1 - n)  # the share of patterns that give as large a mean: all signs kept, or all flipped
+    """The probability that a test whose differences all have one sign has q below the level by itself."""
+    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
     if n <= EXACT:
         return float(tests * extreme < level)
-    hits = ceil(level * (1 + patterns) / tests) - 2  # at most so many: tests · (1 + hits) / (1 + patterns) < level
+    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
     return float(stats.binom.cdf(hits, patterns, extreme))

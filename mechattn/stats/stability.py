@@ -11,17 +11,16 @@ from mechattn.stats.paired import enough, sign_flip
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """``|A ∩ B| / |A ∪ B|`` of two masks; NaN where both are empty."""
+    """``|A ∩ B| / |A ∪ B|`` of two masks; NaN if both are empty."""
     union = int((one | other).sum())
     return int((one & other).sum()) / union if union else float("nan")
 
 
 @cache
 def jaccard_by_chance(one: int, other: int, of: int) -> float:
-    """The expected Jaccard index of two sets of these sizes that are drawn at random from ``of``.
+    """The expected Jaccard index of two random subsets of these sizes, out of ``of`` elements.
 
-    ``Σ_i P(i) · i / (a + b − i)`` with i hypergeometric: how many of the second set are in the first. NaN where both
-    are empty.
+    ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both sets are empty.
     """
     if not one + other:
         return float("nan")
@@ -30,19 +29,19 @@ def jaccard_by_chance(one: int, other: int, of: int) -> float:
 
 
 def largest(d: np.ndarray, count: int) -> np.ndarray:
-    """Which of the columns of d [unit, cell] have the largest means, up to sign; ties go to the earlier one."""
+    """The columns of d [unit, cell] with the largest means, up to sign; ties go to the earlier column."""
     chosen = np.zeros(d.shape[1], dtype=bool)
     chosen[np.argsort(-abs(d.mean(0)), kind="stable")[:count]] = True
     return chosen
 
 
 def significant(d: np.ndarray, resamples: int) -> np.ndarray:
-    """Which of the columns of d [unit, cell] have q < 0.05, by the sign-flip test of ``compare``."""
+    """The columns of d [unit, cell] with q < 0.05 by the sign-flip test of ``compare``."""
     p = sign_flip(d, enough(resamples, d.shape[1]), np.random.default_rng(0))
     return stats.false_discovery_control(p) < 0.05
 
 
 def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two random disjoint halves of n; of an odd number one is in neither."""
+    """Two random disjoint halves of n; if n is odd, one is left out."""
     order = generator.permutation(n)
     return order[: n // 2], order[n // 2 : 2 * (n // 2)]

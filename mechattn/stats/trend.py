@@ -1,4 +1,4 @@
-"""Page's test of a trend over doses within units, by ranks and permutations."""
+"""Page's test for a trend over doses within units, by ranks and permutations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Trend:
     """The trend of values [unit, dose] over doses.
 
     Args:
-        rho: Mean over units of Spearman's correlation of value and dose; 1 if every unit rises at each step.
+        rho: Mean over units of Spearman's correlation between value and dose; 1 if every unit rises at each step.
         low: Lower end of its 95 % t interval.
         high: Upper end.
-        p: Two-sided test that each unit's values are exchangeable over doses: Page's, by permutations, so ties count.
+        p: Two-sided p for exchangeability of each unit's values over doses, by Page's test with permutations (ties
+            count).
         n: The number of units.
         doses: The number of doses.
     """
@@ -35,16 +36,16 @@ class Trend:
 def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     """Page's test for an ordered alternative, two-sided.
 
-    ``L = Σ_units Σ_j j · rank_j`` grows with the mean of Spearman's ρ over units, which is reported; its distribution
-    is that of permutations of each unit's values, all of them where they are few enough.
+    ``L = Σ_units Σ_j j · rank_j`` increases with the mean of Spearman's ρ over units, which is reported. Its
+    distribution comes from permutations of each unit's values; all permutations if there are few enough.
 
     Args:
-        values: [unit, dose], the doses in their order.
-        resamples: Permutations, where not all are tried.
-        seed: Of the permutations.
+        values: The values [unit, dose], with the doses in order.
+        resamples: The number of permutations if not all are tried.
+        seed: The seed of the permutations.
 
     Raises:
-        OptionError: Fewer than three doses or units, or a value that is not a number.
+        OptionError: Fewer than three doses or units, or a value is not a number.
 
     Source:
         E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
@@ -71,7 +72,7 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
 
 
 def _spearman(ranks: np.ndarray, doses: np.ndarray) -> np.ndarray:
-    """Of each unit; 0 where all of its values are equal."""
+    """Spearman's ρ of each unit; 0 if all of its values are equal."""
     away, step = ranks - ranks.mean(1, keepdims=True), doses - doses.mean()
     spread = np.sqrt((away**2).sum(1) * (step**2).sum())
     return np.divide(away @ step, spread, out=np.zeros(len(ranks)), where=spread > 0)

@@ -15,11 +15,11 @@ Unit = Literal["auto", "prompt"]
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of replication of some prompts, in the order in which they first appear.
+    """The units of replication of a set of prompts, in order of first appearance.
 
     Args:
-        prompts: How many prompts there are.
-        of: The unit of each prompt, counted from 0; None where every prompt is one by itself.
+        prompts: The number of prompts.
+        of: The unit of each prompt, counted from 0; None if every prompt is its own unit.
     """
 
     prompts: int
@@ -27,36 +27,36 @@ class Units:
 
     @classmethod
     def grouped(cls, groups: Seq[str]) -> Units:
-        """One unit a group; where each prompt has a group of its own, each is a unit."""
+        """One unit per group; if no two prompts share a group, each prompt is a unit."""
         place = {name: i for i, name in enumerate(dict.fromkeys(groups))}
         alone = len(place) == len(groups)
         return cls(len(groups), None if alone else np.array([place[name] for name in groups]))
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """The number of units."""
         return self.prompts if self.of is None else int(self.of.max()) + 1
 
     @property
     def unit(self) -> str:
-        """What one is, as a table says it: "prompts", or "groups (24 of 96 prompts)"."""
+        """The kind of unit as tables state it: "prompts", or "groups (24 of 96 prompts)"."""
         return "prompts" if self.of is None else f"groups ({self.n} of {self.prompts} prompts)"
 
     @property
     def words(self) -> str:
-        """How many there are of what, such as "24 groups of 96 prompts"."""
+        """The units in words, such as "24 groups of 96 prompts"."""
         return f"{self.prompts} prompts" if self.of is None else f"{self.n} groups of {self.prompts} prompts"
 
     @property
     def inflation(self) -> float:
-        """How many times larger than that of independent prompts the variance of their mean is at most.
+        """The largest factor by which the groups can increase the variance of the mean over independent prompts.
 
-        ``Σ m_g² / n`` with m_g the prompts of group g: Kish's design effect at a correlation of 1 within groups.
+        ``Σ m_g² / n`` with m_g prompts in group g: Kish's design effect at a correlation of 1 within groups.
         """
         return 1.0 if self.of is None else float((np.bincount(self.of) ** 2).sum() / self.prompts)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each unit's prompts, of values [prompt, …]; NaN is left out, and prompts by themselves stay.
+        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out, and single prompts are unchanged.
 
         ``means[g] = mean of values[i] over the prompts i of group g``
         """
@@ -70,15 +70,15 @@ class Units:
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts of every other unit, and those of the rest, so that no group is on both sides."""
+        """The prompts of every other unit, and the remaining ones, so that no group is on both sides."""
         unit = np.arange(self.prompts) if self.of is None else self.of
         return np.flatnonzero(unit % 2 == 0), np.flatnonzero(unit % 2 == 1)
 
     def refuse_below(self, fewest: int, why: str = "") -> None:
-        """Refuse fewer units than an interval or a test takes.
+        """Refuse fewer units than an interval or test needs.
 
         Raises:
-            OptionError: There are fewer.
+            OptionError: There are too few units.
         """
         if self.n >= fewest:
             return
@@ -94,7 +94,7 @@ class Units:
 
 
 def check_unit(unit: str) -> None:
-    """Refuse a unit that is none.
+    """Refuse an unknown unit.
 
     Raises:
         OptionError: It is neither "auto" nor "prompt".

@@ -72,7 +72,7 @@ def test_a_model_whose_size_nobody_says(job):
     assert foretold(unknown) is None
     assert settled(unknown, "r.zarr", None, False).large is False
     assert announced(replace(unknown, large=False), "r.zarr") is None
-    assert announced(replace(unknown, large=True), "r.zarr").startswith("r.zarr: each chunk is written straight")
+    assert announced(replace(unknown, large=True), "r.zarr").startswith("r.zarr: each chunk is written directly")
 
 
 def test_a_small_job_is_kept_as_ever_and_nothing_is_said(job, small, tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_a_job_of_that_size_becomes_a_store_and_says_so(job, small, tmp_path, ca
     assert is_lazy(made)
     assert made.digest() == small[0].digest()
     said = capsys.readouterr().err
-    assert "r.zarr: about 1 MiB of per-prompt values: each chunk is written straight into one Zarr store" in said
+    assert "r.zarr: about 1 MiB of per-prompt values: each chunk is written directly into one Zarr store" in said
     assert is_lazy(ma.run_job(job, tmp_path / "r.zarr"))
     assert "r.zarr is done" in capsys.readouterr().err
 
@@ -99,7 +99,7 @@ def test_a_file_or_who_asks_for_it_gets_what_there_was(job, small, tmp_path, cap
     made = ma.run_job(replace(job, large=large), tmp_path / name)
     assert not is_lazy(made)
     assert made.digest() == small[0].digest()
-    assert "held in memory when the chunks are merged, and when it is loaded; large=True" in capsys.readouterr().err
+    assert "held in memory when chunks are merged and when the result is loaded; large=True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first", ["small", "large"])
@@ -156,7 +156,7 @@ def test_by_a_config_and_by_the_command_line(tmp_path, monkeypatch):
     )
     (tmp_path / "c.toml").write_text(text)
     (tmp_path / "n.toml").write_text(text.replace("r.zarr", "r.nc"))
-    with pytest.raises(ma.MechattnError, match=r'"r\.nc" is one file, and a large result is a Zarr folder'):
+    with pytest.raises(ma.MechattnError, match=r'"r\.nc" is a single file, but a large result is a Zarr folder'):
         run_from_config(tmp_path / "n.toml")
     assert run_from_config(tmp_path / "c.toml", large=False)
     assert not is_lazy(ma.load_result("r.zarr"))

@@ -147,7 +147,7 @@ def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
 def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.jobs.ray.TRIES", 2)
     dies = replace(job, require=lambda model, layers: os._exit(1))
-    with pytest.raises(OutputError, match="2 workers have died while they loaded 'toy:llama'"):
+    with pytest.raises(OutputError, match="2 workers died while loading 'toy:llama'"):
         ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
 
 

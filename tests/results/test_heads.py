@@ -45,7 +45,7 @@ def test_halves_rank_on_one_and_show_the_other(result):
     ("options", "message"),
     [
         (dict(quantity="previous"), "has 'previous' for each prompt; there are"),
-        (dict(quantity="flow"), "has not one number for each head .to_segment."),
+        (dict(quantity="flow"), "does not have one number per head .to_segment."),
         (dict(quantity="entropy", top=0), "top=0: give a number of heads"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
         (dict(quantity="entropy", segment="poem"), "segment='poem': choose one of"),

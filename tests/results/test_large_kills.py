@@ -261,7 +261,7 @@ def test_two_runs_at_one_address(job, shards, here, monkeypatch, ends):
         monkeypatch.chdir(here / "one")
 
     monkeypatch.chdir(here / "one")
-    with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr since"):
+    with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"):
         ma.run_job(job, place, executor=Meanwhile(shards, [another]))
     if ends:
         assert numbers(ma.load_result(place)) == numbers(ma.merge_results(others))

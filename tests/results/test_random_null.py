@@ -120,7 +120,7 @@ def test_what_is_no_list_of_random_models_is_refused(trained, random):
         trained.compare("slash", random=random[0])
     with pytest.raises(OptionError, match=r"holds 2 results; give at least 3"):
         trained.compare("slash", random=random[:2])
-    with pytest.raises(OptionError, match=r"random\[2\] is of toy:llama, whose weights are not random"):
+    with pytest.raises(OptionError, match=r"random\[2\] comes from toy:llama, whose weights are not random"):
         trained.compare("slash", random=[*random[:2], trained])
     with pytest.raises(OptionError, match="the same weights twice"):
         trained.compare("slash", random=[*random[:2], random[0]])
@@ -135,9 +135,9 @@ def test_random_models_of_another_run_are_refused(trained, random, toy, prompts)
         return ma.run(ma.random_weights(toy, seed=99), some, conditions, seed=seed, progress=False)
 
     for other, why in (
-        (run(prompts[6:], CONDITIONS), "is of other prompts"),
+        (run(prompts[6:], CONDITIONS), "has other prompts"),
         (run(prompts[:6], {"sentence": CONDITIONS["sentence"]}), "has no condition 'slash'"),
-        (run(prompts[:6], {"slash": CONDITIONS["sentence"]}), "has another condition by the name of 'slash'"),
+        (run(prompts[:6], {"slash": CONDITIONS["sentence"]}), "has a different condition named 'slash'"),
     ):
         with pytest.raises(OptionError, match=rf"random\[2\] {why}.*run ma.run_random with"):
             trained.compare("slash", random=[*random[:2], other])

@@ -111,8 +111,8 @@ def test_what_it_refuses():
         (dict(choose=HEADS), f"choose=60: give a number of heads below {HEADS}"),
         (dict(choose=None), "10 prompts; give at least 12"),
         (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
-        (dict(over=["c0"]), "name two different conditions"),
-        (dict(over="c0"), "name two different conditions"),
+        (dict(over=["c0"]), "name at least two different conditions"),
+        (dict(over="c0"), "name at least two different conditions"),
         (dict(condition="c9"), "no condition 'c9'"),
         (dict(resamples=0), "resamples=0"),
     ):
