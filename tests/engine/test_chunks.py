@@ -286,6 +286,15 @@ def test_parts_of_another_run_are_refused_by_name(job, tmp_path, change, field):
     assert len(list(parts_folder(path).glob("*.zip"))) == 1
 
 
+def test_a_folder_without_a_chunk_takes_another_run(job, tmp_path):
+    """A condition that could not be made is mended, and there is nothing to put back or to discard."""
+    stopped(replace(job, seed=4), tmp_path / "r.zarr", after=0)
+    assert (parts_folder(tmp_path / "r.zarr") / "job.json").exists()
+    stopped(job, tmp_path / "r.zarr", after=1)
+    with pytest.raises(OptionError, match="seed was 3 and is now 4"):
+        ma.run_job(replace(job, seed=4), tmp_path / "r.zarr")
+
+
 def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
     file, path = tmp_path / "p.jsonl", tmp_path / "r.zarr"
     rows = [json.dumps({"question": f"Tom has {n} apples. How many?"}) for n in range(4)]
