@@ -90,7 +90,7 @@ def test_a_job_of_that_size_becomes_a_store_and_says_so(job, small, tmp_path, ca
     said = capsys.readouterr().err
     assert "r.zarr: about 1 MiB of per-prompt values: each chunk is written directly into one Zarr store" in said
     assert is_lazy(ma.run_job(job, tmp_path / "r.zarr"))
-    assert "r.zarr is done" in capsys.readouterr().err
+    assert "r.zarr already holds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("large", [False, None])

@@ -379,7 +379,7 @@ def test_a_large_job_is_the_same_and_mends_a_chunk(job, small, tmp_path, monkeyp
     assert result.digest() == small.digest()
     assert set(result.provenance) == set(small.provenance)
     assert ma.run_job(large, name, executor=Asked(asked)).digest() == small.digest()
-    assert f"{name} is done" in capsys.readouterr().err
+    assert f"{name} already holds" in capsys.readouterr().err
     assert asked == [0, 1, 2]
     store = Store(name if "://" in name else tmp_path / name)
     lost, changed = f"{RECEIVED}/c/1/0/0/0/0", f"{RECEIVED}/c/2/0/0/0/0"
