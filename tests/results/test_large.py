@@ -456,7 +456,7 @@ def test_a_full_disk_keeps_the_chunks_before(job, small, tmp_path, monkeypatch):
         ({"values": "float64", "large": True}, 'choose "float32" or "float16"'),
         ({"values": "float16", "large": False}, "omit large=False"),
         ({"large": "yes"}, "large='yes': give True, False, or None"),
-        ({"large": 1}, "large=1: say True"),
+        ({"large": 1}, "large=1: give True"),
     ],
 )
 def test_values_that_are_none(job, options, message):
