@@ -39,7 +39,7 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
     warnings.warn(
         f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
         "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group_field=…)",
-        stacklevel=5,
+        stacklevel=4,
     )
 
 

@@ -59,7 +59,7 @@ def test_the_cost_is_named_and_groups_end_it():
     assert said == []
 
 
-def test_a_run_says_it_once(toy):
+def test_a_run_says_it_once_and_where_it_was_called(toy):
     with pytest.warns(UserWarning, match="6 prompts are the same") as said:
         ma.run(toy, COPIES, layers=[0], progress=False)
-    assert len([w for w in said if "6 prompts are the same" in str(w.message)]) == 1
+    assert [w.filename for w in said if "6 prompts are the same" in str(w.message)] == [__file__]
