@@ -142,7 +142,7 @@ def test_what_it_costs_is_what_was_measured():
     assert len(rows) == 4
     for row in rows:
         way, *cells = (cell.strip(" *").replace("`", "") for cell in row.split("|")[1:-1])
-        way = way.replace("averaging inside the trace", "a trace that reduces")
+        way = way.replace("averaging during the pass", "a trace that reduces")
         assert cells == [measured[way][length] for length in lengths], way
 
 
