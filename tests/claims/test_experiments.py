@@ -76,7 +76,7 @@ def test_what_the_readme_says_is_what_is_stored():
         for word in ("supported", "contradicted")
     )
     said = (
-        f"Of the {len(CLAIMS)} claims, {len(free)} are the paper's and falsifiable: {held} are supported in all five models "
-        f"and {failed} are contradicted in all"
+        f"Of the {len(CLAIMS)} claims, {len(free)} are from the paper and falsifiable. Of these {len(free)}, {held} are "
+        f"supported in all five models and {failed} are contradicted in all"
     )
     assert said in readme
