@@ -11,6 +11,7 @@ import pytest
 import mechattn as ma
 from mechattn.results.large_store import Store
 from mechattn.results.large_writing import chunk_of, copied
+from mechattn.results.lazy import LazyArray
 from mechattn.results.merge import merge_results
 
 
@@ -42,8 +43,12 @@ def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name)
 
 
 def test_nothing_is_read_before_it_is_computed(large, monkeypatch):
-    monkeypatch.setattr("mechattn.results.lazy.LazyArray.__getitem__", lambda *given: pytest.fail("it was read"))
-    large["received_attention"].chunk(prompt=3).received_by_segment.mean("prompt")
+    reads, read = [], LazyArray.__getitem__
+    monkeypatch.setattr(LazyArray, "__getitem__", lambda array, key: reads.append(key) or read(array, key))
+    mean = large["received_attention"].chunk(prompt=3).received_by_segment.mean("prompt")
+    assert reads == []
+    mean.compute()
+    assert len(reads) == 3, "one for each block of prompts"
 
 
 def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):

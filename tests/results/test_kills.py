@@ -240,25 +240,30 @@ def test_a_page(tmp_path):
     assert seen == {old, new}
 
 
-@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_in_chunks(job, chunks, shards, tmp_path, older):
-    """Beside an empty place, and over the result of another run; no chunk that was kept is computed again."""
-    path, expected = tmp_path / "r.zarr", numbers(ma.merge_results(shards))
+def killed_at_each_operation(folder, job, shards, older, executor):
+    """The older result, if there is one, or the new one; the same call then computes no kept chunk again."""
+    path, expected = folder / "r.zarr", numbers(ma.merge_results(shards))
 
     def before():
-        emptied(tmp_path)
+        emptied(folder)
         if older:
             shards[0].save(path)
 
-    for _ in each_kill(tmp_path, before, lambda: ma.run_job(job, path, executor=Ready(chunks, []))):
+    for _ in each_kill(folder, before, lambda: ma.run_job(job, path, executor=executor([]))):
         found = numbers(ma.load_result(path)) if older or path.exists() else None
         assert found in (expected, numbers(shards[0]) if older else None)
-        have = 3 if found == expected else len(list(parts_folder(path).glob("*-*.zip")))
+        have = len(shards) if found == expected else len(list(parts_folder(path).glob("*-*.zip")))
         asked = []
-        assert numbers(ma.run_job(job, path, executor=Ready(chunks, asked))) == expected
-        assert len(asked) == 3 - have
+        assert numbers(ma.run_job(job, path, executor=executor(asked))) == expected
+        assert len(asked) == len(shards) - have
         assert numbers(ma.load_result(path)) == expected
-        assert names(tmp_path) == ["r.zarr"]
+        assert names(folder) == ["r.zarr"]
+
+
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_run_in_chunks(job, chunks, shards, tmp_path, older):
+    """Beside an empty place, and over the result of another run; no chunk that was kept is computed again."""
+    killed_at_each_operation(tmp_path, job, shards, older, lambda asked: Ready(chunks, asked))
 
 
 def answers(count, condition="baseline"):
@@ -394,19 +399,5 @@ def test_a_large_run(job, tmp_path, older):
         made = one(place)
         values = (("prompt", "x"), np.full((1, 2), place / 2), {"units": "1"})
         shards.append(replace(made, datasets={"sequences": made["sequences"].assign(v=values)}))
-    path, expected = tmp_path / "r.zarr", numbers(ma.merge_results(shards))
     job = replace(job, large=True, prompts=job.prompts[:2])
-
-    def before():
-        emptied(tmp_path)
-        if older:
-            shards[0].save(path)
-
-    for _ in each_kill(tmp_path, before, lambda: ma.run_job(job, path, executor=Writing(shards, []))):
-        found = numbers(ma.load_result(path)) if older or path.exists() else None
-        assert found in (expected, numbers(shards[0]) if older else None)
-        have = 2 if found == expected else len(list(parts_folder(path).glob("*-*.zip")))
-        asked = []
-        assert numbers(ma.run_job(job, path, executor=Writing(shards, asked))) == expected
-        assert len(asked) == 2 - have
-        assert names(tmp_path) == ["r.zarr"]
+    killed_at_each_operation(tmp_path, job, shards, older, lambda asked: Writing(shards, asked))
