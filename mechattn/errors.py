@@ -1,6 +1,12 @@
-"""The errors that mechattn raises: all of them are MechattnErrors."""
+"""The errors that mechattn raises, all of them MechattnErrors, and its warnings."""
+
+import sys
+import warnings
 
 from mechattn.shown import shown
+
+# Frames of these packages are passed over in the search of the user's line: run-time type checks put some between ours.
+_OURS = {"mechattn", "beartype", "jaxtyping"}
 
 
 class MechattnError(Exception):
@@ -56,3 +62,11 @@ class OutputError(MechattnError):
 
 class Interrupted(MechattnError):
     """The work was interrupted; finished parts are kept, and the message says how to resume."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called mechattn, however many of our own calls lie between."""
+    frame, level = sys._getframe(1), 2
+    while (above := frame.f_back) and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+        frame, level = above, level + 1
+    warnings.warn(shown(message), category, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 from mechattn.functional import activation_statistics as fn
 from mechattn.functional.received import segment_mean
 from mechattn.functional.redistribution import KAPPA
@@ -149,10 +148,9 @@ class MlpActivations(AnalysisBase):
         prompts = self._calibration(model)
         texts = {prompt.question for prompt in measured if prompt.question}
         if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
-            warnings.warn(
+            warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
                 f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts",
-                stacklevel=3,
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
@@ -51,7 +50,7 @@ class ScoreDecomposition(AnalysisBase):
 
     def __post_init__(self, sort_idx: int | None) -> None:
         if sort_idx is not None:
-            warnings.warn(f"sort_idx is now called rank: give rank={sort_idx!r}", FutureWarning, stacklevel=3)
+            warn(f"sort_idx is now called rank: give rank={sort_idx!r}", FutureWarning)
             object.__setattr__(self, "rank", sort_idx)
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, OutputError
+from mechattn.errors import OptionError, OutputError, warn
 from mechattn.evaluation.lines import as_lines, replaceable
 from mechattn.evaluation.units import share_interval, units_of, within
 from mechattn.prompts.prompt import Prompt
@@ -376,6 +375,6 @@ class Evaluation:
 
 def __getattr__(name: str) -> Any:
     if name == "Answered":
-        warnings.warn("Answered is now called GradedAnswer", FutureWarning, stacklevel=2)
+        warn("Answered is now called GradedAnswer", FutureWarning)
         return GradedAnswer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal, get_args
 
 import torch
@@ -10,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 
 Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
 Scope = Literal["token", "tensor"]
@@ -79,17 +78,16 @@ def redistribute(
     return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
 
 
-def known_form(form: str, stacklevel: int = 3) -> Form:
+def known_form(form: str) -> Form:
     """Check the form; "released" was the name of "released_llama" before there was another released one.
 
     Raises:
         OptionError: There is no such form.
     """
     if form == "released":
-        warnings.warn(
+        warn(
             'form="released" is now "released_llama"; the code that was released for Qwen2 is "released_qwen2"',
             DeprecationWarning,
-            stacklevel,
         )
         return "released_llama"
     known: tuple[Form, ...] = get_args(Form)

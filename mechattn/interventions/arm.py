@@ -55,7 +55,7 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "form", fn.known_form(self.form, stacklevel=4))
+        object.__setattr__(self, "form", fn.known_form(self.form))
         for name, known in (("scope", fn.Scope), ("control", fn.Control)):
             given = getattr(self, name)
             if given not in get_args(known) and not (name == "control" and given is None):

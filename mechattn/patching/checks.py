@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mechattn.engine.check import check_side, check_variants
-from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.hooks import attention_layers, keeping_nothing
 from mechattn.patching.runs import Where, changing
@@ -124,12 +124,11 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
     conditions = [made["condition"] for made in sequences]
     before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions]
     if any(before):
-        warnings.warn(
+        warn(
             f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
             "predicts the answer's first token and has no counterpart in the baseline, so nothing is patched there and "
             "not even the last layer's stream restores that token. Insert elsewhere, or begin the answer with a token "
             "that the model is sure of",
-            stacklevel=4,
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Sequence as Seq
 
+from mechattn.errors import warn
 from mechattn.prompts.prompt import Prompt
 
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
@@ -36,10 +36,9 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
         many = len(prompts) / len(shapes)
     else:
         return
-    warnings.warn(
+    warn(
         f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
         "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group_field=…)",
-        stacklevel=4,
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.quantities import check_layer
@@ -243,10 +242,9 @@ def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[
         OptionError: Both are given, or neither, or one has the wrong type.
     """
     if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
-        warnings.warn(
+        warn(
             f"heads={heads} chooses heads: give choose={heads}; heads is a list",
             FutureWarning,
-            stacklevel=3,
         )
         heads, choose = None, heads
     if (heads is None) == (choose is None):

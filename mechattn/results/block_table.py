@@ -55,7 +55,7 @@ class Blocks:
             found = replace(self, bootstrap=False, seen=None)._gone_through(quantity, finding, None)
             masks = _taken_apart(found.numbers.q < 0.05, found.cells)
         made = self._gone_through(quantity, shown, masks)
-        check_cells(quantity, made.last.scale, sum(mask.size for mask in made.cells), made.left_out, 4)
+        check_cells(quantity, made.last.scale, sum(mask.size for mask in made.cells), made.left_out)
         return made
 
     def _gone_through(self, quantity: str, some: np.ndarray, masks: Seq[np.ndarray] | None) -> BlockTable:

@@ -159,7 +159,7 @@ def family_size(
         made = differing(some)
         cells.append(made.cells)
         left_out += made.left_out
-    check_cells(quantity, made.scale, sum(some.size for some in cells), left_out, 4)
+    check_cells(quantity, made.scale, sum(some.size for some in cells), left_out)
     return sum(int(some.sum()) for some in cells), made.ours.sizes["prompt"]
 
 
@@ -198,7 +198,7 @@ def what_is_tested(
         d = d.reshape(units.n, -1)
         found.append(d if in_bags is None else in_bags.means(d))
         left_out += made.left_out
-    check_cells(quantity, made.scale, sum(d.shape[1] for d in found), left_out, 4)
+    check_cells(quantity, made.scale, sum(d.shape[1] for d in found), left_out)
     return np.concatenate(found, axis=1), units
 
 

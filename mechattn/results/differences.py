@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 from mechattn.results.quantities import NULLS, Null, There, there, values_of, variable_of
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.paired import ROUNDING
@@ -209,7 +208,7 @@ def refuse_no_cells(quantity: str, scale: Scale, cells: int, left_out: list[str]
         )
 
 
-def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], above: int) -> None:
+def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str]) -> None:
     """Refuse a comparison without any cell; warn if some cells are left out.
 
     Args:
@@ -217,7 +216,6 @@ def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], ab
         scale: The scale of the comparison.
         cells: The number of cells.
         left_out: The names of those without a difference.
-        above: The number of stack frames between this call and the user's.
 
     Raises:
         OptionError: All cells are left out.
@@ -225,10 +223,9 @@ def check_cells(quantity: str, scale: Scale, cells: int, left_out: list[str], ab
     refuse_no_cells(quantity, scale, cells, left_out)
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
-        warnings.warn(
+        warn(
             f"{len(left_out)} of {cells} cells are left out ({shown}): {quantity!r} is not there, or it is 0 or "
-            'negative in some prompt and has no ratio, which scale="difference" needs not',
-            stacklevel=above + 1,
+            'negative in some prompt and has no ratio, which scale="difference" does not need',
         )
 
 
