@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from mechattn.errors import OptionError, warn
-from mechattn.results.quantities import NULLS, Null, There, there, values_of, variable_of
+from mechattn.results.quantities import NULLS, Null, There, selected, there, values_of, variable_of
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
@@ -119,7 +119,7 @@ def aligned(
         some = _read(ours, theirs) if part is None else part.read
         ours, theirs = ours.isel(to_segment=some), theirs.isel(to_segment=some)
     if null is not None and their_null is not None:
-        null, their_null = null.sel(ours.coords), their_null.sel(ours.coords)
+        null, their_null = selected(null, ours), selected(their_null, ours)
     return ours, theirs, null, their_null
 
 
@@ -145,7 +145,7 @@ def _values_alike(
     options = [variable_of(r, quantity, by).attrs.get("options") for r in (result, other)]
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
-    ours, theirs = xr.align(ours, theirs, join="inner")  # an absent segment, such as the baseline's inserted one
+    ours, theirs = xr.align(ours, theirs, join="inner", copy=False)  # an absent segment, such as the baseline's inserted one
     return ours, theirs, null, their_null
 
 
@@ -187,7 +187,8 @@ def _compared(parts: Parts, scale: Scale) -> tuple[np.ndarray, list[str]]:
     cells = np.ones(ours.shape[1:], dtype=bool)
     for part in parts:
         if part is not None:
-            cells &= ((part > 0) if scale == "log-ratio" else part.notnull()).all("prompt").values
+            least = part.values.min(0)  # NaN if a prompt has none
+            cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
     labels = [ours[dim].values for dim in ours.dims[1:]]
     left_out = [
         " ".join(f"{dim} {label[i]}" for dim, label, i in zip(ours.dims[1:], labels, at)) for at in np.argwhere(~cells)
@@ -236,10 +237,15 @@ def _differences(
 
     def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
-            return np.log(one / other) if scale == "log-ratio" else one - other
+            made = one / other if scale == "log-ratio" else one - other
+            return np.log(made, out=made) if scale == "log-ratio" else made
 
-    expected = None if null is None or their_null is None else between(null.values, their_null.values)
-    return ours.copy(data=between(ours.values, theirs.values)), expected
+    difference = ours.copy(data=between(ours.values, theirs.values))
+    if null is None or their_null is None:
+        return difference, None
+    alike = [size > 1 and stride == 0 for size, stride in zip(null.shape, null.values.strides)]  # for all heads
+    one = tuple(slice(1) if same else slice(None) for same in alike)
+    return difference, np.broadcast_to(between(null.values[one], their_null.values[one]), null.shape)
 
 
 def _null(expected: np.ndarray | None, parts: Parts, null: Null, alike: bool) -> tuple[np.ndarray | None, str]:

@@ -96,7 +96,7 @@ def _of_layers(
             "high": mean.high,
             "uniform": uniform,
             "n": len(each[shown]),
-            "finding": each[finding].mean(0),
+            "finding": each[finding].mean(0) if alone or select else mean.estimate,
             "there": ~np.isnan(each[0]),
         }
     )

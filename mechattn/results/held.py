@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mechattn.errors import MemoryOptionError
 from mechattn.results.layer_blocks import layer_blocks
 from mechattn.results.lazy import is_lazy
@@ -45,8 +47,10 @@ def held(result: Result, quantity: str, condition: str, segment: str, memory: st
     unchanged = Held(result, memory)
     if not is_lazy(result) or (of_segment and segment not in dataset.segment.values):
         return unchanged
-    chosen = dataset[names].sel({"condition": [condition]} | ({"segment": [segment]} if of_segment else {}))
-    size = sum(variable.dtype.itemsize * prod(variable.shape) for variable in chosen.data_vars.values())
+    wanted = {"condition": condition} | ({"segment": segment} if of_segment else {})
+    at_each = {dim: dataset[dim].values.tolist().index(label) for dim, label in wanted.items()}
+    chosen = dataset[names].isel({dim: slice(at, at + 1) for dim, at in at_each.items()})
+    size = 8 * sum(prod(variable.shape) for variable in chosen.data_vars.values())
     rest = f"{(memory_bytes(memory) - 2 * size) / 2**10:.3f}KiB"
     if size > memory_bytes(memory) // _SHARE:
         return unchanged
@@ -54,4 +58,4 @@ def held(result: Result, quantity: str, condition: str, segment: str, memory: st
         layer_blocks(result, quantity, "segment", segment, rest, signs=RESAMPLES)
     except MemoryOptionError:
         return unchanged
-    return Held(replace(result, datasets={"sequences": result["sequences"], at: chosen.load()}), rest)
+    return Held(replace(result, datasets={"sequences": result["sequences"], at: chosen.astype(np.float64)}), rest)

@@ -80,16 +80,22 @@ def values_of(
     for dim in _FURTHER:
         if dim in values.dims:
             values = values.isel({dim: (_there(values, dim) if part is None else part[dim])})
-    missing = values.isnull()
-    # A layer where no prompt has it is left out.
-    missing &= ~missing.all("prompt") | (missing.all() & (part is None))
-    if missing.any():
-        bad = missing.any([dim for dim in values.dims if dim != "prompt"])
-        raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
+    if np.isnan(values.values.min(initial=np.inf)):
+        missing = values.isnull()
+        # A layer where no prompt has it is left out.
+        missing &= ~missing.all("prompt") | (missing.all() & (part is None))
+        if missing.any():
+            bad = missing.any([dim for dim in values.dims if dim != "prompt"])
+            raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
     if null is not None:
-        shared = {dim: values[dim] for dim in null.dims}
-        null = null.sel(shared).broadcast_like(values).transpose(*values.dims)
+        null = selected(null, values).broadcast_like(values).transpose(*values.dims)
     return values, null
+
+
+def selected(values: xr.DataArray, like: xr.DataArray) -> xr.DataArray:
+    """Values at the labels of another array, along the dimensions they share; not copied if they are the same."""
+    shared = [dim for dim in values.dims if dim in like.dims]
+    return values.sel({dim: like[dim] for dim in shared if not np.array_equal(like[dim].values, values[dim].values)})
 
 
 def check_condition(result: Result, condition: str) -> None:
@@ -148,7 +154,7 @@ def _chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.D
                 f"segment={segment!r}: choose one of {', '.join(map(repr, chosen.segment.values.tolist()))}"
             )
         chosen = chosen.sel(segment=segment)
-    chosen = chosen.astype(np.float64)
+    chosen = chosen.astype(np.float64, copy=False)
     first = [dim for dim in ("prompt", "layer", "head") if dim in chosen.dims]
     return chosen.transpose(*first, ...).reset_coords(drop=True)
 

@@ -20,6 +20,7 @@ from mechattn.results.lazy import Key
 from mechattn.results.regions import ALONE, CHECKSUM, FILL, INDEX, Region
 
 _NOTHING = 2**64 - 1  # in an index: the piece does not exist
+_AT_ONCE = 2**20  # bytes of pieces that are read together
 
 
 class _Cut(NamedTuple):
@@ -72,34 +73,45 @@ def _cuts(span: range, width: int) -> Iterator[_Cut]:
 
 def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) -> None:
     """Copy the part of a block that is in one object."""
-    grid = [whole // part for whole, part in zip(region.shard, region.piece)]
-    alone = [dim in ALONE for dim in region.dims]
+    grid = region.pieces
+    alone = [axis for axis, dim in enumerate(region.dims) if dim in ALONE]
+    within = [cut.inside if axis in alone else [0] for axis, cut in enumerate(cuts)]
+    to = np.moveaxis(made, alone, range(len(alone)))[tuple(cuts[axis].outside for axis in alone)]
+    to = to[(..., *(cut.outside for axis, cut in enumerate(cuts) if axis not in alone))][None]  # none may be alone
+    inside = tuple(slice(c.inside.start, c.inside.stop, c.inside.step) for i, c in enumerate(cuts) if i not in alone)
+    shape = [size for axis, size in enumerate(region.piece) if axis not in alone]
     with open(path, "rb", buffering=0) as stored:
         length = INDEX * prod(grid)
-        index = _checked(stored, region.object_bytes - length - CHECKSUM, length + CHECKSUM)
-        places = np.frombuffer(index, "<u8").reshape(*grid, 2)
-        wanted = product(*(enumerate(cut.inside) if one else [(0, 0)] for cut, one in zip(cuts, alone)))
-        for some in wanted:
-            offset, size = (int(number) for number in places[tuple(place for _, place in some)])
-            if offset == _NOTHING:
-                continue
-            values = np.frombuffer(_checked(stored, offset, size), np.dtype(region.dtype).newbyteorder("<"))
-            inside = tuple(0 if one else slice(c.inside.start, c.inside.stop, c.inside.step)
-                           for c, one in zip(cuts, alone))  # fmt: skip
-            outside = tuple(cut.outside.start + order if one else cut.outside
-                            for cut, one, (order, _) in zip(cuts, alone, some))  # fmt: skip
-            made[outside] = values.reshape(region.piece)[inside]
+        index = _checked(stored, region.object_bytes - length - CHECKSUM, 1, length + CHECKSUM)
+        places = index.view("<u8").reshape(*grid, 2)[np.ix_(*within)].reshape(-1, 2)
+        for some in _runs(places):
+            offset, size = places[some.start].tolist()
+            pieces = _checked(stored, offset, some.stop - some.start, size)
+            values = pieces.view(np.dtype(region.dtype).newbyteorder("<")).reshape(-1, *shape)
+            to[np.unravel_index(np.arange(some.start, some.stop), to.shape[: len(alone) + 1])] = values[:, *inside]
 
 
-def _checked(file: FileIO, offset: int, size: int) -> bytes:
-    """Read bytes of a file, check their trailing checksum and return them without it."""
+def _runs(places: np.ndarray) -> Iterator[slice]:
+    """Pieces that lie one after another in an object, and can be read at once; those that do not exist are left out."""
+    offset, size = places.T
+    apart = (offset[1:] != offset[:-1] + size[:-1]) | (size[1:] != size[:-1])
+    ends = [*(np.flatnonzero(apart) + 1).tolist(), len(places)]
+    for start, end in zip([0, *ends], ends):
+        if offset[start] != _NOTHING:
+            step = max(1, _AT_ONCE // int(size[start]))
+            yield from (slice(at, min(at + step, end)) for at in range(start, end, step))
+
+
+def _checked(file: FileIO, offset: int, count: int, size: int) -> np.ndarray:
+    """Read some pieces of a file, check their trailing checksums and return them without [piece, byte]."""
     import google_crc32c  # the library that Zarr uses
 
     file.seek(offset)
-    content = file.read(size)
-    if len(content) != size:
-        raise ValueError(f"{len(content)} of {size} bytes")
-    stored, inner = content[-CHECKSUM:], content[:-CHECKSUM]
-    if google_crc32c.value(inner).to_bytes(CHECKSUM, "little") != stored:
-        raise ValueError("its checksum does not match")
-    return inner
+    content = file.read(count * size)
+    if len(content) != count * size:
+        raise ValueError(f"{len(content)} of {count * size} bytes")
+    for end in range(size, len(content) + 1, size):
+        inner = content[end - size : end - CHECKSUM]
+        if google_crc32c.value(inner).to_bytes(CHECKSUM, "little") != content[end - CHECKSUM : end]:
+            raise ValueError("its checksum does not match")
+    return np.frombuffer(content, np.uint8).reshape(count, size)[:, :-CHECKSUM]

@@ -51,7 +51,8 @@ class Bags:
         """The mean of each bag's units, for values [unit, …]."""
         ends = np.append(self.starts, len(self.order))
         sums = sparse.csr_array((np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order)))
-        made: np.ndarray = sums @ values.reshape(len(values), -1) / np.diff(ends)[:, None]
+        made: np.ndarray = sums @ values.reshape(len(values), -1)
+        made /= np.diff(ends)[:, None]
         return made.reshape(self.n, *values.shape[1:])
 
 

@@ -61,8 +61,13 @@ def row_blocks(rows: int, n: int) -> list[slice]:
 
 def spread(d: np.ndarray) -> np.ndarray:
     """The standard deviation of each column; 0 if its values differ only by rounding."""
-    deviation = d.std(0, ddof=1)
-    return np.where(deviation <= _ROUNDING * abs(d).max(0, initial=0.0), 0.0, deviation)
+    return without_noise(d.std(0, ddof=1), d)
+
+
+def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """The standard deviations of columns, with 0 in place of what is rounding error."""
+    largest = np.maximum(d.max(0, initial=0.0), -d.min(0, initial=0.0))
+    return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
 
 def bootstrap_t(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from scipy import stats
 
-from mechattn.stats.bags import Bags
+from mechattn.stats.bags import ALONE, Bags
 from mechattn.stats.bootstrap import (
     Counts,
     extremes,
@@ -19,8 +19,9 @@ from mechattn.stats.bootstrap import (
     row_blocks,
     spread,
     t_quantiles,
+    without_noise,
 )
-from mechattn.stats.intervals import t_interval
+from mechattn.stats.intervals import blocks_of, moments_of_many, t_interval, t_interval_of_moments
 
 FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
@@ -177,14 +178,15 @@ class PairedStream:
     def _described(self, given: Columns) -> Columns:
         """The statistics of each cell's units, and the values to resample."""
         d, expected = given["d"], given.get("expected")
-        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
+        tested = without_rounding(d - (0.0 if expected is None else expected), given["rounding"])
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
         null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
         ends = _intervals(d, self.level)
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
         # numpy sums the same numbers differently in another memory order, which changes the last digit.
-        made |= {"beyond": tested.mean(0) + unknown} | _sizes(len(d), tested.mean(0), spread(tested))
+        again = beyond if self.bags else {"mean": tested.mean(0), "deviation": spread(tested)}
+        made |= {"beyond": again["mean"] + unknown} | _sizes(len(d), again["mean"], again["deviation"])
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
         bags = (lambda values: values) if self.bags is None else self.bags.means
@@ -246,13 +248,19 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
     """The t interval for the mean of each column, with the mean and standard deviation."""
+    if len(d) > ALONE:
+        mean, variance = moments_of_many(d)
+        _, low, high = t_interval_of_moments(np.full(mean.shape, len(d)), mean, variance, level)
+        return {"low": low, "high": high, "mean": mean, "deviation": without_noise(np.sqrt(variance), d)}
     _, low, high = t_interval(d, level)
     return {"low": low, "high": high, "mean": d.mean(0), "deviation": spread(d)}
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
-    """Replace differences within the rounding error by 0."""
-    return np.where(abs(difference) <= rounding, 0.0, difference)
+    """Replace differences within the rounding error by 0, in place."""
+    for rows in blocks_of(difference):
+        difference[rows][abs(difference[rows]) <= rounding] = 0.0
+    return difference
 
 
 def enough(resamples: int, cells: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, floor
 
 from scipy import stats
@@ -81,9 +82,6 @@ def resolution(
     patterns = enough(resamples, tests)
     p = 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + patterns)
     together = floor(tests * p / level) + 1
-    fewest = _MOST
-    while fewest > 1 and _chance(fewest - 1, tests, level, patterns) >= SURE:
-        fewest -= 1
     return Resolution(
         n=n,
         unit=unit,
@@ -93,8 +91,17 @@ def resolution(
         smallest_q=min(1.0, tests * p),
         together=together if together <= tests else None,
         chance=_chance(n, tests, level, patterns),
-        fewest=fewest,
+        fewest=_fewest(tests, level, patterns),
     )
+
+
+@lru_cache(maxsize=64)  # the tables of a page ask for the same
+def _fewest(tests: int, level: float, patterns: int) -> int:
+    """The smallest number of units with which one test alone passes almost surely."""
+    fewest = _MOST
+    while fewest > 1 and _chance(fewest - 1, tests, level, patterns) >= SURE:
+        fewest -= 1
+    return fewest
 
 
 def _chance(n: int, tests: int, level: float, patterns: int) -> float:
