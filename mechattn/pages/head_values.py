@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -95,9 +94,7 @@ def _values(of: Held, quantity: str, condition: str, layers: list[int], heads: i
 
 def _changes(of: Held, reference: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about heads that are left out: they are empty on the map
-        table = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
+    table = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
     table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}

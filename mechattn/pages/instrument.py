@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mechattn.errors import MemoryOptionError
 from mechattn.pages.head_curves import NAME, head_curves, head_patterns, head_texts
-from mechattn.pages.head_values import head_quantities, head_values
+from mechattn.pages.head_values import check_memory, head_quantities, head_values
 from mechattn.pages.packed import squeezed
 from mechattn.pages.verdicts import captions
+from mechattn.results.lazy import is_lazy
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
+from mechattn.results.size import MEMORY, memory_bytes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -57,7 +61,7 @@ def model_data(
     model = {"conditions": result.conditions, "layers": layers, "heads": heads}
     by_position = {name: data for name, data in result.datasets.items() if name in ("sequences", NAME)}
     on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
-    found = [head_values(result, name, layers, heads, memory) for name in names]
+    found = _values(result, names, layers, heads, memory)
     return model | {
         "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
         "quantities": [quantity for quantity in found if quantity["values"]],
@@ -66,6 +70,28 @@ def model_data(
         "texts": head_texts(on_map),
         "patterns": head_patterns(maps) | {"apart": maps is not result},
     }
+
+
+def _values(result: Result, names: Seq[str], layers: list[int], heads: int, memory: str) -> list[dict[str, Any]]:
+    """Each quantity's values; of a stored result two at a time, with half the memory each, if half is enough.
+
+    One is read while the other is computed, and numpy lets both compute at once.
+    """
+    half = f"{memory_bytes(memory) // 2**11}KiB"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about heads that are left out: they are empty on the map
+        if not is_lazy(result) or not _fits(result, half):
+            return [head_values(result, name, layers, heads, memory) for name in names]
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda name: head_values(result, name, layers, heads, half), names))
+
+
+def _fits(result: Result, memory: str) -> bool:
+    try:
+        check_memory(result, memory)
+    except MemoryOptionError:
+        return False
+    return True
 
 
 def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:

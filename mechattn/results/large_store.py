@@ -194,7 +194,8 @@ def damaged(where: object, name: str, number: int, region: Region, why: str) -> 
 def region_in(array: Any) -> Region:
     """The region from which a Zarr array was created."""
     meta = array.metadata
-    return Region(tuple(meta.dimension_names), array.shape, array.dtype.name, array.shards[0], dict(array.attrs))
+    chunk, attrs = array.shards[0], dict(array.attrs)
+    return Region.stored(meta.dimension_names, array.shape, array.dtype.name, chunk, attrs, array.chunks)
 
 
 def seal_of(attrs: Mapping[Any, Any], small: str) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mechattn.results.lazy import Key
-from mechattn.results.regions import ALONE, CHECKSUM, FILL, INDEX, Region
+from mechattn.results.regions import CHECKSUM, FILL, INDEX, Region
 
 _NOTHING = 2**64 - 1  # in an index: the piece does not exist
 _AT_ONCE = 2**20  # bytes of pieces that are read together
@@ -74,7 +74,7 @@ def _cuts(span: range, width: int) -> Iterator[_Cut]:
 def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) -> None:
     """Copy the part of a block that is in one object."""
     grid = region.pieces
-    alone = [axis for axis, dim in enumerate(region.dims) if dim in ALONE]
+    alone = [axis for axis, dim in enumerate(region.dims) if dim in region.alone]
     within = [cut.inside if axis in alone else [0] for axis, cut in enumerate(cuts)]
     to = np.moveaxis(made, alone, range(len(alone)))[tuple(cuts[axis].outside for axis in alone)]
     to = to[(..., *(cut.outside for axis, cut in enumerate(cuts) if axis not in alone))][None]  # none may be alone
@@ -84,15 +84,16 @@ def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) 
         length = INDEX * prod(grid)
         index = _checked(stored, region.object_bytes - length - CHECKSUM, 1, length + CHECKSUM)
         places = index.view("<u8").reshape(*grid, 2)[np.ix_(*within)].reshape(-1, 2)
-        for some in _runs(places):
-            offset, size = places[some.start].tolist()
+        order = np.argsort(places[:, 0])
+        for some in _runs(places[order]):
+            offset, size = places[order[some.start]].tolist()
             pieces = _checked(stored, offset, some.stop - some.start, size)
             values = pieces.view(np.dtype(region.dtype).newbyteorder("<")).reshape(-1, *shape)
-            to[np.unravel_index(np.arange(some.start, some.stop), to.shape[: len(alone) + 1])] = values[:, *inside]
+            to[np.unravel_index(order[some], to.shape[: len(alone) + 1])] = values[(slice(None), *inside)]
 
 
 def _runs(places: np.ndarray) -> Iterator[slice]:
-    """Pieces that lie one after another in an object, and can be read at once; those that do not exist are left out."""
+    """Runs of pieces, sorted by place, that follow one another and can be read at once; missing ones are left out."""
     offset, size = places.T
     apart = (offset[1:] != offset[:-1] + size[:-1]) | (size[1:] != size[:-1])
     ends = [*(np.flatnonzero(apart) + 1).tolist(), len(places)]

@@ -108,7 +108,8 @@ def _region(about: dict[str, Any]) -> Region:
     """Check an array in regions: it must be divided as mechattn does, with its codecs, none of which compress."""
     grid, (codec,) = about["chunk_grid"], about["codecs"]
     shape, shard = _sizes(about["shape"]), _sizes(grid["configuration"]["chunk_shape"])
-    made = Region(tuple(about["dimension_names"]), tuple(shape), about["data_type"], shard[0], about["attributes"])
+    piece = _sizes(codec["configuration"]["chunk_shape"])
+    made = Region.stored(about["dimension_names"], shape, about["data_type"], shard[0], about["attributes"], piece)
     plain = [{"name": "bytes", **_ENDIAN[BYTES[made.dtype] > 1]}, {"name": "crc32c"}]
     index = [{"name": "bytes", **_ENDIAN[True]}, {"name": "crc32c"}]
     wanted = {"chunk_shape": list(made.piece), "codecs": plain, "index_codecs": index, "index_location": "end"}

@@ -178,7 +178,7 @@ class PairedStream:
     def _described(self, given: Columns) -> Columns:
         """The statistics of each cell's units, and the values to resample."""
         d, expected = given["d"], given.get("expected")
-        tested = without_rounding(d - (0.0 if expected is None else expected), given["rounding"])
+        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
         null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
         ends = _intervals(d, self.level)
