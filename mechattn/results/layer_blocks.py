@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mechattn.results.result import Result
 
-_COPIES = 14  # float64 arrays [prompt, cell] in memory at the same time in a comparison
+_COPIES = 8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 
 

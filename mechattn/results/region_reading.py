@@ -76,8 +76,7 @@ def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) 
     grid = region.pieces
     alone = [axis for axis, dim in enumerate(region.dims) if dim in region.alone]
     within = [cut.inside if axis in alone else [0] for axis, cut in enumerate(cuts)]
-    to = np.moveaxis(made, alone, range(len(alone)))[tuple(cuts[axis].outside for axis in alone)]
-    to = to[(..., *(cut.outside for axis, cut in enumerate(cuts) if axis not in alone))][None]  # none may be alone
+    to = np.moveaxis(made[tuple(cut.outside for cut in cuts)], alone, range(len(alone)))[None]  # none may be alone
     inside = tuple(slice(c.inside.start, c.inside.stop, c.inside.step) for i, c in enumerate(cuts) if i not in alone)
     shape = [size for axis, size in enumerate(region.piece) if axis not in alone]
     with open(path, "rb", buffering=0) as stored:
