@@ -6,7 +6,8 @@
 The result is a toy's whose prompts, layers and heads are repeated, with noise of 5 % for each prompt, condition, layer
 and head, up to 32 layers × 32 heads (Llama-3.1-8B's), six conditions and four analyses: what it says is nothing. Each
 process writes its chunks straight into their regions; the last step merges what is small and writes metadata. What
-reads the result runs in a process of its own, whose peak memory is printed.
+reads the result runs in a process of its own, whose peak memory is printed, and begins with nothing of it in the
+system's cache (Linux).
 """
 
 from __future__ import annotations
@@ -147,6 +148,16 @@ def read_once(out: Path) -> None:
     say("all bytes read once", f"{time.monotonic() - begun:.0f} s")
 
 
+def forget(out: Path) -> None:
+    """Drop the files from the system's cache, so that the next step reads them from the disk."""
+    os.sync()
+    for path in (out / "large.zarr").rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def peak() -> float:
     """Of this process since it began, in GiB: what Linux calls VmHWM (ru_maxrss counts the parent before exec too)."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -173,10 +184,12 @@ def main() -> None:
         return read(given.out, given.step, given.resamples)
     if not given.read:
         write(given.out, given.gib, given.processes)
+    forget(given.out)
     read_once(given.out)
     load = os.getloadavg()[1]
     say("load of the machine", f"{load:.1f}, on {os.cpu_count()} cores")
     for step in given.steps:
+        forget(given.out)
         again = [sys.executable, __file__, "--out", str(given.out), "--step", step]
         subprocess.run([*again, "--resamples", str(given.resamples)], check=True)
     return None
