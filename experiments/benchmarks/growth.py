@@ -95,7 +95,7 @@ def large_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int
         "{:.2g} GiB",
     )
     row("what is resampled", [8 * 6 * resampled(prompts) * m.layers * m.heads / 2**30 for m in MODELS], "{:.2g} GiB")
-    row("a layer of a comparison", [8 * 14 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
+    row("a layer of a comparison", [8 * 8 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
 
 
 def row(name: str, values: list[float], form: str) -> None:

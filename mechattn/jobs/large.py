@@ -15,10 +15,11 @@ from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts
 from mechattn.results.addresses import as_place
 from mechattn.results.large_store import OBJECTS, SCHEMA, Store, attributes_of, check_begun
-from mechattn.results.large_writing import finish, unlike
+from mechattn.results.large_writing import REGIONS, finish, unlike
 from mechattn.results.merge import merge_results
 from mechattn.results.packed import unpacked
 from mechattn.results.provenance import digest
+from mechattn.results.regions import ALONE
 from mechattn.results.whole import move_whole, say
 
 Compute = Callable[[Job, list[int]], object]
@@ -35,7 +36,11 @@ def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
     place = as_place(path)
     store = Store(place if isinstance(place, str) else parts.store)
     for chunk in parts.done():
-        if bad := unlike(store, parts.opened(chunk).provenance[OBJECTS]):
+        about = parts.opened(chunk).provenance
+        if any(tuple(region.get("alone", ())) != ALONE for region in about[REGIONS].values()):
+            say(f"chunk {chunk} was written by another version of mechattn; computing it again")
+            parts.drop(chunk)
+        elif bad := unlike(store, about[OBJECTS]):
             say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
             parts.drop(chunk)
     if isinstance(place, str) and not parts.done():

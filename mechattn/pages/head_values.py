@@ -55,7 +55,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int, me
         quantity: One of :func:`head_quantities`.
         layers: The layers to show, in order.
         heads: The number of heads per layer.
-        memory: The memory this may take; each number is read once if a condition fits in an eighth of it.
+        memory: The memory this may take; each number is read once if a condition fits in a quarter of it.
     """
     variable = variable_of(result, quantity, "segment")
     of_segment = "segment" in variable.dims

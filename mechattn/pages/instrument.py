@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mechattn.errors import MemoryOptionError
 from mechattn.pages.head_curves import NAME, head_curves, head_patterns, head_texts
-from mechattn.pages.head_values import check_memory, head_quantities, head_values
+from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.packed import squeezed
 from mechattn.pages.verdicts import captions
-from mechattn.results.lazy import is_lazy
+from mechattn.results.held import holds
 from mechattn.results.result import Result
 from mechattn.results.size import MEMORY, memory_bytes
 
@@ -73,25 +72,17 @@ def model_data(
 
 
 def _values(result: Result, names: Seq[str], layers: list[int], heads: int, memory: str) -> list[dict[str, Any]]:
-    """Each quantity's values; of a stored result two at a time, with half the memory each, if half is enough.
+    """Each quantity's values; of a stored result two at a time if half the memory each holds their conditions.
 
     One is read while the other is computed, and numpy lets both compute at once.
     """
     half = f"{memory_bytes(memory) // 2**11}KiB"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about heads that are left out: they are empty on the map
-        if not is_lazy(result) or not _fits(result, half):
+        if not all(holds(result, name, "question", half) for name in names):
             return [head_values(result, name, layers, heads, memory) for name in names]
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda name: head_values(result, name, layers, heads, half), names))
-
-
-def _fits(result: Result, memory: str) -> bool:
-    try:
-        check_memory(result, memory)
-    except MemoryOptionError:
-        return False
-    return True
 
 
 def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:

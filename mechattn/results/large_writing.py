@@ -58,8 +58,9 @@ def write_chunk(
                 objects[path] = object_digest(content)
                 if known is not None and known.get(path) != objects[path]:
                     raise OutputError(
-                        f"{path} differs from the original in {store.place}, perhaps made on another machine or with "
-                        "another number of threads: repair it there, or compute everything again (fresh=True)"
+                        f"{path} differs from the original in {store.place}, perhaps made by another version, on "
+                        "another machine or with another number of threads: repair it there, or compute everything "
+                        "again (fresh=True)"
                     )
                 store.put(path, content)
             regions[f"{name}/{label}"] = region.as_json()

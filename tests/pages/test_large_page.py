@@ -2,6 +2,7 @@
 
 import tracemalloc
 from dataclasses import replace
+from threading import current_thread, main_thread
 
 import numpy as np
 import pandas as pd
@@ -54,15 +55,18 @@ def expected(measured, tmp_path_factory):
 def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path, monkeypatch):
     from mechattn.results import compare, layer_blocks
 
-    blocks, kept = [], []
+    blocks, kept, threads = [], [], set()
     monkeypatch.setattr(
         compare, "layer_blocks", lambda *a, **k: blocks.append(layer_blocks.layer_blocks(*a, **k)) or blocks[-1]
     )
-    monkeypatch.setattr(head_values, "held", lambda *a: kept.append(held(*a)) or kept[-1])
+    monkeypatch.setattr(
+        head_values, "held", lambda *a: kept.append(held(*a)) or threads.add(current_thread()) or kept[-1]
+    )
     missing = report([place], tmp_path / "page.html", memory=memory)
     assert missing == []
     assert any(len(layers) > 1 for layers in blocks) is (memory == SMALL)
     assert all(one.memory != memory for one in kept)  # something is held each time
+    assert (main_thread() in threads) is (memory == SMALL)  # which half of it would not hold
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == expected
 
 

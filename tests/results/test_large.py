@@ -6,6 +6,7 @@ import re
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.errors import OptionError, OutputError
+from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.into import Into
 from mechattn.jobs.local import Local
+from mechattn.results import large_writing, regions
 from mechattn.results.large_store import Store
 from mechattn.results.large_writing import copied, finish, write_chunk
 from mechattn.results.lazy import is_lazy
@@ -370,6 +372,17 @@ class Asked:
         yield from Local().parts(job, chunks)
 
 
+@dataclass
+class Stopped(Asked):
+    """The same, stopped after some chunks."""
+
+    most: int
+
+    def parts(self, job, chunks):
+        yield from islice(super().parts(job, chunks[: self.most]), self.most)
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("name", ["r.zarr", "memory://large-job/r.zarr"])
 def test_a_large_job_is_the_same_and_mends_a_chunk(job, small, tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
@@ -391,6 +404,24 @@ def test_a_large_job_is_the_same_and_mends_a_chunk(job, small, tmp_path, monkeyp
     assert "computing 2 of 3 chunks again" in capsys.readouterr().err
     assert store.get(changed) == content
     assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "://" in name else ["r.zarr"])
+
+
+@pytest.mark.parametrize(
+    ("alone", "expected"),
+    [(("condition", "layer"), [0, 1, 0, 1, 2]), (regions.ALONE, [0, 1, 2])],
+    ids=["before", "now"],
+)
+def test_a_run_that_another_version_began_goes_on(job, small, tmp_path, monkeypatch, capsys, alone, expected):
+    """Its chunks are computed again, as their pieces have another shape; negative control: our own are kept."""
+    large, asked, path = replace(job, large=True), [], tmp_path / "r.zarr"
+    with monkeypatch.context() as other:
+        other.setattr(large_writing, "region_of", lambda *given: replace(regions.region_of(*given), alone=alone))
+        with pytest.raises(Interrupted, match="2 of 3 chunks are done"):
+            ma.run_job(large, path, executor=Stopped(asked, 2))
+    assert ma.run_job(large, path, executor=Asked(asked)).digest() == small.digest()
+    assert asked == expected
+    said = "chunk 0 was written by another version of mechattn; computing it again"
+    assert (said in capsys.readouterr().err) is (alone != regions.ALONE)
 
 
 def test_a_chunk_that_comes_out_otherwise_mends_nothing(job, tmp_path):
