@@ -245,8 +245,8 @@ def _differences(
     difference = ours.copy(data=between(ours.values, theirs.values))
     if null is None or their_null is None:
         return difference, None
-    alike = [size > 1 and stride == 0 for size, stride in zip(null.shape, null.values.strides)]  # for all heads
-    one = tuple(slice(1) if same else slice(None) for same in alike)
+    strides = zip(null.values.strides, their_null.values.strides)  # 0 where all heads share a number
+    one = tuple(slice(None) if any(each) else slice(1) for each in strides)
     return difference, np.broadcast_to(between(null.values[one], their_null.values[one]), null.shape)
 
 

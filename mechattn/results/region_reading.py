@@ -83,6 +83,9 @@ def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) 
         length = INDEX * prod(grid)
         index = _checked(stored, region.object_bytes - length - CHECKSUM, 1, length + CHECKSUM)
         places = index.view("<u8").reshape(*grid, 2)[np.ix_(*within)].reshape(-1, 2)
+        each = prod(region.piece) * np.dtype(region.dtype).itemsize + CHECKSUM
+        if not ((places[:, 1] == each) | (places[:, 0] == _NOTHING)).all():
+            raise ValueError("its index names pieces of another size")
         order = np.argsort(places[:, 0])
         for some in _runs(places[order]):
             offset, size = places[order[some.start]].tolist()

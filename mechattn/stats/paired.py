@@ -248,8 +248,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
     """The t interval for the mean of each column, with the mean and standard deviation."""
-    if len(d) > ALONE:
-        mean, variance = moments_of_many(d)
+    if len(d) > ALONE and not np.isnan((many := moments_of_many(d))[0]).any():
+        mean, variance = many
         _, low, high = t_interval_of_moments(np.full(mean.shape, len(d)), mean, variance, level)
         return {"low": low, "high": high, "mean": mean, "deviation": without_noise(np.sqrt(variance), d)}
     _, low, high = t_interval(d, level)

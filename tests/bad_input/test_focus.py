@@ -173,3 +173,16 @@ def test_the_old_name_of_rank_works_and_says_the_new_one():
         assert ma.ScoreDecomposition(sort_idx=2) == ma.ScoreDecomposition(rank=2)
     with pytest.warns(FutureWarning), pytest.raises(ma.MechattnError, match="rank=-1"):
         ma.ScoreDecomposition(sort_idx=-1)
+
+
+def test_an_old_name_is_said_where_it_was_written():
+    """Also for a dataclass of the user's own, whose ``__init__`` is generated."""
+
+    @dataclass(frozen=True)
+    class Mine(ma.ScoreDecomposition):
+        more: int = 0
+
+    for made in (ma.ScoreDecomposition, Mine):
+        with pytest.warns(FutureWarning, match="rank=2") as said:
+            made(sort_idx=2)
+        assert [one.filename for one in said] == [__file__]

@@ -1,5 +1,7 @@
 """The comparison table: the right cells, the right null, the right prompts; and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -190,3 +192,17 @@ def test_few_prompts_are_refused():
         made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity")
     with pytest.raises(OptionError, match="at least 12"):
         made_up(np.ones((11, 2, 1, 3))).compare("other", quantity="quantity", select="half")
+
+
+def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
+    """Two results of which one was changed by hand: the null's difference is that of each head."""
+    name = "received_by_segment_uniform"
+    data = slash_result["received_attention"]
+    heads = xr.DataArray(np.arange(1.0, data.sizes["head"] + 1), dims="head")
+    other = replace(
+        slash_result, datasets=slash_result.datasets | {"received_attention": data.assign({name: data[name] * heads})}
+    )
+    found = slash_result.compare("slash", other=other).set_index(["layer", "head"]).null
+    expected = slash_result.compare("slash").set_index(["layer", "head"]).null
+    minus = np.log(np.arange(1.0, data.sizes["head"] + 1))[expected.index.get_level_values("head")]
+    np.testing.assert_allclose(found, expected - minus, atol=1e-6)

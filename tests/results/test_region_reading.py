@@ -1,5 +1,6 @@
 """A block that is read from regions without Zarr is the one that Zarr reads."""
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -94,3 +95,19 @@ def test_a_changed_byte_is_noticed_where_it_is_read(stored):
         read_block(folder, region, (slice(0, 8), 0, 0, every, every))
     finally:
         path.write_bytes(content)
+
+
+@pytest.mark.parametrize("size", [0, 12])
+def test_pieces_of_another_size_are_refused(stored, tmp_path, size):
+    """A crafted index, with a checksum that is right."""
+    folder, region, _, _ = stored
+    content = (folder / "c/0/0/0/0/0").read_bytes()
+    length = 16 * int(np.prod(region.pieces))
+    index = np.frombuffer(content[-length - 4 : -4], "<u8").copy()
+    index[1] = size
+    check = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
+    crafted = tmp_path / "c/0/0/0/0/0"
+    crafted.parent.mkdir(parents=True)
+    crafted.write_bytes(content[: -length - 4] + index.tobytes() + check)
+    with pytest.raises(ValueError, match="its index names pieces of another size"):
+        read_block(tmp_path, region, (slice(0, 4), slice(None), slice(None), slice(None), slice(0, 256)))

@@ -106,3 +106,12 @@ def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
     np.testing.assert_allclose(flipped(d, signs, np.float32), got, atol=2e-3)
     assert (got[3:] == 1 / 3001).all()
     assert got[0] > 0.01
+
+
+def test_an_absent_number_is_left_out_of_the_interval_however_many_there_are():
+    for n in (1500, 2500):
+        d = np.random.default_rng(0).standard_normal((n, 3))
+        d[7, 1] = np.nan
+        made = paired(d, resamples=20)
+        expected = stats.t.interval(0.95, n - 2, d[d[:, 1] == d[:, 1], 1].mean(), stats.sem(d[:, 1], nan_policy="omit"))
+        np.testing.assert_allclose([made.low[1], made.high[1]], expected, atol=1e-12)
