@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mechattn.results.lazy import Key
-from mechattn.results.regions import CHECKSUM, FILL, INDEX, Region
+from mechattn.results.regions import CHECKSUM, FILL, INDEX, Region, checksum
 
 _NOTHING = 2**64 - 1  # in an index: the piece does not exist
 _AT_ONCE = 2**20  # bytes of pieces that are read together
@@ -83,8 +83,7 @@ def _read_object(path: Path, region: Region, cuts: Seq[_Cut], made: np.ndarray) 
         length = INDEX * prod(grid)
         index = _checked(stored, region.object_bytes - length - CHECKSUM, 1, length + CHECKSUM)
         places = index.view("<u8").reshape(*grid, 2)[np.ix_(*within)].reshape(-1, 2)
-        each = prod(region.piece) * np.dtype(region.dtype).itemsize + CHECKSUM
-        if not ((places[:, 1] == each) | (places[:, 0] == _NOTHING)).all():
+        if not ((places[:, 1] == region.piece_bytes) | (places[:, 0] == _NOTHING)).all():
             raise ValueError("its index names pieces of another size")
         order = np.argsort(places[:, 0])
         for some in _runs(places[order]):
@@ -107,14 +106,11 @@ def _runs(places: np.ndarray) -> Iterator[slice]:
 
 def _checked(file: FileIO, offset: int, count: int, size: int) -> np.ndarray:
     """Read some pieces of a file, check their trailing checksums and return them without [piece, byte]."""
-    import google_crc32c  # the library that Zarr uses
-
     file.seek(offset)
     content = file.read(count * size)
     if len(content) != count * size:
         raise ValueError(f"{len(content)} of {count * size} bytes")
     for end in range(size, len(content) + 1, size):
-        inner = content[end - size : end - CHECKSUM]
-        if google_crc32c.value(inner).to_bytes(CHECKSUM, "little") != content[end - CHECKSUM : end]:
+        if checksum(content[end - size : end - CHECKSUM]) != content[end - CHECKSUM : end]:
             raise ValueError("its checksum does not match")
     return np.frombuffer(content, np.uint8).reshape(count, size)[:, :-CHECKSUM]

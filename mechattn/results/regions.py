@@ -67,8 +67,12 @@ class Region:
     @property
     def object_bytes(self) -> int:
         """The size of each object."""
-        each = prod(self.piece) * np.dtype(self.dtype).itemsize + CHECKSUM
-        return prod(self.pieces) * (each + INDEX) + CHECKSUM
+        return prod(self.pieces) * (self.piece_bytes + INDEX) + CHECKSUM
+
+    @property
+    def piece_bytes(self) -> int:
+        """The size of each piece, with its checksum."""
+        return prod(self.piece) * np.dtype(self.dtype).itemsize + CHECKSUM
 
     def create(self, store: Any, name: str) -> Any:
         """Create the array in a Zarr store; only its metadata is written."""
@@ -153,15 +157,16 @@ def _object(values: np.ndarray, region: Region) -> bytes:
     made = np.empty((len(rows), rows.shape[1] + CHECKSUM), np.uint8)
     made[:, :-CHECKSUM] = rows
     for row in made:
-        row[-CHECKSUM:] = np.frombuffer(_checksum(row[:-CHECKSUM].tobytes()), np.uint8)
+        row[-CHECKSUM:] = np.frombuffer(checksum(row[:-CHECKSUM].tobytes()), np.uint8)
     index = np.empty((len(rows), 2), "<u8")
     order = np.arange(len(rows)).reshape([region.pieces[axis] for axis in alone])
     index[:, 0] = order.transpose(np.argsort(alone)).ravel() * made.shape[1]
     index[:, 1] = made.shape[1]
-    return b"".join([made.tobytes(), index.tobytes(), _checksum(index.tobytes())])
+    return b"".join([made.tobytes(), index.tobytes(), checksum(index.tobytes())])
 
 
-def _checksum(content: bytes) -> bytes:
+def checksum(content: bytes) -> bytes:
+    """The CRC-32C that follows a piece or an index."""
     import google_crc32c  # the library that Zarr uses
 
     return google_crc32c.value(content).to_bytes(CHECKSUM, "little")
