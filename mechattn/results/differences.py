@@ -145,9 +145,8 @@ def _values_alike(
     options = [variable_of(r, quantity, by).attrs.get("options") for r in (result, other)]
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
-    ours, theirs = xr.align(
-        ours, theirs, join="inner", copy=False
-    )  # an absent segment, such as the baseline's inserted one
+    # One may have a segment that the other lacks, such as the inserted one.
+    ours, theirs = xr.align(ours, theirs, join="inner", copy=False)
     return ours, theirs, null, their_null
 
 
