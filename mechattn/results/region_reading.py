@@ -1,7 +1,7 @@
 """Reads a block of an array from regions in a folder: finds each piece by its object's index and checks its checksum.
 
 At an address, Zarr reads the same numbers. In a folder it would take half a millisecond per piece of about ten
-kilobytes, and a page of a large result reads hundreds of thousands, of which those that follow one another are one read.
+kilobytes, and a page of a large result needs hundreds of thousands; here, those that follow one another are one read.
 """
 
 from __future__ import annotations
