@@ -6,7 +6,8 @@
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask
-# make test-all   those and every test, including the slow ones
+# make test-rest  what make test leaves out: slow tests, those that were skipped, types in every room that has tensors
+# make test-all   all of these, each test once
 # Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
 # figures need only mechattn (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
 
@@ -17,7 +18,7 @@ UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
 # Bytecode is compiled at first import rather than at installation, which is less work.
 unexport PYTHONDONTWRITEBYTECODE
-# Shapes and types are checked at run time: by "make test" in mechattn.functional, by "make test-all" in all packages with
+# Shapes and types are checked at run time: by "make test" in mechattn.functional, by the others in all packages with
 # tensors, which takes 1.5 times as long.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
@@ -27,7 +28,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # What needs a folder of packages of its own on the path.
 ELSEWHERE := --ignore tests/compat --ignore tests/extra
 
-.PHONY: figures selftest paper test test-compat test-extra test-all fuzz lint docs cards bench lock clean
+# A few rooms with types checked, and of all others what $(1) selects.
+define tested
+	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
+endef
+
+.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz lint docs cards bench lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -45,9 +52,11 @@ paper: .venv/core
 test: .venv/dev
 	$(PYTEST) -m "not slow" tests $(ELSEWHERE) --jaxtyping-packages=mechattn.functional,beartype.beartype
 
+test-rest: .venv/dev
+	$(call tested,-m "slow or browser or site")
+
 test-all: .venv/dev test-compat test-extra
-	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
-	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED))
+	$(call tested)
 
 # It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev

@@ -20,19 +20,24 @@ if TYPE_CHECKING:
     from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDecomposition
     from mechattn.analysis.segment_flow import SegmentFlow as SegmentFlow
     from mechattn.analysis.segment_logits import SegmentLogits as SegmentLogits
-    from mechattn.claims.paper import paper as paper
+    from mechattn.claims.judge import judge as judge
+    from mechattn.claims.judge import paper as paper
     from mechattn.claims.verdicts import Verdicts as Verdicts
+    from mechattn.contrast.adjust import adjust as adjust
+    from mechattn.contrast.contrast import Contrast as Contrast
+    from mechattn.contrast.sink_kinds import sink_kinds as sink_kinds
+    from mechattn.contrast.sink_kinds import sweep_sink_kinds as sweep_sink_kinds
+    from mechattn.engine.own_forward import measure as measure
     from mechattn.engine.random_runs import run_random as run_random
     from mechattn.engine.record import head_means as head_means
     from mechattn.engine.record import record_affine as record_affine
     from mechattn.engine.record import record_keys_values as record_keys_values
     from mechattn.engine.run import run as run
-    from mechattn.engine.tensors import measure as measure
     from mechattn.errors import MechattnError as MechattnError
     from mechattn.evaluation.answer_file import load_evaluation as load_evaluation
+    from mechattn.evaluation.baseline_noise import baseline_noise as baseline_noise
     from mechattn.evaluation.evaluate import evaluate as evaluate
     from mechattn.evaluation.evaluation import Evaluation as Evaluation
-    from mechattn.evaluation.noise import baseline_noise as baseline_noise
     from mechattn.evaluation.trend import trend as trend
     from mechattn.evaluation.while_answering import WhileAnswering as WhileAnswering
     from mechattn.evaluation.while_answering import while_answering as while_answering
@@ -73,13 +78,10 @@ if TYPE_CHECKING:
     from mechattn.prompts.prompt import Prompt as Prompt
     from mechattn.prompts.sequences import Sequence as Sequence
     from mechattn.prompts.sweeps import sweep as sweep
-    from mechattn.results.adjust import adjust as adjust
     from mechattn.results.merge import merge_results as merge_results
-    from mechattn.results.reading import load_result as load_result
     from mechattn.results.result import Result as Result
-    from mechattn.results.sink_kinds import sink_kinds as sink_kinds
-    from mechattn.results.sink_kinds import sweep_sink_kinds as sweep_sink_kinds
-    from mechattn.results.storage import save_result as save_result
+    from mechattn.store.reading import load_result as load_result
+    from mechattn.store.saving import save_result as save_result
 
 __version__ = "0.1.0"
 
@@ -93,6 +95,7 @@ _HOME = {
     "AttentionSinks": "analysis.attention_sinks",
     "AttentionSpread": "analysis.attention_spread",
     "Baseline": "prompts.conditions",
+    "Contrast": "contrast.contrast",
     "BlockUpdates": "analysis.block_updates",
     "DirectLogits": "analysis.direct_logits",
     "Counting": "prompts.conditions",
@@ -127,28 +130,29 @@ _HOME = {
     "Transplant": "interventions.transplant",
     "WhileAnswering": "evaluation.while_answering",
     "Verdicts": "claims.verdicts",
-    "adjust": "results.adjust",
-    "baseline_noise": "evaluation.noise",
+    "adjust": "contrast.adjust",
+    "baseline_noise": "evaluation.baseline_noise",
     "browse": "pages.page",
     "evaluate": "evaluation.evaluate",
     "explore": "pages.one_prompt",
     "head_means": "engine.record",
+    "judge": "claims.judge",
     "load_evaluation": "evaluation.answer_file",
     "load_model": "model.load",
     "load_prompts": "prompts.datasets",
-    "load_result": "results.reading",
+    "load_result": "store.reading",
     "merge_results": "results.merge",
-    "measure": "engine.tensors",
+    "measure": "engine.own_forward",
     "page": "pages.page",
-    "paper": "claims.paper",
+    "paper": "claims.judge",
     "patch_heads": "patching.head_patching",
     "patch_residual": "patching.head_patching",
     "patch_together": "patching.head_patching",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",
-    "sink_kinds": "results.sink_kinds",
-    "sweep_sink_kinds": "results.sink_kinds",
+    "sink_kinds": "contrast.sink_kinds",
+    "sweep_sink_kinds": "contrast.sink_kinds",
     "record_affine": "engine.record",
     "record_keys_values": "engine.record",
     "render": "",
@@ -156,7 +160,7 @@ _HOME = {
     "selftest": "known_answers.selftest",
     "run_job": "jobs.chunks",
     "run_random": "engine.random_runs",
-    "save_result": "results.storage",
+    "save_result": "store.saving",
     "sweep": "prompts.sweeps",
     "trend": "evaluation.trend",
     "verify_model": "model.load",

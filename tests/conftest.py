@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+from collections import Counter
 from pathlib import Path
 
 # The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
@@ -23,6 +25,24 @@ if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) in IMITATED:
 SHARED = Path(__file__).parents[2] / "shared"  # data and models of others, beside the clone
 GSM8K = SHARED / "data" / "gsm8k_test.jsonl"
 MODELS = Path(os.environ.get("MECHATTN_MODELS", SHARED / "models"))
+SITE = Path(__file__).parents[1] / "site"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def need(what, there, how):
+    """Skip a test that lacks something from outside the clone; in CI it fails, unless MECHATTN_WITHOUT names it."""
+    if not there:
+        excused = not os.environ.get("CI") or what in os.environ.get("MECHATTN_WITHOUT", "").split()
+        (pytest.skip if excused else pytest.fail)(f"no {what}: {how}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Whatever opens a browser or reads the site is marked so: nobody has to think of it."""
+    for item in items:
+        for fixture, mark in (("chromium", "browser"), ("site", "site")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(mark)
 
 
 def pytest_collection_finish():
@@ -30,6 +50,52 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped, and why, in one line for each reason."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    for why, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {why}")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    need("browser", CHROMIUM, "apt-get install chromium")
+    return CHROMIUM
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    """Chromium, opened."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def site():
+    need("site", (SITE / "index.html").is_file(), "`make docs` builds it")
+    return SITE
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Models that others trained."""
+    need("models", MODELS.is_dir(), f"they are not in {MODELS}; MECHATTN_MODELS names their folder")
+    return MODELS
+
+
+@pytest.fixture(scope="session")
+def questions():
+    """Questions that others wrote."""
+    need("questions", GSM8K.exists(), f"there is no {GSM8K}")
+    return GSM8K
 
 
 @pytest.fixture(scope="session")

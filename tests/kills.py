@@ -24,9 +24,13 @@ class _Watch:
     empty = False
     last = ""
     die: Callable[[], None]
+    seen: Callable[[], None] | None = None
 
     def __call__(self, event: str, arguments: tuple) -> None:
         if self.root is None or event not in _CHANGES or not self._counts(event, arguments):
+            return
+        if self.seen is not None:
+            self.seen()
             return
         self.left -= 1
         if self.left >= 0:
@@ -75,6 +79,16 @@ def killed_at(root: Path, operation: int, empty: bool = False, die: Callable[[],
         _let_all_die()
     finally:
         _watch.root = None
+
+
+@contextmanager
+def each_operation(root: Path, seen: Callable[[], None]) -> Iterator[None]:
+    """Call something before each operation that changes something in a folder."""
+    _watch.root, _watch.seen = str(root), seen
+    try:
+        yield
+    finally:
+        _watch.root = _watch.seen = None
 
 
 def _let_all_die() -> None:

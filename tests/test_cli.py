@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from typer.main import get_command
 
 import mechattn as ma
-from mechattn.commands.main import main
+from mechattn.commands.main import app, main
 from mechattn.model.toys import toy_names
-from tests.conftest import GSM8K
 
 
 def mechattn(*arguments, cwd=None):
@@ -99,11 +99,10 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
     assert "mechattn verify toy:llama" in here("verify").stderr
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="the data set ../shared/data/gsm8k_test.jsonl is not here")
-def test_run_on_a_file_of_real_questions(tmp_path, here):
+def test_run_on_a_file_of_real_questions(tmp_path, here, questions):
     config = tmp_path / "config.toml"
     config.write_text(
-        f'model = "toy:llama"\n[prompts]\nsource = {json.dumps(str(GSM8K))}\nlimit = 8\n'
+        f'model = "toy:llama"\n[prompts]\nsource = {json.dumps(str(questions))}\nlimit = 8\n'
         '[conditions.slash]\ntext = "/"\ncount = 55\n[output]\nresult = "result.zarr"\npage = "page.html"\nheads = [0, 1]\n'
     )
     done = here("run", config)
@@ -166,10 +165,38 @@ def test_the_first_look_names_every_command():
     assert mechattn("--version").stdout.strip() == f"mechattn {ma.__version__}"
 
 
-def test_figures_says_how_long_it_takes_and_where_to_look(tmp_path, here):
-    done = here("figures", "--model", "toy:llama", "--limit", 6, "--out", tmp_path)
+QUESTIONS = [f"{name} has {i + 3} pears and eats {i}. How many are left?" for i, name in enumerate("ABCDEF")]
+
+
+def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monkeypatch):
+    """Unless more is asked for; what is said at the start counts the prompts that there are, not those allowed."""
+    file = tmp_path / "my.jsonl"
+    rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    figures = partial(here, "figures", "--prompts", file, "--model", "toy:llama")
+    done = figures("--out", tmp_path / "plain")
     assert "toy:llama: 6 prompts with and without 55 inserted tokens; about" in done.stderr
-    assert f"Open {tmp_path / 'index.html'} in a browser" in done.stdout
+    assert f"Open {tmp_path / 'plain' / 'index.html'} in a browser" in done.stdout
+    tokens = ma.load_result(tmp_path / "plain" / "toy-llama.zarr")["sequences"].first_prompt_text
+    assert "".join(tokens.sel(condition="baseline").values.tolist()) == f"<bos>{QUESTIONS[0]}\n"
+
+    def read(model, prompts, conditions, *_, **__):
+        raise ma.MechattnError(model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens))
+
+    monkeypatch.setattr("mechattn.commands.figures.run", read)
+    asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
+    done = figures("--out", tmp_path / "asked", *asked, "--place", "before_answer")
+    assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr
+
+
+@pytest.mark.parametrize("name", [None, *(command.name for command in get_command(app).commands.values())])
+def test_help_has_every_word_of_ours(name, here, monkeypatch):
+    """Rich takes words in brackets for markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    command = get_command(app).commands[name] if name else get_command(app)
+    printed = " ".join(here(*[name] * bool(name), "--help").stdout.replace("│", " ").split())
+    about = [command.help, *(option.help for option in command.params)]
+    assert [text for text in about if " ".join(text.split()) not in printed] == []
 
 
 def test_show_and_report(slash_result, tmp_path, here):

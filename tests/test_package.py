@@ -1,28 +1,49 @@
-"""What an installed package holds: every file that the code reads is among those that the build takes along."""
+"""What an installed package holds, and that it is found whatever folder Python is started in."""
 
+import os
+import re
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import mechattn
 
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
-
 ROOT = Path(mechattn.__file__).parent
-TAKEN = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mechattn"]
+# The build takes every file of the package but those that git is told to ignore.
+IGNORED = [line.strip("/") for line in (ROOT.parent / ".gitignore").read_text(encoding="utf-8").split()]
 
 
-def beside_the_code():
-    files = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return [path.as_posix() for path in files if path.suffix != ".py"]
+def left_out(files):
+    return [file for file in files if any(fnmatch(part, one) for part in file.split("/") for one in IGNORED)]
 
 
 def test_every_file_beside_the_code_is_taken_along():
-    assert len(beside_the_code()) > 20
-    assert [file for file in beside_the_code() if not any(fnmatch(file, pattern) for pattern in TAKEN)] == []
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file() and path.suffix != ".py"]
+    files = [file for file in files if "__pycache__" not in file]
+    assert {"py.typed", "render/explorer.js", "pages/templates/main.html.j2"} < set(files)
+    assert sum(file.startswith("toys/") for file in files) > 20
+    assert left_out(files) == []
+    assert left_out(["toys/llama.zarr/zarr.json"]), "one that is ignored would be noticed"
 
 
-def test_every_pattern_finds_a_file():
-    assert [pattern for pattern in TAKEN if not any(fnmatch(file, pattern) for file in beside_the_code())] == []
+def test_a_folder_of_its_name_does_not_hide_it(tmp_path):
+    """As in the folder that holds a clone named mechattn, where ``import mechattn`` may find the clone."""
+    (tmp_path / "mechattn").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "import mechattn; print(mechattn.MechattnError.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "MechattnError", f"{done.stderr}: install it by path, as make does"
+
+
+def test_of_xarray_only_what_its_manual_documents():
+    """Of ``xarray.core`` the page on new backends documents these names, in all versions since 2022."""
+    code = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    imports = {
+        found for text in code.values() for found in re.findall(r"^\s*from (xarray\S*) import (.*)$", text, re.M)
+    }
+    assert imports == {("xarray.backends", "BackendArray"), ("xarray.core", "indexing")}
+    names = {name for text in code.values() if "xarray.core" in text for name in re.findall(r"\bindexing\.(\w+)", text)}
+    assert names == {"ExplicitIndexer", "IndexingSupport", "LazilyIndexedArray", "explicit_indexing_adapter"}

@@ -1,7 +1,6 @@
 """A real model that somebody else trained: it moves little where the toys fall, and the README's figures are these."""
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.config import read_config
-from tests.conftest import MODELS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stories"
@@ -27,35 +25,14 @@ def loaded_script():
 measure = loaded_script()
 
 
-def require_models():
-    """In CI the models have to be there; elsewhere a test without them is skipped."""
-    if (MODELS / measure.REAL).is_dir():
-        return
-    why = f"{measure.REAL} is not in {MODELS}; MECHATTN_MODELS names the folder of models"
-    if os.environ.get("CI") == "true":
-        pytest.fail(why)
-    pytest.skip(why)
-
-
 @pytest.fixture(scope="module")
-def real():
-    require_models()
-    return ma.load_model(str(MODELS / measure.REAL))
+def real(models):
+    return ma.load_model(str(models / measure.REAL))
 
 
 @pytest.fixture(scope="module")
 def result(real):
     return measure.measured(real, measure.stories())
-
-
-def test_absent_models_fail_in_ci_and_are_skipped_elsewhere(monkeypatch, tmp_path):
-    monkeypatch.setitem(globals(), "MODELS", tmp_path)
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="MECHATTN_MODELS names the folder"):
-        require_models()
-    monkeypatch.delenv("CI")
-    with pytest.raises(pytest.skip.Exception, match="is not in"):
-        require_models()
 
 
 def test_the_stories_are_many_and_differ():

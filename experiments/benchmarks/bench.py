@@ -28,8 +28,8 @@ from scipy.stats import binom
 
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
-from mechattn.engine.measure import measure_batch
 from mechattn.functional import focus, received
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks

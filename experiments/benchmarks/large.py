@@ -31,10 +31,10 @@ from page import CONDITIONS, grown
 
 import mechattn as ma
 from mechattn.commands.report import report
-from mechattn.jobs.into import Into
-from mechattn.results.large_writing import finish
+from mechattn.jobs.chunk_store import Into
 from mechattn.results.merge import merge_results
-from mechattn.results.packed import opened, packed
+from mechattn.store.large_writing import finish
+from mechattn.store.result_bytes import opened, packed
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
 STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")

@@ -21,9 +21,9 @@ from large import base, block
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 import mechattn as ma
-from mechattn.results.large_store import Store
-from mechattn.results.large_writing import copied
-from mechattn.results.regions import FILL, in_regions, region_of
+from mechattn.store.large_store import Store
+from mechattn.store.large_writing import copied
+from mechattn.store.regions import FILL, in_regions, region_of
 
 CHUNK = 128
 

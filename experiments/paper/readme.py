@@ -1,17 +1,21 @@
 """Writes experiments/README.md: a line for each folder, and what ``mechattn paper`` says of the models it was run on.
 
-mechattn paper --models ../shared/models --out out/paper
-cp out/paper/paper.json out/paper/paper.md experiments/paper/ && python experiments/paper/readme.py --write
+mechattn paper --models ../shared/models --limit 16 --problems 60 --out out/paper
+cp out/paper/verdicts.json experiments/paper/ && python experiments/paper/readme.py --write
 """
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
+from mechattn.claims.verdicts import markdown
+
+COUNTED = ("supported", "contradicted", "no more than untrained", "not testable here")
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 FOLDERS = {  # what each is, in a line
-    "paper": "claims of arXiv:2510.01032 and of a blog post, judged for the toys and stories260K: the table below",
+    "paper": "claims of arXiv:2510.01032 and of a blog post, judged for the toys and stories260K: the tables below",
     "first": "a config to copy; see its README",
     "redistribution": "received attention of three heads, without and with 55 “/”; map of all heads",
     "controls": "“/” against a random sentence, “?”, “he”, shuffled and random tokens; rank of the shift",
@@ -22,6 +26,7 @@ FOLDERS = {  # what each is, in a line
     "activations": "the first MLP's activations: near-zero share, norms, Gini; tokens beside ARM, with agreement",
     "accuracy": "answers by condition, length, place and text, under ARM, with parts and with several samples",
     "focus": "what attention focuses on and what heads change, without and with tokens; sinks",
+    "sinks": "claims of sinks and induction heads, judged for a model that is trained to copy, and for the others",
     "stories": "stories260K, which others trained, beside the toys, and random weights; see its README",
     "gsm8k": "real questions; see its README",
     "groups": "what prompts of one template do to intervals",
@@ -40,20 +45,44 @@ CLAIMS = """
 ## What they say of the paper
 
 From `mechattn paper` ({prompts} prompts, {problems} problems, seed {seed}, {date}). A toy of a million parameters
-that was trained with filler is not a 7 B model: each verdict is of its own model. What it means, and every rule:
-`docs/concepts/the-paper.md`.
+that was trained with filler is not a 7 B model: each verdict is of its own model, and exploratory. What the words mean,
+and every rule: `docs/concepts/the-paper.md`.
 
 """
 
 
 def readme() -> str:
     """The whole text."""
-    stored = json.loads((HERE / "paper.json").read_text(encoding="utf-8"))
+    stored = json.loads((HERE / "verdicts.json").read_text(encoding="utf-8"))
     settings = stored["settings"]
     about = {"prompts": settings["limit"], "problems": settings["problems"], "seed": settings["seed"]}
     rows = "".join(f"| `{name}` | {what} |\n" for name, what in FOLDERS.items())
-    table = (HERE / "paper.md").read_text(encoding="utf-8")
-    return HEAD + rows + CLAIMS.format(**about, date=stored["made"][:10]) + table
+    return HEAD + rows + CLAIMS.format(**about, date=stored["made"][:10]) + markdown(stored) + "\n"
+
+
+def sentences(stored: dict) -> list[str]:
+    """What the README of the project says of them."""
+    stated = [claim for claim in stored["claims"] if claim["table"] == "stated"]
+    names = [model["name"] for model in stored["models"]]
+    found = Counter(claim["verdicts"][name]["verdict"] for claim in stated for name in names)
+    counts = ", ".join(f"{found[word]} {word}" for word in COUNTED)
+    by_key = {claim["key"]: claim["verdicts"] for claim in stored["claims"]}
+    little, falls, fewer = (by_key[key] for key in ("filler_gets_little", "attention_falls", "near_zero_falls"))
+    assert all(one["verdict"] == "supported" for one in little.values())
+    assert not any(one["verdict"] in ("supported", "contradicted") for one in falls.values())
+    assert not any(one["verdict"] == "supported" for one in fewer.values())
+    toys = {name: one["parts"][0] for name, one in by_key["tokens_help"].items() if one["parts"]}
+    solved = sorted(100 * part["levels"][0] for part in toys.values())
+    lost = [f"`{name}` loses {-100 * part['value']:.0f}" for name, part in toys.items() if part["high"] < 0]
+    return [
+        f"Of the {len(stated)} claims that the paper and the blog post",
+        f"{len(stated) * len(names)} verdicts: {counts}",
+        "In all five an inserted token gets less attention than a token of the question",
+        "in none further than with untrained weights",
+        "That activations near zero become fewer is supported in none",
+        f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",
+        " points and ".join(lost),
+    ]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from mechattn.prompts.sequences import Batch
 _NONE = -1.0  # stands for an undefined ratio, as sums must be finite
 _LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
+_FIT = ("before", "both", "after")
 _PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
 _OF_THE_PATTERN = ("scale", "question_ratio", "total_variation")  # the others depend on the values too
 _BY_POSITION = ("scale", "question_ratio", "total_variation", "relative_error", "shift_norm", "shift_share")
@@ -51,6 +52,9 @@ class AffineShift(AnalysisBase):
         values = "it depends on the values"
         split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
         rank = "over the shifts of the original queries after the insertion"
+        fit = (
+            "sum over the question's queries of products of outputs less their means, without and with inserted tokens"
+        )
         part_of = "change> / |change|^2, of queries after the insertion; adds up to 1"
         shares = {f"change_by_{p}": Quantity(of, "share", f"<{p}, {part_of}", "difference", values) for p in _PARTS}
         by_position = {name: "" if name in _OF_THE_PATTERN else values for name in _BY_POSITION if self.per_query}
@@ -70,6 +74,10 @@ class AffineShift(AnalysisBase):
             "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference", values),
             "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference", values),
             **shares,
+            **{
+                f"fit_{name}": Quantity(("head",), "value norm squared", f"{fit} ({name})", no_null=values)
+                for name in _FIT
+            },
             **at,
             "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values),
             "shift_effective_rank": Quantity(
@@ -102,6 +110,11 @@ class AffineShift(AnalysisBase):
         }
         for name, value in made.items():
             sums[name][..., rows.queries] = value
+        asks = (rows.batch.of_segment("question") & (rows.batch.origin >= 0))[:, None, rows.queries, None]
+        x, y = (part.double() * asks for part in (parts.before, parts.output))
+        fit = {"x": x.sum(-2), "y": y.sum(-2), "before": (x * x).sum((-1, -2)), "both": (x * y).sum((-1, -2))}
+        for name, value in {**fit, "after": (y * y).sum((-1, -2))}.items():
+            sums[f"fit_{name}"] = sums.get(f"fit_{name}", torch.zeros_like(value)) + value
         shifts = parts.shift.double() * self._after(rows.batch)[:, None, rows.queries, None]
         gram = rearrange(shifts, "batch head query d_head -> batch head d_head query") @ shifts
         sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
@@ -121,6 +134,9 @@ class AffineShift(AnalysisBase):
         }
 
         energies = fn.spectrum(sums["gram"])
+        n = (batch.of_segment("question") & (batch.origin >= 0)).sum(-1)[:, None].clamp(min=1)
+        x, y = sums["fit_x"], sums["fit_y"]
+        means = zip(_FIT, ((x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)), strict=True)
         nothing = ~after.any(-1)[:, None]
         # If the change is within rounding error, its parts mean nothing.
         changed = sums["change"] > (_LEAST * sums["output"]) ** 2
@@ -130,6 +146,7 @@ class AffineShift(AnalysisBase):
             **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},
             "output_norm": segment_mean(sums["output"], original),
             **{f"change_by_{part}": segment_mean(sums[f"by_{part}"] / change, late) for part in _PARTS},
+            **{f"fit_{name}": (sums[f"fit_{name}"] - product / n).float() for name, product in means},
             "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(nothing, torch.nan).float(),
             "shift_effective_rank": fn.effective_rank(energies).masked_fill(nothing, torch.nan).float(),
             **(self._by_position(each, batch) if self.per_query else {}),

@@ -48,7 +48,7 @@ class AttentionSpread(AnalysisBase):
     name = "attention_spread"
 
     @property
-    def coords(self) -> Mapping[str, Seq]:
+    def coords(self) -> Mapping[str, Seq[object]]:
         """The first distance of each band, and the shares."""
         return {"band": list(fn.band_edges(self.bands)[:-1]), "share": [float(share) for share in self.shares]}
 

@@ -50,7 +50,7 @@ class BlockUpdates(AnalysisBase):
     name = "block_updates"
 
     @property
-    def coords(self) -> Mapping[str, Seq]:
+    def coords(self) -> Mapping[str, Seq[object]]:
         """The two blocks of a layer."""
         return {"block": list(BLOCKS)}
 

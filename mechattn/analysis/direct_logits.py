@@ -109,11 +109,7 @@ class DirectLogits(AnalysisBase):
 
 
 def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
-    """The norms between attention and the residual stream, by layer.
-
-    Raises:
-        ModelError: A norm has no hook, or is not a norm whose scale can be held fixed.
-    """
+    """The norms between attention and the residual stream, by layer."""
     found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
     norms = {layer: norm for layer, norm in found.items() if norm is not None}
     named = model.hook_dict if norms else {}

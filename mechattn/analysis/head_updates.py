@@ -16,7 +16,7 @@ from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Ca
 from mechattn.errors import ModelError
 from mechattn.functional import updates as fn
 from mechattn.functional.focus import top_two
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.weights import output_weights, wide
@@ -57,7 +57,7 @@ class HeadUpdates(AnalysisBase):
     name = "head_updates"
 
     @property
-    def coords(self) -> Mapping[str, Seq]:
+    def coords(self) -> Mapping[str, Seq[object]]:
         """Labels of the bins: their lower edges."""
         return _bins()
 
@@ -106,7 +106,7 @@ class TopTargetUpdates(AnalysisBase):
     name = "top_target_updates"
 
     @property
-    def coords(self) -> Mapping[str, Seq]:
+    def coords(self) -> Mapping[str, Seq[object]]:
         """Labels of the bins: their lower edges."""
         return _bins()
 
@@ -155,7 +155,7 @@ def _weights(model: HookedModel, layers: Seq[int]) -> Weights:
     return {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
 
 
-def _bins() -> Mapping[str, Seq]:
+def _bins() -> Mapping[str, Seq[object]]:
     below = float("-inf")
     return {"magnitude_bin": [0.0, *_MAGNITUDES], "orientation_bin": [below, *_ORIENTATIONS]}
 

@@ -97,7 +97,7 @@ class MlpActivations(AnalysisBase):
         return known | ({} if self.rule == "absolute" else {"calibration": named})
 
     @property
-    def coords(self) -> Mapping[str, Seq]:
+    def coords(self) -> Mapping[str, Seq[object]]:
         """Labels of the bins (their left edge) and of the token classes."""
         return {"bin": [float("-inf"), *self.edges], "token_class": list(TOKEN_CLASSES)}
 
@@ -128,6 +128,12 @@ class MlpActivations(AnalysisBase):
                 ("other_condition",),
                 "activation squared",
                 "sum over the question's tokens of <change, change in the other condition>, from the baseline",
+                "difference",
+            ),
+            "change_within": Quantity(
+                ("other_condition",),
+                "activation squared",
+                "sum of squared changes of the question's tokens, over the entries that the other condition changes",
                 "difference",
             ),
         }
@@ -188,7 +194,8 @@ class MlpActivations(AnalysisBase):
         made = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
         made["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
         others = max(sum(prompt == p for p, _ in batch.rows) for prompt, _ in batch.rows)
-        made["product"] = torch.zeros(rows, others, device=device, dtype=torch.float64)
+        for name in ("product", "within"):
+            made[name] = torch.zeros(rows, others, device=device, dtype=torch.float64)
         return made
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
@@ -220,6 +227,7 @@ class MlpActivations(AnalysisBase):
             asked = (change * (size > _LEAST * norm)[..., None])[:, question].double()
             asked = rearrange(asked, "row token d_mlp -> row (token d_mlp)")
             sums["product"][rows] += asked @ asked.T
+            sums["within"][rows] += asked.square() @ (asked != 0).double().T
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments and classes."""
@@ -236,17 +244,14 @@ class MlpActivations(AnalysisBase):
             "near_zero_by_token_class": segment_mean(each[:, :1], members).squeeze(1),
             "histogram": sums["histogram"],
             "change_product": sums["product"],
+            "change_within": sums["within"],
         }
 
 
 def _changes(
     activations: Activations, routing: Routing | None
 ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
-    """For some original tokens of a prompt at a time: the prompt's rows, the tokens' places in each, their changes.
-
-    Rows; places [row token]; changes from the baseline [row token d_mlp]; norms in the baseline [token]; which tokens
-    are the question's [token].
-    """
+    """For some original tokens of a prompt at a time: the prompt's rows, the tokens' places in each, their changes."""
     pairs, shape = activations.pairs, activations.batch.tokens.shape
     experts = None if routing is None else routing.experts.unflatten(0, shape)
     wide = activations.post.shape[-1] if routing is None else routing.count * routing.width

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
+from mechattn.errors import OptionError
 from mechattn.functional.received import segment_mean
 from mechattn.prompts.sequences import Batch
 
@@ -42,7 +43,16 @@ class QueryAnalysis(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the numbers of these queries."""
-        for name, value in self.of_queries(rows).items():
+        made, wanted = self.of_queries(rows), rows.pattern.shape[:3]
+        if set(made) != set(self.numbers):
+            raise OptionError(f"{self.name}: of_queries gives {list(made)}, and numbers declares {list(self.numbers)}")
+        for name, value in made.items():
+            if not isinstance(value, Tensor) or value.shape != wanted:
+                given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise OptionError(
+                    f"{self.name}: of_queries gives {name!r} as {given}, not as [batch, head, query] = {list(wanted)}: "
+                    "reduce rows.pattern [batch head query key] over its keys"
+                )
             sums[name][..., rows.queries] = value.to(sums[name].dtype)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
-from mechattn.errors import OptionError, warn
+from mechattn.errors import OptionError
 from mechattn.functional.received import segment_mean, visible_counts, visible_keys
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
@@ -40,18 +40,13 @@ class ScoreDecomposition(AnalysisBase):
     Args:
         rank: Which target: 0 for the strongest, 1 for the second strongest, …
         per_query: Also keep the parts of each query, as ``…_at``, and the index of its target.
-        sort_idx: The old name of ``rank``.
     """
 
     rank: int = 0
     per_query: bool = False
     scores: Any = field(default=None, repr=False, compare=False)
-    sort_idx: InitVar[int | None] = None
 
-    def __post_init__(self, sort_idx: int | None) -> None:
-        if sort_idx is not None:
-            warn(f"sort_idx is now called rank: give rank={sort_idx!r}", FutureWarning)
-            object.__setattr__(self, "rank", sort_idx)
+    def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")
 

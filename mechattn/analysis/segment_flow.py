@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums
 from mechattn.axes import SEGMENTS
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 from mechattn.prompts.sequences import Batch
 
 
@@ -22,7 +22,12 @@ class SegmentFlow(AnalysisBase):
 
     ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
     sinks). A query's own key counts.
+
+    Args:
+        predicting: Whether the queries of s are those that predict its tokens, one position earlier than they.
     """
+
+    predicting: bool = False
 
     name = "segment_flow"
 
@@ -44,8 +49,8 @@ class SegmentFlow(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
-        member = rows.batch.members().to(rows.pattern.dtype)
-        of_queries = rearrange(member[..., rows.queries], "batch segment query -> batch 1 segment query")
+        queries, member = (part.to(rows.pattern.dtype) for part in (self._queries(rows.batch), rows.batch.members()))
+        of_queries = rearrange(queries[..., rows.queries], "batch segment query -> batch 1 segment query")
         of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
         sums["flow"] += of_queries @ (rows.pattern @ of_keys)
         if rows.v is None:
@@ -59,9 +64,8 @@ class SegmentFlow(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries; NaN for a segment without tokens."""
-        member = batch.members()
-        queries = member.sum(-1)
-        there = (queries > 0)[:, :, None] & (queries > 0)[:, None, :]
+        queries = self._queries(batch).sum(-1)
+        there = (queries > 0)[:, :, None] & batch.members().any(-1)[:, None, :]
 
         def mean(
             flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
@@ -75,3 +79,8 @@ class SegmentFlow(AnalysisBase):
             "flow": mean(sums["flow"], heads),
             "value_flow": mean(sums["value_flow"], heads & shown),
         }
+
+    def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
+        """The queries of each segment."""
+        member = batch.members()
+        return torch.nn.functional.pad(member[..., 1:], (0, 1)) if self.predicting else member

@@ -16,12 +16,12 @@ from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Ca
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 from mechattn.functional.received import visible_keys
 from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
+from mechattn.model.model_facts import facts_of
 from mechattn.model.unembedding import unembedding
-from mechattn.model.verify.facts import facts_of
 from mechattn.model.verify.mixed_values import GATES, gate_function
 from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt

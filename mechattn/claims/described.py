@@ -1,49 +1,53 @@
-"""The register in Markdown, as the documentation shows it."""
+"""A register in Markdown, as the documentation shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from mechattn.claims import numbers
-from mechattn.claims.claim import Claim
-from mechattn.claims.register import CLAIMS, VERSION, digest
+from mechattn.claims.measures import MEASURES
+from mechattn.claims.register import Claim, Register
+from mechattn.claims.verdicts import TABLES, table_of
 
 
-def register_markdown(claims: Seq[Claim] = CLAIMS) -> str:
-    """Version, digest, and of each claim what was said, what is measured, and the rule."""
-    head = f"Register {VERSION}, {len(claims)} claims, SHA-256 `{digest(claims)}`."
-    return "\n\n".join([head, *map(_described, claims)])
+def register_markdown(register: Register) -> str:
+    """Digest, and of each claim what was said and where, what is measured, and the rule."""
+    sources = "; ".join(register.about.sources.values())
+    parts = [f"{len(register.claims)} claims of {sources}; SHA-256 `{register.digest}`."]
+    for which, title in TABLES.items():
+        claims = [claim for claim in register.claims if table_of(claim) == which]
+        parts += [f"### {title}", *(_described(claim, register) for claim in claims)] if claims else []
+    return "\n\n".join(parts)
 
 
-def _described(claim: Claim) -> str:
-    published = f"{claim.published} ({claim.published_of})" if claim.published_of else claim.published
-    random = "" if claim.by_definition or not _has_draws(claim) else _margins(claim)
-    rows = {
-        "published": published,
-        "supported by": claim.supported_by,
-        "measured": claim.measured,
-        "rule": "; ".join(numbers.line_words(part) for part in claim.parts),
-        "further than random weights": random,
-        "beside": claim.null,
-        "control": claim.control.name if claim.control else "",
-        "by definition": claim.by_definition,
-        "deviation": claim.deviation,
+def measures_markdown() -> str:
+    """Every measure that a register may name, and what it needs."""
+    rows = [f"| `{name}` | {one.says} | {', '.join(one.needs)} |" for name, one in sorted(MEASURES.items())]
+    return "\n".join(["| measure | what it is | of |", "|---|---|---|", *rows])
+
+
+def said(claim: Claim, register: Register) -> str:
+    """The quote and its place, and our words."""
+    place = ", ".join(filter(None, [register.about.sources.get(claim.source, ""), claim.where]))
+    quote = f"“{claim.quote}” ({place})" if claim.quote else place
+    unread = "" if claim.audited else " The source itself was not at hand."
+    return " ".join(filter(None, [quote, claim.says])) + unread
+
+
+def rows(claim: Claim, register: Register) -> dict[str, str]:
+    """What stands behind a claim, by heading."""
+    compared = register.runs[claim.needs].draws and claim.compared and not claim.identity
+    margins = " and ".join(dict.fromkeys(map(numbers.margin_words, claim.parts))) if compared else ""
+    return {
+        "of": claim.of,
+        "published": claim.published,
+        "measured": claim.measured or " ".join(dict.fromkeys(part.of.says for part in claim.parts)),
+        "rule": "; ".join(map(numbers.line_words, claim.parts)),
+        "beyond random weights": margins,
+        "null": claim.null,
+        "differs from the source": claim.deviation,
     }
-    lines = [f"### {claim.title}", f"`{claim.key}` · {claim.says} *{claim.where}.*"]
-    table = ["|  |  |", "|---|---|", *(f"| {name} | {_cell(words)} |" for name, words in rows.items() if words)]
-    return "\n\n".join([*lines, "\n".join(table)])
 
 
-def _has_draws(claim: Claim) -> bool:
-    """Random weights are run for what is measured in prompts; they answer nothing."""
-    return claim.needs in ("attention", "activations")
-
-
-def _margins(claim: Claim) -> str:
-    """By how much, at least."""
-    found = [f"{numbers.apart(part.rule.margin, part.measure.kind)}" for part in claim.parts]
-    return f"by {' and '.join(found)} at least, and by more than they differ among themselves"
-
-
-def _cell(words: str) -> str:
-    return words.replace("|", "\\|")
+def _described(claim: Claim, register: Register) -> str:
+    found = {name: words.replace("|", "\\|") for name, words in rows(claim, register).items() if words}
+    table = ["|  |  |", "|---|---|", *(f"| {name} | {words} |" for name, words in found.items())]
+    return "\n\n".join([f"#### {claim.title}", f"`{claim.key}` · {said(claim, register)}", "\n".join(table)])

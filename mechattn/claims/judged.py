@@ -1,75 +1,120 @@
-"""Applies the rules: the verdict of each claim for one model."""
+"""Applies the rules: the verdict of each claim for one model, and of all models as one family."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from mechattn.claims.attention_measures import NotApplicable
-from mechattn.claims.claim import Claim, Measure, Part
-from mechattn.claims.measures import Evidence, NotMeasured, found
-from mechattn.claims.rules import Chance, Estimate, Outcome, decide, together
+import numpy as np
+
+from mechattn.claims.rules import (
+    LEVEL,
+    Chance,
+    Estimate,
+    NotApplicable,
+    Outcome,
+    beside_chance,
+    decide,
+    estimated,
+    family,
+    together,
+)  # fmt: skip
+from mechattn.results.units import units_of
+
+if TYPE_CHECKING:
+    from mechattn.claims.register import Claim, Measuring, Part
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of one model."""
+
+    runs: Mapping[str, Any]  # the result or evaluation of each run that was made
+    draws: Mapping[str, Seq[np.ndarray]] = field(default_factory=dict)  # of a part, "KEY/0": each random model's [unit]
+    drawn: frozenset[str] = frozenset()  # the runs that random models were asked for
+    missing: Mapping[str, Outcome] = field(default_factory=dict)  # of a run that was not made: its claims' verdict
 
 
 @dataclass(frozen=True)
 class JudgedPart:
-    """What was found of one part of a claim.
-
-    Args:
-        part: The measure and its rule.
-        estimate: The number.
-        chance: How far it is from that of random weights; None where none were run.
-        outcome: What the rule says.
-    """
+    """What was found of one part of a claim, and what its rule says."""
 
     part: Part
     estimate: Estimate
-    chance: Chance | None
+    chance: Chance | None  # None where no random weights were run
+    attainable: tuple[float, float]
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict of a claim of one model.
-
-    Args:
-        claim: The claim.
-        outcome: The verdict, and why.
-        parts: What was found; empty where nothing was.
-        control: The control's number; None where there is none.
-    """
+    """The verdict of a claim of one model."""
 
     claim: Claim
     outcome: Outcome
-    parts: tuple[JudgedPart, ...] = ()
+    parts: tuple[JudgedPart, ...] = ()  # empty where nothing was found
     control: Estimate | None = None
+    q: float | None = None  # over all cells of the page; None where nothing was tested
 
 
 def judged(claim: Claim, evidence: Evidence) -> Judged:
     """Measure and decide one claim."""
+    if claim.needs in evidence.missing:
+        return Judged(claim, evidence.missing[claim.needs])
     try:
-        parts = tuple(_part(claim, part, evidence) for part in claim.parts)
+        parts = tuple(_part(claim, i, evidence) for i in range(len(claim.parts)))
     except NotApplicable as error:
         return Judged(claim, Outcome("not applicable", str(error)))
-    except NotMeasured as error:
-        return Judged(claim, Outcome("cannot be told", str(error)))
-    control = None if claim.control is None else _control(claim, claim.control, evidence)
-    return Judged(claim, together([part.outcome for part in parts]), parts, control)
+    return Judged(claim, together([part.outcome for part in parts]), parts, _control(claim, evidence))
 
 
-def _part(claim: Claim, part: Part, evidence: Evidence) -> JudgedPart:
-    estimate, chance = found(part.measure, claim.needs, evidence)
-    of_answers = claim.needs not in (
-        "attention",
-        "activations",
-    )  # random weights solve nothing: the run leaves them out
-    outcome = decide(part.rule, estimate, chance, by_definition=bool(claim.by_definition) or of_answers)
-    if of_answers and outcome.word == "supported":
-        outcome = Outcome("supported", f"the whole interval is {part.rule.side} the line")
-    return JudgedPart(part, estimate, chance, outcome)
+def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
+    part, of = claim.parts[i], evidence.runs[claim.needs]
+    estimate, attainable = found(part, of), part.attainable(of)
+    draws = evidence.draws.get(f"{claim.key}/{i}", ())
+    chance = beside_chance(units(part, of), draws) if draws else None
+    if claim.identity:
+        holds = part.rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
+        outcome = Outcome(
+            "holds" if holds else "does not hold", f"{part.side} {part.line:g} by arithmetic, in any model"
+        )
+    elif claim.compared and chance is None and claim.needs in evidence.drawn:
+        outcome = Outcome("cannot be told", "there are no random weights of this architecture to compare with")
+    else:
+        outcome = decide(part.rule, estimate, chance if claim.compared else None, attainable)
+    return JudgedPart(part, estimate, chance, attainable, outcome)
 
 
-def _control(claim: Claim, control: Measure, evidence: Evidence) -> Estimate | None:
+def found(measuring: Measuring, of: Any) -> Estimate:
+    """A number with its interval."""
+    made = measuring(of)
+    return made if isinstance(made, Estimate) else estimated(units_of(of, len(made)).means(made))
+
+
+def units(measuring: Measuring, of: Any) -> np.ndarray:
+    """A value for each unit: a prompt, or a group of them."""
+    made = measuring(of)
+    return units_of(of, len(made)).means(made)
+
+
+def _control(claim: Claim, evidence: Evidence) -> Estimate | None:
     try:
-        return found(control, claim.needs, evidence)[0]
-    except (NotApplicable, NotMeasured):
+        return None if claim.control is None else found(claim.control, evidence.runs[claim.needs])
+    except NotApplicable:
         return None
+
+
+def corrected(models: Seq[Seq[Judged]]) -> list[tuple[Judged, ...]]:
+    """The verdicts of all models as one family: what does not hold over all cells of the page cannot be told."""
+    cells = [one for some in models for one in some]
+    q = iter(family([one.outcome.p for one in cells]))
+    return [tuple(_in_family(one, next(q), len(cells)) for one in some) for some in models]
+
+
+def _in_family(one: Judged, q: float | None, cells: int) -> Judged:
+    if q is None or q <= 1 - LEVEL or one.outcome.word not in ("supported", "contradicted"):
+        return replace(one, q=q)
+    why = f"by itself {one.outcome.word}, but not over the {cells} cells of this page (q = {q:.2g})"
+    return replace(one, q=q, outcome=replace(one.outcome, word="cannot be told", why=why))

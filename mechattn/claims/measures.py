@@ -1,146 +1,78 @@
-"""The measures of all claims by name: estimates with intervals, and those of random weights."""
+"""The table of measures: every name that a register may use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
 
-import numpy as np
-
-from mechattn.axes import BASELINE
-from mechattn.claims import attention_measures
-from mechattn.claims.attention_measures import NotApplicable
-from mechattn.claims.claim import Measure, Needs
-from mechattn.claims.rules import Chance, Estimate, beside_chance, estimated
+from mechattn.claims import measures_activations as mlp
+from mechattn.claims import measures_answers as answers
+from mechattn.claims import measures_attention as attention
+from mechattn.claims import measures_heads as heads
+from mechattn.claims.measure import ANY, APART, SHARE, Kind, Measure, Range
 from mechattn.errors import OptionError
-from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.units import units_of as problems_of
-from mechattn.results.result import Result
-from mechattn.results.units import units_of
-from mechattn.stats.accuracy import pass_at_k as chance_of_one
-from mechattn.stats.intervals import wilson_interval
 
-OfPrompts = Callable[..., np.ndarray]
-OfAnswers = Callable[..., Estimate]
+_RECEIVED, _AFFINE, _MLP = ("received_attention",), ("affine_shift",), ("mlp_activations",)
+_FOCUS, _SINKS, _UPDATES = ("attention_focus",), ("attention_sinks",), ("head_updates",)
+_POSITIVE, _UNBOUNDED = (0.0, inf), (-inf, inf)
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What was measured of one model; None or empty where a stage was left out.
-
-    Args:
-        attention: Of all layers.
-        activations: Of the first MLP.
-        answers: Greedy answers.
-        samples: Several sampled answers to each problem.
-        random_attention: As ``attention``, of random weights.
-        random_activations: As ``activations``, of random weights.
-        missing: Why a stage has nothing.
-    """
-
-    attention: Result | None = None
-    activations: Result | None = None
-    answers: Evaluation | None = None
-    samples: Evaluation | None = None
-    random_attention: tuple[Result, ...] = ()
-    random_activations: tuple[Result, ...] = ()
-    missing: dict[str, str] = field(default_factory=dict)
+def _row(of: Callable[..., Any], needs: tuple[str, ...], kind: Kind, range: Range = ANY) -> tuple[str, Measure]:
+    says = (of.__doc__ or "").partition("\n")[0]
+    return of.__name__, Measure(of, needs, kind, says, range)
 
 
-class NotMeasured(OptionError):
-    """A claim asks for what the run has left out."""
+MEASURES: Mapping[str, Measure] = dict([
+    _row(attention.fall, _RECEIVED, "log-ratio"),
+    _row(attention.fall_beyond_uniform, _RECEIVED, "log-ratio"),
+    _row(attention.deeper, _RECEIVED, "log-ratio"),
+    _row(attention.peaks, _RECEIVED, "log-ratio"),
+    _row(attention.peak_moved, _RECEIVED, "share", SHARE),
+    _row(attention.peak_moved_apart, _RECEIVED, "points", APART),
+    _row(attention.filler_beside_question, _RECEIVED, "log-ratio"),
+    _row(attention.evenness, _RECEIVED, "share", attention.evenness_range),
+    _row(attention.evenness_apart, _RECEIVED, "points", APART),
+    _row(attention.band, _RECEIVED, "log-ratio"),
+    _row(attention.affine_missed, _AFFINE, "share", _POSITIVE),
+    _row(attention.affine_identity, _AFFINE, "share", _POSITIVE),
+    _row(attention.affine_explained, _AFFINE, "share", (-inf, 1.0)),
+    _row(attention.affine_explained_apart, _AFFINE, "points", _UNBOUNDED),
+    _row(attention.best_affine_missed, _AFFINE, "share", _POSITIVE),
+    _row(attention.one_direction, _AFFINE, "share", SHARE),
+    _row(attention.one_direction_apart, _AFFINE, "points", APART),
+    _row(attention.lambda_spread, _AFFINE, "share", attention.lambda_spread_range),
+    _row(mlp.activations, _MLP, "log-ratio"),
+    _row(mlp.large, _MLP, "log-ratio"),
+    _row(mlp.classes_near_zero, _MLP, "log-ratio"),
+    _row(mlp.distribution_agreement, _MLP, "number", mlp.distribution_range),
+    _row(mlp.distribution_agreement_apart, _MLP, "number", (-2.0, 2.0)),
+    _row(mlp.agreement, _MLP, "number", mlp.agreement_range),
+    _row(mlp.agreement_share, _MLP, "share", APART),
+    _row(heads.early_less_late, _FOCUS, "points", APART),
+    _row(heads.first_and_update, _FOCUS + _UPDATES, "number", APART),
+    _row(heads.update_at_first, _FOCUS + _UPDATES, "log-ratio"),
+    _row(heads.heads_related, _FOCUS, "number", APART),
+    _row(heads.turned, (), "number", SHARE),
+    _row(heads.sink_rate, _SINKS, "share", SHARE),
+    _row(heads.first_beyond_uniform, _SINKS, "log-ratio"),
+    _row(heads.distance_early, _FOCUS, "log-ratio"),
+    _row(heads.sink_value, _SINKS, "number", _POSITIVE),
+    _row(heads.sink_rank, _SINKS, "log-ratio"),
+    _row(heads.strongest, _FOCUS, "share", APART),
+    _row(heads.strongest_apart, _FOCUS, "points", (-2.0, 2.0)),
+    _row(heads.copies, (*_FOCUS, "direct_logits"), "number", _UNBOUNDED),
+    _row(answers.accuracy_apart, ("answers",), "points", answers.accuracy_range),
+    _row(answers.pass_apart, ("answers",), "points", answers.accuracy_range),
+])  # fmt: skip
 
 
-def near_zero(result: Result, condition: str) -> np.ndarray:
-    """Log-ratio to the baseline of the question's share of activations near zero, in the first layer [prompt]."""
-    values = result["mlp_activations"].near_zero_by_segment.isel(layer=0).sel(segment="question")
-    ours, theirs = (values.sel(condition=name).values.astype(np.float64) for name in (condition, BASELINE))
-    if not ((ours > 0).all() and (theirs > 0).all()):
-        raise NotApplicable("in some prompt no activation is near zero, and there is no ratio")
-    return np.log(ours / theirs)
-
-
-def agreement(result: Result, one: str, other: str) -> np.ndarray:
-    """Cosine of two conditions' changes of the first MLP's activations; 0 where one changes nothing [prompt]."""
-    product = result["mlp_activations"].change_product.isel(layer=0).astype(np.float64)
-
-    def between(a: str, b: str) -> np.ndarray:
-        return product.sel(condition=a, other_condition=b).values
-
-    norms = np.sqrt(between(one, one) * between(other, other))
-    return np.divide(between(one, other), norms, out=np.zeros_like(norms), where=norms > 0)
-
-
-def agreement_apart(result: Result, one: str, other: str, control: str) -> np.ndarray:
-    """The cosine of two changes less that of the first with a control [prompt]."""
-    return agreement(result, one, other) - agreement(result, one, control)
-
-
-def accuracy_apart(evaluation: Evaluation, condition: str, to: str = BASELINE) -> Estimate:
-    """Accuracy less that of another condition, on the same problems."""
-    _check_there(evaluation, condition, to)
-    made = {name: float(value) for name, value in evaluation.compare(condition, to).items()}
-    return Estimate(made["difference"], made["low"], made["high"], int(made["n"]), made["detectable"])
-
-
-def pass_at_k(evaluation: Evaluation, condition: str, to: str = BASELINE) -> Estimate:
-    """pass@k less that of another condition, k the number of samples, on the same problems."""
-    _check_there(evaluation, condition, to)
-    k = evaluation.samples
-    each = [chance_of_one(evaluation.right(name).sum(1), k, k) for name in (condition, to)]
-    values = problems_of(evaluation, "auto").means(each[0] - each[1])
-    alike = wilson_interval(0, len(values))[1] if np.ptp(values) == 0 else 0.0  # no spread is no certainty
-    return estimated(values, least=alike)
-
-
-OF_PROMPTS: dict[str, OfPrompts] = {
-    of.__name__: of
-    for of in (
-        attention_measures.fall, attention_measures.fall_beyond_uniform, attention_measures.deeper,
-        attention_measures.peaks, attention_measures.evenness, attention_measures.evenness_apart,
-        attention_measures.affine_first, attention_measures.affine_deeper, attention_measures.total_variation_first,
-        attention_measures.total_variation_deeper, attention_measures.scale_spread,
-        attention_measures.early_less_late, attention_measures.late_less_early, attention_measures.sink_and_update,
-        attention_measures.magnitude, attention_measures.turned, near_zero, agreement, agreement_apart,
-    )
-}  # fmt: skip
-NEEDS = {"sink_and_update": attention_measures.check_sinks}  # of the model itself; random weights need no such heads
-OF_ANSWERS: dict[str, OfAnswers] = {of.__name__: of for of in (accuracy_apart, pass_at_k)}
-
-
-def found(measure: Measure, needs: Needs, evidence: Evidence) -> tuple[Estimate, Chance | None]:
-    """A number with its interval, and the same beside random weights where they were run.
+def measure_named(name: str) -> Measure:
+    """One of the table.
 
     Raises:
-        NotMeasured: The run has left out what it is of.
-        NotApplicable: The model has not got what it is of.
+        OptionError: There is none of this name.
     """
-    if measure.of in OF_ANSWERS:
-        return OF_ANSWERS[measure.of](_answers(needs, evidence), *measure.conditions), None
-    activations = needs == "activations"
-    result = evidence.activations if activations else evidence.attention
-    draws = evidence.random_activations if activations else evidence.random_attention
-    if result is None:
-        raise NotMeasured(evidence.missing.get(needs, "it was left out of the plan"))
-    if measure.of in NEEDS:
-        NEEDS[measure.of](result)
-    values, *random = [_of_units(measure, one) for one in (result, *draws)]
-    return estimated(values), beside_chance(values, random)
-
-
-def _of_units(measure: Measure, result: Result) -> np.ndarray:
-    values = OF_PROMPTS[measure.of](result, *measure.conditions)
-    return units_of(result, len(values)).means(values)
-
-
-def _answers(needs: Needs, evidence: Evidence) -> Evaluation:
-    evaluation = evidence.samples if needs == "samples" else evidence.answers
-    if evaluation is None:
-        raise NotMeasured(evidence.missing.get(needs, "it was left out of the plan"))
-    return evaluation
-
-
-def _check_there(evaluation: Evaluation, *names: str) -> None:
-    for name in names:
-        if name not in evaluation.conditions:
-            raise NotMeasured(f"answers under {name!r} were left out of the plan")
+    if name not in MEASURES:
+        raise OptionError(f"measure = {name!r}: there is no such measure; choose one of {', '.join(sorted(MEASURES))}")
+    return MEASURES[name]

@@ -1,30 +1,277 @@
-"""The register: every claim, its version, and the digest by which a changed rule is known."""
+"""A register of claims: a TOML file with quotes, sources, what is run, measures by name, and rules."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence as Seq
-from dataclasses import asdict
+import inspect
+import sys
+from collections import Counter
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from mechattn.claims import of_activations, of_answers, of_attention, of_focus
-from mechattn.claims.claim import Claim
-from mechattn.claims.protocol import ACTIVATIONS, ANALYSES, PROTOCOL, Protocol
-from mechattn.results.identity import identity
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-CLAIMS: tuple[Claim, ...] = (*of_attention.CLAIMS, *of_activations.CLAIMS, *of_answers.CLAIMS, *of_focus.CLAIMS)
-VERSION = 1
-DIGESTS = {
-    1: "67a6c68e88ea2409d5a7fe93451c9a3709170c2ce8cd1ae3d8d33852d2eb7bcb"
-}  # of each version: a new rule is a new version, and a test holds that
+from mechattn.claims import judged, rules
+from mechattn.claims.measure import ANY, Measure
+from mechattn.claims.measures import MEASURES, measure_named
+from mechattn.errors import OptionError
+from mechattn.interventions.arm import ARM
+from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
+from mechattn.sections import AnalysisSection, Condition, Section, all_words, near, toml_values
+
+SHIPPED = Path(__file__).parent / "registers"
+PAPER = "2510.01032"
+LONGEST_QUOTE = 25  # words
+FIGURES = (
+    "received_attention", "change_map", "scale_by_layer", "activation_metrics", "agreement", "heads_by_layer",
+    "update_histogram",
+)  # fmt: skip
+Origin = Literal["stated", "figure", "inferred"]
+Name = Annotated[str, Field(min_length=1)]
 
 
-def digest(claims: Seq[Claim] = CLAIMS, protocol: Protocol = PROTOCOL) -> str:
-    """The SHA-256 of the register as canonical JSON: claims in their order, lines, margins, measures, protocol."""
-    content = {
-        "claims": [asdict(claim) for claim in claims],
-        "protocol": asdict(protocol),
-        "measured by": identity((*ANALYSES, ACTIVATIONS)),
-    }
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+class Named(Section):
+    """What it is a register of.
+
+    ``sources``: where quotes are from, by a short name. ``known``: the models whose numbers were known when the
+    register was written, so that verdicts on them are exploratory. ``system``: the text before each question of a file
+    or dataset, unless another one is given.
+    """
+
+    name: Name
+    title: Name
+    says: str = ""
+    known: list[str] = Field([])
+    system: str = ""
+    sources: dict[str, Name]
+
+
+class Arm(Section):
+    """Hyperparameters of ARM, for a model by name, else for an architecture, else for all others."""
+
+    model: str | None = None
+    architecture: str | None = None
+    form: str
+    c: float
+    p1: float
+
+
+class RunSection(Section):
+    """Something that is run: the conditions beside the baseline, and analyses or answers."""
+
+    says: str = ""
+    conditions: list[str]
+    analyses: list[AnalysisSection] = Field([])
+    answers: bool = False
+    sampled: bool = False  # several answers to each of two fifths of the problems
+    layers: list[int] | None = None
+    draws: Annotated[int, Field(ge=0, le=1000)] = 0  # models with random weights
+    positions: Literal["prompts", "moments"] = "moments"
+    prompts: Literal["problems", "word-problems", "recall", "repeated-random"] = "problems"  # of the call, or generated
+
+
+class Measuring(Section):
+    """A measure by name, of some conditions, with options."""
+
+    measure: str
+    conditions: list[str] = Field([])
+    options: dict[str, Any] = Field({})
+
+    @property
+    def of(self) -> Measure:
+        """The measure of that name."""
+        return measure_named(self.measure)
+
+    def __call__(self, evidence: Any) -> Any:
+        """What it finds in a result or an evaluation."""
+        return self.of.of(evidence, *self.conditions, **self.options)
+
+
+class Part(Measuring):
+    """A measure and the rule that decides it; ``range`` holds the values it can take, where the measure has none."""
+
+    name: Name
+    side: rules.Side
+    line: float
+    margin: Annotated[float, Field(ge=0)]
+    opposite: float | None = None
+    range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+
+    @property
+    def rule(self) -> rules.Rule:
+        """The rule."""
+        return rules.Rule(self.side, self.line, self.margin, self.line if self.opposite is None else self.opposite)
+
+    def attainable(self, evidence: Any) -> tuple[float, float]:
+        """The smallest and the largest value that a model can show."""
+        if self.range is not None:
+            return self.range[0], self.range[1]
+        return self.of.attainable(evidence, *self.conditions, **self.options)
+
+
+class Claim(Section):
+    """One claim: what was said and where, how it is measured here, and what decides it.
+
+    ``origin``: "stated" by the authors, read off a "figure" by an automatic caption, or "inferred" by us, which is no
+    claim of theirs. ``identity``: holds by arithmetic, so it checks the library. ``compared``: whether both verdicts
+    have to lie beyond random weights.
+    """
+
+    key: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+    title: Name
+    quote: str = ""
+    source: str = ""
+    where: str = ""
+    origin: Origin
+    says: str = ""
+    audited: bool = True
+    of: str = ""
+    published: str = ""
+    needs: str
+    null: str = ""
+    compared: bool = True
+    identity: bool = False
+    measured: str = ""
+    deviation: str = ""
+    figure: str = ""
+    control: Measuring | None = None
+    parts: Annotated[list[Part], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _sourced(self) -> Claim:
+        words = len(self.quote.split())
+        if self.origin == "inferred":
+            if not self.says:
+                raise ValueError(f"{self.key}: an inferred claim is ours; say it in our words with says")
+        elif not (self.quote and self.source and self.where):
+            raise ValueError(
+                f'{self.key}: a claim of others needs a quote, its source and where; or origin = "inferred"'
+            )
+        if words > LONGEST_QUOTE:
+            raise ValueError(f"{self.key}: the quote has {words} words; quote at most {LONGEST_QUOTE}")
+        return self
+
+
+class Register(Section):
+    """A register, read from a file."""
+
+    about: Named = Field(alias="register")
+    arms: list[Arm] = Field([])
+    conditions: dict[str, Condition] = Field({})
+    runs: Annotated[dict[str, RunSection], Field(min_length=1)]  # in the order of their priority
+    claims: Annotated[list[Claim], Field(min_length=1)]
+    _path: Path = PrivateAttr(Path())
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the file."""
+        return hashlib.sha256(self._path.read_bytes()).hexdigest()
+
+    @cached_property
+    def code(self) -> str:
+        """The SHA-256 of the source that decides: rules, how they are applied, and every module with a measure."""
+        modules = {sys.modules[one.__module__] for one in (Measure, *(measure.of for measure in MEASURES.values()))}
+        texts = sorted(inspect.getsource(module) for module in (*modules, rules, judged))
+        return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def read_register(place: str | Path) -> Register:
+    """Read a register and check everything that can be checked without a model.
+
+    Args:
+        place: The path of a TOML file, or the name of a register that mechattn ships.
+
+    Raises:
+        OptionError: It is no register; names the claim, and what is wrong with it.
+    """
+    shipped = {path.stem: path for path in SHIPPED.glob("*.toml")}
+    path = shipped.get(str(place), Path(place))
+    if path.suffix != ".toml":
+        raise OptionError(f"{place} is no register: give a TOML file, or one of {', '.join(sorted(shipped))}")
+    try:
+        register = Register.model_validate(toml_values(path, "register"))
+        _check(register)
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except ValidationError as error:
+        raise OptionError(f"{path}: {all_words(error, Register)}") from None
+    except OptionError as error:
+        raise OptionError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    register._path = path
+    return register
+
+
+def _check(register: Register) -> None:
+    if several := sorted(set(register.conditions) - set(made_conditions(register.conditions))):
+        raise OptionError(f"conditions.{several[0]}: give one value for each option; a register has no sweeps")
+    for i, arm in enumerate(register.arms):
+        try:
+            ARM(form=arm.form, c=arm.c, p1=arm.p1)  # type: ignore[arg-type]
+        except OptionError as error:
+            raise OptionError(f"arms[{i}]: {error}") from None
+    for name, run in register.runs.items():
+        _check_run(f"runs.{name}", run, register)
+    if twice := [key for key, count in Counter(claim.key for claim in register.claims).items() if count > 1]:
+        raise OptionError(f"claims: the key {twice[0]!r} is given twice; give each claim its own")
+    for claim in register.claims:
+        _check_claim(claim, register)
+
+
+def _check_run(where: str, run: RunSection, register: Register) -> None:
+    if run.answers == bool(run.analyses):
+        raise OptionError(f"{where}: give analyses, or answers = true")
+    if run.answers and (run.draws or run.layers):
+        raise OptionError(f"{where}: random weights answer nothing, and answers have no layers: omit draws and layers")
+    made_analyses(run.analyses)
+    for name in run.conditions:
+        _check_known(f"{where}.conditions", name, register.conditions)
+
+
+def _check_claim(claim: Claim, register: Register) -> None:
+    where = f"claims.{claim.key}"
+    if claim.source:
+        _check_known(f"{where}.source", claim.source, register.about.sources)
+    _check_known(f"{where}.needs", claim.needs, register.runs)
+    figure = claim.figure.partition(":")[0]
+    if figure:
+        _check_known(f"{where}.figure", figure, FIGURES)
+    for measuring in (*claim.parts, *filter(None, [claim.control])):
+        _check_measure(where, measuring, register.runs[claim.needs])
+    for part in claim.parts:
+        _check_rule(f"{where}, part {part.name!r}", part)
+
+
+def _check_measure(where: str, measuring: Measuring, run: RunSection) -> None:
+    try:
+        measure = measuring.of
+        inspect.signature(measure.of).bind(None, *measuring.conditions, **measuring.options)
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from None
+    except TypeError as error:
+        raise OptionError(f"{where}: {measuring.measure} cannot be called like this: {error}") from None
+    have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
+    if missing := [name for name in measure.needs if name not in have]:
+        raise OptionError(
+            f"{where}: {measuring.measure} takes {missing[0]}, which its run has not got ({', '.join(have)})"
+        )
+    for name in measuring.conditions:
+        _check_known(f"{where}.conditions", name, ["baseline", *run.conditions])
+
+
+def _check_rule(where: str, part: Part) -> None:
+    given = part.range or part.of.range
+    if given is ANY and part.of.kind != "log-ratio":
+        raise OptionError(f"{where} has no range: give the smallest and the largest value that it can take")
+    if callable(given):
+        return
+    low, high = given
+    lines = [part.line, part.line if part.opposite is None else part.opposite]
+    if not all(map(isfinite, lines)) or not all(low < line < high for line in lines):
+        raise OptionError(f"{where}: the line {lines[0]} has to lie within the range, {low} to {high}")
+
+
+def _check_known(where: str, name: str, known: Any) -> None:
+    if name not in known:
+        raise OptionError(f"{where}: there is no {name!r}{near(name, known)}; there is {', '.join(known)}")

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf, isfinite, nan
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
+from mechattn.errors import OptionError
 from mechattn.stats.intervals import FEWEST, t_interval
 
-Word = Literal["supported", "contradicted", "cannot be told", "not applicable"]
-WORDS: tuple[Word, ...] = ("supported", "contradicted", "cannot be told", "not applicable")
+Word = Literal[
+    "supported", "contradicted", "no more than untrained", "cannot be told", "not testable here", "not applicable",
+    "holds", "does not hold",
+]  # fmt: skip
+WORDS: tuple[Word, ...] = Word.__args__  # type: ignore[attr-defined]
 Side = Literal["above", "below"]
-POWER = 0.8
+OTHER: dict[Side, Side] = {"above": "below", "below": "above"}
+LEVEL, POWER = 0.95, 0.8
+ONE_SIDED = (1 - LEVEL) / 2
 FEWEST_DRAWS = 3  # random models: the spread of fewer says nothing
+_ROUNDING = 1e-6  # of float32
+
+
+class NotApplicable(OptionError):
+    """A model has not got what a claim is about."""
+
+
+class NotTestable(OptionError):
+    """No outcome of this model at this size could decide a claim."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The number has to lie on one side of a line, and further there than with random weights.
+    """The number has to lie on one side of a line, and further there than with random weights, by the margin."""
 
-    Args:
-        side: On which side of the line the claim puts the number.
-        line: The line: no effect and the smallest effect that would matter.
-        margin: How much further on that side than with random weights it has to be at least, in the same units.
-    """
-
-    side: Side
+    side: Side  # where the claim puts the number
     line: float
     margin: float
+    opposite: float  # the line beyond which, on the other side, the claim is contradicted
 
     @property
     def sign(self) -> float:
@@ -40,36 +51,55 @@ class Rule:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval.
-
-    Args:
-        value: The mean over units.
-        low: Lower end.
-        high: Upper end.
-        n: How many units: prompts, problems, or groups of them.
-        detectable: How far from a line the truth has to be for its side to be told with 80 % power.
-    """
+    """A number with its 95 % interval, over n units: prompts, problems, or groups of them."""
 
     value: float
     low: float
     high: float
     n: int
-    detectable: float
+    detectable: float  # how far from a line the truth has to be for its side to be told with 80 % power
+    exact: float | None = None  # two-sided p of an exact paired test of no difference
+    levels: tuple[float, float] | None = None  # the accuracies whose difference it is: the other one, and its own
+    floor: float = 0.0  # the least distance from a line that this n could tell, whatever the data
+
+    def beyond(self, line: float, sign: float) -> float:
+        """One-sided p of lying above a line, or below it with sign −1, by the interval."""
+        far = sign * (self.value - line)
+        width = self.value - self.low if (sign > 0) == (far > 0) else self.high - self.value
+        if width <= 0:
+            return float(far <= 0)
+        if self.exact is not None:  # of accuracies: by the normal distribution
+            return float(special.ndtr(-far / width * special.ndtri(1 - ONE_SIDED)))
+        return float(special.stdtr(self.n - 1, -far / width * special.stdtrit(self.n - 1, 1 - ONE_SIDED)))
 
 
 @dataclass(frozen=True)
 class Chance:
-    """How far a number is from that of random weights of the same architecture.
-
-    Args:
-        apart: The number less the mean over the draws, paired by unit.
-        draws: The number in each draw.
-        spread: Half the width of the interval that a further draw lies in with 95 %, by the spread of the draws.
-    """
+    """How far a number is from its mean over random models, paired by unit; and the number in each of them."""
 
     apart: Estimate
     draws: tuple[float, ...]
-    spread: float
+
+    @property
+    def mean(self) -> float:
+        """Of the draws."""
+        return float(np.mean(self.draws))
+
+    @property
+    def spread(self) -> float:
+        """``t(0.975, k − 1) · s · √(1 + 1/k)``: half the prediction interval of one more draw."""
+        return float(special.stdtrit(len(self.draws) - 1, 1 - ONE_SIDED)) * self._scale
+
+    @property
+    def _scale(self) -> float:
+        return float(np.std(self.draws, ddof=1) * np.sqrt(1 + 1 / len(self.draws)))
+
+    def beyond(self, margin: float, sign: float) -> float:
+        """One-sided p: further than random weights by a margin, and than one more draw would be."""
+        far = sign * self.apart.value
+        scale = self._scale
+        draw = float(special.stdtr(len(self.draws) - 1, -far / scale)) if scale > 0 else float(far <= 0)
+        return max(draw, self.apart.beyond(sign * margin, sign))
 
 
 @dataclass(frozen=True)
@@ -78,79 +108,137 @@ class Outcome:
 
     word: Word
     why: str
+    p: float | None = None  # of the tests behind both verdicts, two-sided; None where nothing was tested
+    told: tuple[float, float] | None = None  # supported from there on, contradicted from there on, with 80 % power
 
 
-def decide(rule: Rule, found: Estimate, chance: Chance | None = None, by_definition: bool = False) -> Outcome:
-    """The verdict of one number.
+def bounds(rule: Rule, chance: Chance | None) -> tuple[float, float]:
+    """What a number has to lie beyond to support a claim, and to contradict it."""
+    up, down = rule.sign * rule.line, rule.sign * rule.opposite
+    if chance is not None:
+        away, mean = max(rule.margin, chance.spread), rule.sign * chance.mean
+        up, down = max(up, mean + away), min(down, mean - away)
+    return rule.sign * up, rule.sign * down
+
+
+def check_decidable(rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0) -> None:
+    """Refuse a rule of which this model, at this size, can reach one verdict alone, or none (NotTestable)."""
+    worst, best = sorted(rule.sign * end for end in attainable)
+    for reach, sign, word, i in ((best, 1, "supported", 0), (worst, -1, "contradicted", 1)):
+        needed, alone = (sign * rule.sign * bounds(rule, beside)[i] + floor for beside in (chance, None))
+        if sign * reach <= needed + _ROUNDING:
+            why = "random weights reach as far" if sign * reach > alone + _ROUNDING else "out of reach"
+            why = "too few values can differ" if floor and sign * reach > alone - floor + _ROUNDING else why
+            end, line = rule.sign * reach, rule.sign * sign * needed
+            raise NotTestable(f"{word} would take beyond {line:.3g}, and this model can reach {end:.3g}: {why}")
+
+
+def both_sides(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, float]:
+    """One-sided p of "supported" and of "contradicted": beyond the line and, where they were run, random weights."""
+    p = []
+    for line, sign in ((rule.line, rule.sign), (rule.opposite, -rule.sign)):
+        each = [found.beyond(line, sign)]
+        if found.exact is not None and sign * line >= 0:
+            each.append(found.exact / 2 if sign * found.value > 0 else 1 - found.exact / 2)
+        if chance is not None:
+            each.append(chance.beyond(rule.margin, sign))
+        p.append(max(each))
+    return p[0], p[1]
+
+
+def decide(
+    rule: Rule, found: Estimate, chance: Chance | None = None, attainable: tuple[float, float] = (-inf, inf)
+) -> Outcome:
+    """The verdict of one number, the same for both directions.
 
     Supported: the whole interval is on the predicted side of the line, and the number is further there than random
-    weights put it. Contradicted: the whole interval is on the other side, so that there is no effect, one too small to
-    matter, or the opposite one. Else it cannot be told.
-
-    Args:
-        rule: The line.
-        found: The number.
-        chance: The same number beside that of random weights; None where there is none to compare with.
-        by_definition: The claim holds whatever was learned, so random weights are no null of it.
+    weights put it, by the margin and by more than one further draw would be. Contradicted: the same on the other side.
+    On a side of the line but no further than random weights: no more than untrained. Else it cannot be told. What lies
+    outside of the attainable values is not tested.
     """
-    if not np.isfinite([found.value, found.low, found.high]).all():
+    if not all(map(isfinite, (found.value, found.low, found.high))):
         few = f"{found.n} values, and an interval takes {FEWEST} at least"
         return Outcome("cannot be told", few if found.n < FEWEST else "some values are no numbers")
-    near, far = (found.low, found.high) if rule.side == "above" else (found.high, found.low)
-    if rule.sign * (far - rule.line) < 0:
-        return Outcome("contradicted", f"the whole interval is {'below' if rule.sign > 0 else 'above'} the line")
-    if rule.sign * (near - rule.line) <= 0:
-        return Outcome("cannot be told", "the interval reaches over the line")
-    if by_definition:
-        return Outcome("supported", "it holds without any training")
-    return _beyond_chance(rule, chance)
+    try:
+        check_decidable(rule, chance, attainable, found.floor)
+    except NotTestable as error:
+        return Outcome("not testable here", str(error))
+    both, told = both_sides(rule, found, chance), _told(rule, found, chance)
+    p = min(1.0, 2 * min(both))
+    if p > 1 - LEVEL:
+        return replace(_untold(rule, found, chance), p=p, told=told)
+    word: Word = "supported" if both[0] < both[1] else "contradicted"
+    side = rule.side if both[0] < both[1] else OTHER[rule.side]
+    further = "" if chance is None else ", and further than random weights put it"
+    return Outcome(word, f"the whole interval is {side} the line{further}", p, told)
 
 
-def _beyond_chance(rule: Rule, chance: Chance | None) -> Outcome:
-    if chance is None:
-        return Outcome("cannot be told", "there are no random weights to compare with")
-    nearest = chance.apart.low if rule.side == "above" else chance.apart.high
-    if not rule.sign * nearest > max(rule.margin, chance.spread):
-        return Outcome("cannot be told", "random weights of the same architecture come as far")
-    return Outcome("supported", f"the whole interval is {rule.side} the line, and further than random weights come")
+def _untold(rule: Rule, found: Estimate, chance: Chance | None) -> Outcome:
+    """On which side of the line the number is, where it is nowhere beyond random weights."""
+    for line, sign, side in ((rule.line, rule.sign, rule.side), (rule.opposite, -rule.sign, OTHER[rule.side])):
+        if chance is not None and found.beyond(line, sign) <= ONE_SIDED:
+            why = f"the whole interval is {side} the line, but no further than random weights of the architecture come"
+            return Outcome("no more than untrained", why)
+    return Outcome("cannot be told", "the interval reaches over the line")
+
+
+def _told(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, float]:
+    """The power of the whole rule: how far beyond what it takes the truth has to be."""
+    ends = []
+    for line, sign in ((rule.line, rule.sign), (rule.opposite, -rule.sign)):
+        end = sign * line + found.detectable
+        if chance is not None:  # beyond a further draw the value has to be, and beyond the margin its interval
+            level, power = special.stdtrit(chance.apart.n - 1, [1 - ONE_SIDED, POWER])
+            noise = chance.apart.detectable
+            away = max(rule.margin + noise, chance.spread + noise * power / (level + power))
+            end = max(end, sign * chance.mean + away)
+        ends.append(float(sign * end))
+    return ends[0], ends[1]
 
 
 def together(outcomes: Seq[Outcome]) -> Outcome:
-    """A claim of several parts: supported by all of them, contradicted by any, else it cannot be told."""
-    for word in ("not applicable", "contradicted", "cannot be told"):
+    """A claim of several parts: supported by all of them; contradicted by any, at a level divided by their number."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    for word in ("does not hold", "not testable here"):
         for outcome in outcomes:
             if outcome.word == word:
-                return outcome
-    return outcomes[0]
+                return replace(outcome, p=None, told=None)
+    tested = [outcome for outcome in outcomes if outcome.p is not None]
+    if len(tested) < len(outcomes):  # some are no numbers, or all hold
+        return next(outcome for outcome in outcomes if outcome.p is None)
+    against = min((o for o in tested if o.word == "contradicted"), key=lambda o: o.p or 0.0, default=None)
+    if against is not None:
+        p = min(1.0, len(outcomes) * (against.p or 0.0))
+        lost = Outcome("cannot be told", "one part is contradicted by itself, but not counted with the others", p)
+        return replace(against, p=p, told=None) if p <= 1 - LEVEL else lost
+    weakest = max(tested, key=lambda o: (o.word != "supported", o.p or 0.0))
+    return replace(weakest, p=max(o.p or 0.0 for o in tested), told=None)
+
+
+def family(p: Seq[float | None]) -> list[float | None]:
+    """Benjamini-Hochberg over all cells of a page that were tested."""
+    known = [x for x in p if x is not None]
+    q = iter(stats.false_discovery_control(known) if known else ())
+    return [None if x is None else float(next(q)) for x in p]
 
 
 def estimated(values: np.ndarray, least: float = 0.0) -> Estimate:
-    """The mean of one value a unit, with its t interval, and what this number of units can tell.
-
-    Args:
-        values: One a unit.
-        least: Half the width of the interval at least, where values may all be alike by chance.
-    """
+    """The mean of one value a unit, with its t interval, half of it ``least`` at least, and what this n can tell."""
     values = np.asarray(values, dtype=np.float64)
     n = len(values)
     if n < FEWEST or not np.isfinite(values).all():
-        none = float("nan")
-        return Estimate(float(values.mean()) if n else none, none, none, n, none)
+        return Estimate(float(values.mean()) if n else nan, nan, nan, n, nan)
     mean, low, high = (float(end) for end in t_interval(values))
     low, high = min(low, mean - least), max(high, mean + least)
     error = values.std(ddof=1) / np.sqrt(n)
-    detectable = float((stats.t.ppf(0.975, n - 1) + stats.t.ppf(POWER, n - 1)) * error)
+    detectable = float(special.stdtrit(n - 1, [1 - ONE_SIDED, POWER]).sum() * error)
     return Estimate(mean, low, high, n, max(detectable, least))
 
 
 def beside_chance(values: np.ndarray, draws: Seq[np.ndarray]) -> Chance | None:
-    """A number beside that of random models, all [unit]; None of fewer than three draws.
-
-    ``spread = t(0.975, k − 1) · s · √(1 + 1/k)`` of the k draws' means: the prediction interval of one draw more.
-    """
-    if len(draws) < FEWEST_DRAWS:
+    """A number beside that of random models, all [unit]; None of fewer than three draws that have it."""
+    there = [draw for draw in draws if len(draw) == len(values) and np.isfinite(draw).all()]
+    if len(there) < FEWEST_DRAWS:
         return None
-    means = np.array([draw.mean() for draw in draws])
-    k = len(means)
-    spread = float(stats.t.ppf(0.975, k - 1) * means.std(ddof=1) * np.sqrt(1 + 1 / k))
-    return Chance(estimated(values - np.mean(draws, axis=0)), tuple(map(float, means)), spread)
+    return Chance(estimated(values - np.mean(there, axis=0)), tuple(float(draw.mean()) for draw in there))

@@ -1,48 +1,39 @@
-"""The arguments of ``ma.paper``: models, problems, time limit and output."""
+"""The arguments of ``ma.judge``: register, models, problems and output."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mechattn.claims.register import VERSION, digest
+from mechattn.claims.register import Register, RunSection
 from mechattn.errors import OptionError
+from mechattn.prompts.datasets import GENERATED, RECALL, REPEATED, load_prompts
+from mechattn.prompts.prompt import MOST, Prompt
+from mechattn.prompts.repeated import LONGEST, SHORTEST, repeated_random
 from mechattn.stats.intervals import FEWEST
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_SAMPLED = 0.4  # of the problems
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``ma.paper``, checked.
+    """The arguments of ``ma.judge``, checked."""
 
-    Args:
-        models: Names or directories.
-        out: The folder.
-        prompts: Where prompts come from.
-        field: Of a file or data set.
-        limit: Prompts whose attention is measured, at most.
-        problems: Problems that are answered, at most; the first of them several times.
-        samples: Sampled answers to each of a part of them.
-        new_tokens: Of an answer.
-        budget: Seconds, or None for as long as it takes.
-        seed: Of all draws.
-        dtype: Of the weights.
-        device: Of torch.
-    """
-
+    register: Register
     models: tuple[str, ...]
     out: Path
-    prompts: str = "word-problems"
-    field: str = "question"
+    source: Mapping[str, Any] = field(default_factory=dict)  # the arguments of ``load_prompts``
     limit: int = 32
     problems: int = 100
     samples: int = 4
     new_tokens: int = 90
-    budget: float | None = None
+    without: tuple[str, ...] = ()  # runs of the register
     seed: int = 0
     dtype: str = "auto"
     device: str | None = None
@@ -55,14 +46,49 @@ class Settings:
         least = {"limit": FEWEST, "problems": 2 * FEWEST, "samples": 2, "new_tokens": 1}
         for name, fewest in least.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < fewest:
-                raise OptionError(f"{name}={value!r}: give a whole number, at least {fewest}")
+            if isinstance(value, bool) or not isinstance(value, int) or not fewest <= value <= MOST:
+                raise OptionError(f"{name}={value!r}: give a whole number from {fewest} to {MOST:,}")
+        for name in self.without:
+            if name not in self.register.runs:
+                raise OptionError(f"without={name!r}: there is no such run; there is {', '.join(self.register.runs)}")
+
+    @property
+    def runs(self) -> dict[str, RunSection]:
+        """What is run, in the order of the register."""
+        return {name: run for name, run in self.register.runs.items() if name not in self.without}
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The problems, the same for all models.
+
+        Raises:
+            PromptError: There are none.
+        """
+        source = dict(self.source)
+        if source.get("system") is None and source["source"] not in (GENERATED, RECALL):
+            source["system"] = self.register.about.system or None
+        return load_prompts(limit=max(self.limit, self.problems), seed=self.seed, **source)
+
+    def count(self, run: RunSection) -> int:
+        """Of how many prompts a run is: those that there are, where more are asked for."""
+        count = self.problems if run.answers else self.limit
+        count = min(count, len(self.prompts)) if run.prompts == "problems" else count
+        return max(2, round(_SAMPLED * count)) if run.sampled else count
+
+    def prompts_of(self, run: RunSection, model: Any) -> list[Prompt]:
+        """The prompts of a run: the first problems, or those that the register generates."""
+        if run.prompts == "problems":
+            return self.prompts[: self.count(run)]
+        if run.prompts == REPEATED:  # as long as the model takes
+            longest = min(LONGEST, (model.cfg.n_ctx - 1) // 2)
+            return repeated_random(model, self.count(run), span=(min(SHORTEST, longest // 2), longest), seed=self.seed)
+        return load_prompts(run.prompts, limit=self.count(run), seed=self.seed, model=model)
 
     def decides(self) -> dict[str, Any]:
-        """What decides how much is run of what: a plan that was made for the same is gone on with."""
-        names = ("prompts", "field", "limit", "problems", "samples", "new_tokens", "budget", "seed", "dtype")
-        about = {name: getattr(self, name) for name in names}
-        return {"models": list(self.models), **about, "register": VERSION, "digest": digest()}
+        """What decides the numbers, beside the model: a folder holds the run of one such set."""
+        names = ("limit", "problems", "samples", "new_tokens", "seed", "dtype")
+        about = {"models": list(self.models), **{name: getattr(self, name) for name in names}}
+        return {**about, **self.source, "without": list(self.without), "register": self.register.digest}
 
 
 def seconds(budget: str | float | None) -> float | None:

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from mechattn import render
 from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.registry import ANALYSES as KINDS
 from mechattn.axes import BASELINE
-from mechattn.commands.config_file import Condition, Config, Figure, all_words, near, no_such_key, read_sections
+from mechattn.commands.config_file import Config, Figure, read_sections
 from mechattn.errors import OptionError
-from mechattn.interventions.ablation import HeadAblation
-from mechattn.interventions.arm import ARM
-from mechattn.interventions.knockout import Knockout
-from mechattn.prompts import conditions as kinds
-from mechattn.prompts import fillers
-from mechattn.prompts.sweeps import sweep
-from mechattn.results.file_names import file_names as file_names
+from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
+from mechattn.sections import near, no_such_key
+from mechattn.store.file_names import file_names as file_names
 
-CONDITIONS = {
-    kind.__name__: kind
-    for kind in (
-        kinds.Baseline,
-        kinds.MeaninglessTokens,
-        kinds.Text,
-        kinds.RepeatedWord,
-        kinds.RandomTokens,
-        kinds.RandomSentence,
-        kinds.ShuffledSentence,
-        kinds.Counting,
-        kinds.RepeatQuestion,
-    )
-}
-ANALYSES = {kind.__name__: kind for kind in KINDS}
-INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
 FIGURES: dict[str, Callable] = {  # every function of mechattn.render that draws results
     name: draw
     for name, draw in vars(render).items()
@@ -61,16 +35,11 @@ _READINGS = {"mixed": "HeadUpdates", "top_target": "TopTargetUpdates"}
 
 
 def read_config(path: str | Path) -> Config:
-    """Read a TOML file.
-
-    Raises:
-        OptionError: The file doesn't exist, is not TOML, or has an unknown key, a missing key or a value of the wrong
-            type.
-    """
+    """Read a TOML file."""
     config = read_sections(path)
     try:
-        made_conditions(config)
-        made_analyses(config)
+        made_conditions(config.conditions)
+        made_analyses(config.analyses)
         _check_figures(config)
         file_names(config.models)
     except RecursionError:
@@ -88,85 +57,6 @@ def read_config(path: str | Path) -> Config:
     return config
 
 
-def made_conditions(config: Config, tokenizer: Callable[[], Any] | None = None) -> dict[str, kinds.Condition]:
-    """Build the conditions of a config; a sweep gives several, named after their values.
-
-    Args:
-        config: The config, for its sections [conditions.NAME].
-        tokenizer: A function that returns the model's tokenizer, to choose a reachable count if none is given.
-    """
-    counts = _default_counts(config, tokenizer) if tokenizer else {}
-    made: dict[str, kinds.Condition] = {}
-    for name, section in config.conditions.items():
-        kinds.check_name(name)
-        varied = _varied(section, counts.get(name), f"conditions.{name}")
-        made |= {", ".join(filter(None, (name, of))): one for of, one in varied.items()}
-    return made
-
-
-def _default_counts(config: Config, tokenizer: Callable[[], Any]) -> dict[str, int]:
-    """The token count of each section without one: what its text can reach; a control takes the first condition's."""
-    open_ones = {name: section for name, section in config.conditions.items() if "count" not in section.options}
-    found: dict[str, int] = {}
-    for name, section in open_ones.items():
-        if section.kind == "MeaninglessTokens":
-            default = kinds.MeaninglessTokens()
-            text, separator = (section.options.get(key, getattr(default, key)) for key in ("text", "separator"))
-            if isinstance(text, str) and text and isinstance(separator, str):
-                found[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
-    counted = [name for name, section in open_ones.items() if "count" in _keys(CONDITIONS[section.kind])]
-    return dict.fromkeys(counted, next(iter(found.values()))) | found if found else {}
-
-
-def _varied(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:
-    """The conditions of one section, by swept values; a single one named "" without a sweep."""
-    options = section.options if count is None else {"count": count, **section.options}
-    swept = {key: value for key, value in options.items() if isinstance(value, list)}
-    if "count" in swept:
-        swept["count"] = [some for some in swept["count"] if some != 0]  # that is the baseline
-    if empty := [key for key, value in swept.items() if not value]:
-        raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
-    fixed = {key: value for key, value in options.items() if key not in swept}
-    for values in product(*swept.values()):
-        made = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where, Condition)
-    if section.kind == "Baseline" and section.intervention is None:
-        raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
-    made = made.masked() if section.masked else made
-    made = made.unshifted() if section.unshifted else made
-    if acts := section.intervention:
-        made = made.under(_made(INTERVENTIONS, acts.kind, acts.options, f"{where}.intervention"))
-    return sweep(made, **swept) if swept else {"": made}
-
-
-def made_analyses(config: Config) -> list[Analysis]:
-    """Build the analyses of a config."""
-    return [_made(ANALYSES, s.kind, s.options, f"analyses[{i}]") for i, s in enumerate(config.analyses)]
-
-
-def _made(
-    known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str, section: type[Condition] | None = None
-) -> Any:
-    """Build a dataclass of a given kind from its options, after checking their names and types."""
-    cls = known.get(kind)
-    if cls is None:
-        raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(known)}{near(kind, known)}")
-    have = _keys(cls)
-    for name in options:
-        if name not in have:
-            also = [] if section is None else list(section.model_fields)
-            raise OptionError(f"{where}.{name}: {no_such_key(name, [*have, *also])}")
-    try:
-        # Through JSON, where strict pydantic still accepts a list for a tuple.
-        return TypeAdapter(cls).validate_json(json.dumps(options, default=str), strict=True)
-    except ValidationError as error:
-        raise OptionError(all_words(error, f"{where}.")) from None
-
-
-def _keys(cls: Any) -> list[str]:
-    """The options of a kind; its other fields are filled in before a run."""
-    return [field.name for field in fields(cls) if field.repr]
-
-
 def shown_options(figure: Figure) -> dict[str, Any]:
     """The options of a figure, including defaults."""
     takes = inspect.signature(FIGURES[figure.kind]).parameters.values()
@@ -175,7 +65,7 @@ def shown_options(figure: Figure) -> dict[str, Any]:
 
 def _check_figures(config: Config) -> None:
     """Check that each figure is known, gets valid options, and shows conditions and analyses of the run."""
-    conditions, analyses = made_conditions(config), {section.kind for section in config.analyses}
+    conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
         _check_names(figure, where)

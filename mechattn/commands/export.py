@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import kept
+from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.head_values import head_quantities
-from mechattn.results.compare import t_changes
-from mechattn.results.held import Held, held
-from mechattn.results.reading import load_result
-from mechattn.results.size import MEMORY
-from mechattn.results.whole import check_writable, write_whole
+from mechattn.results.memory import MEMORY
+from mechattn.store.atomic_writes import check_writable, write_whole
+from mechattn.store.reading import load_result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,39 +27,24 @@ COLUMNS = (
 
 
 def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
-    """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why.
-
-    Values and intervals come from ``result.heads``, changes from ``result.compare``.
-
-    Args:
-        place: The path of the result.
-        out: The CSV file; an existing file is replaced only if it is an earlier export.
-        memory: What each table may take.
-
-    Raises:
-        MechattnError: The result cannot be read or has no numbers per head, or the file cannot be written.
-    """
+    """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why."""
     _check_place(out)
-    result = load_result(place)
-    table, missing = heads_table(result, memory)
+    result = load_result(place, memory=memory)
+    table, missing = heads_table(result)
     write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
 
 
-def heads_table(result: Result, memory: str = MEMORY) -> tuple[pd.DataFrame, list[str]]:
-    """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason.
-
-    Raises:
-        OptionError: There are no numbers per head.
-    """
+def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
+    """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason."""
     import pandas as pd
 
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
-        reference = held(result, quantity, BASELINE, "question", memory)
+        reference = kept(result, quantity, BASELINE, "question")
         for condition in result.conditions:
-            of = reference if condition == BASELINE else held(result, quantity, condition, "question", memory)
+            of = reference if condition == BASELINE else kept(result, quantity, condition, "question")
             try:
                 tables.append(_rows(of, reference, quantity, condition))
             except MemoryOptionError:
@@ -72,16 +57,16 @@ def heads_table(result: Result, memory: str = MEMORY) -> tuple[pd.DataFrame, lis
     return pd.concat(tables, ignore_index=True).reindex(columns=list(COLUMNS)), missing
 
 
-def _rows(of: Held, reference: Held, quantity: str, condition: str) -> pd.DataFrame:
+def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.DataFrame:
     """The rows of one quantity in one condition."""
-    values = of.result.heads(quantity, None, condition=condition, memory=of.memory).sort_values(["layer", "head"])
+    values = of.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
     values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
     values = values.assign(quantity=quantity, condition=condition, unit=values.attrs["unit"])
     if condition == BASELINE:
         return values
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
-        changes = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
+        changes = Contrast(of, condition, quantity=quantity, other=reference).table(bootstrap=False)
     kept = [name for name in COLUMNS if name in changes and name not in ("n", "value")]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
     return values.merge(changes, on=["layer", "head"], how="left")

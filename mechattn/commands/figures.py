@@ -17,8 +17,8 @@ from mechattn.engine.run import run
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import check_device, dtype_named, load_model, model_place
+from mechattn.pages.figure_sections import Section, drawn_section, prompt_section, view_section
 from mechattn.pages.page import write_page
-from mechattn.pages.sections import Section, drawn_section, prompt_section, view_section
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -28,16 +28,17 @@ from mechattn.render.received_figures import check_heads, received_attention
 from mechattn.render.theme import model_caption
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.results.storage import check_result_place
-from mechattn.results.whole import say
 from mechattn.shown import plain
+from mechattn.store.atomic_writes import say
+from mechattn.store.saving import check_result_place
 
 VIEW_TOKENS = 16
 WHERE = {
     "before_question": "before the question",
     "start": "at the start",
     "middle": "in the middle of the question",
-    "before_answer": "at the end",
+    "after_question": "after the question",
+    "before_answer": "before the answer",
     "random": "at a random place in the question",
 }
 READ_TEXT = (
@@ -56,22 +57,16 @@ def make_figures(
     *,
     inserted: MeaninglessTokens | None = None,
     field: str = "question",
+    system: str | None = None,
+    answer_field: str | None = None,
     seed: int = 0,
     dtype: str = "auto",
     device: str | None = None,
     command: str = "",
     force: bool = False,
-    begins: str = "",
+    takes: str = "",
 ) -> Path:
-    """Write ``out/index.html`` with two panels of the paper's redistribution figure and an attention map per model.
-
-    The first figure's three heads are chosen on one half of the prompts and shown on the other; the second shows
-    ``heads`` on all prompts. ``inserted`` is fitted to each tokenizer; by default 55 "/" before the question. ``force``
-    replaces an ``index.html`` that mechattn did not write; ``begins`` is printed after the checks.
-
-    Raises:
-        MechattnError: An argument cannot be used; the output folder is checked before the run.
-    """
+    """Write ``out/index.html`` with two panels of the paper's redistribution figure and an attention map per model."""
     dtype_named(dtype)
     check_device(device)
     page, inserted = Path(out) / "index.html", inserted or MeaninglessTokens()
@@ -80,13 +75,14 @@ def make_figures(
     for name, place in places.items():
         model_place(name)
         check_result_place(place)
-    prompts = load_prompts(source, limit=limit, field=field, seed=seed)
+    answers: dict[str, Any] = {"answer_field": answer_field, "with_answer": True} if answer_field else {}
+    prompts = load_prompts(source, limit=limit, field=field, system=system, seed=seed, **answers)
     check_enough(len(prompts), by_half=True)
     shown = configs.Figure.model_validate({"kind": "received_attention", "layer": layer, "heads": list(heads)})
     for name in models:
         check_in_model(name, [layer], [shown])
-    if begins:
-        say(begins)
+    if takes:
+        say(f"{', '.join(models)}: {len(prompts)} prompts with and without {inserted.count} inserted tokens; {takes}.")
     looked: list[_Looked] = []
     for name, place in places.items():
         hooked = load_model(name, dtype=dtype_named(dtype), device=device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn verify toy:falcon                          check that the hooked model equals the model
   mechattn selftest                                   check mechattn against known answers; about a minute
   mechattn paper                                      arXiv:2510.01032 claim by claim, on the toys or --model YOURS
+  mechattn claims MY-REGISTER.toml --model YOURS      claims of your own, by rules that stand in the file
   mechattn run experiments/first/config.toml          a whole experiment from a file
   mechattn run CONFIG.toml --shard 3/16               one of 16 parts, for a job array; then: mechattn merge
   mechattn evaluate CONFIG.toml                       the effect on the model's answers
@@ -28,10 +31,12 @@ mechattn measures what attention does inside a language model, with and without 
 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
+PAPER = "2510.01032"
 app = typer.Typer(
     no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the default drops "[evaluation]"
     help="Measure what attention does, with and without meaningless tokens. Start with: mechattn figures",
 )
 
@@ -59,17 +64,25 @@ def figures(
     ] = [],  # noqa: B006
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
     field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
-    limit: Annotated[int, typer.Option(help="The number of prompts.")] = 64,
+    answer_field: Annotated[
+        str | None, typer.Option(help="The field with an answer to read after the question; none by default.")
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="The text before each question; by default that of the word problems, none before others."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer to draw, from 0.")] = 0,
     heads: Annotated[
         str, typer.Option(help="The heads of the second figure; those of the first are chosen by the data.")
     ] = "2,3,4",
     text: Annotated[str, typer.Option(help="The meaningless text to repeat.")] = "/",
+    separator: Annotated[str, typer.Option(help='The text between two repetitions; "" for none.')] = " ",
     count: Annotated[
         int, typer.Option(help="The number of inserted tokens, or the nearest that a tokenizer can make.")
     ] = 55,
     place: Annotated[
-        str, typer.Option(help="before_question, start, middle (of the question), before_answer or random.")
+        str, typer.Option(help="before_question, start, middle, after_question, before_answer or random.")
     ] = "before_question",
     device: Annotated[
         str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
@@ -80,25 +93,22 @@ def figures(
 ) -> None:
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
     from mechattn.commands.figures import make_figures
-    from mechattn.model.load import model_place
     from mechattn.model.toys import toy_names
     from mechattn.prompts.conditions import MeaninglessTokens
 
-    inserted = MeaninglessTokens(text, count, place)  # type: ignore[arg-type]
+    inserted = MeaninglessTokens(text, count, place, separator=separator)  # type: ignore[arg-type]
     models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
-    for name in models:
-        model_place(name)  # an unknown name is refused before anything is printed
     toys = all(name.startswith("toy:") for name in models)
     takes = f"about {8 * len(models) + 5} s" if toys else "large models take tens of minutes on a CPU"
-    begins = f"{', '.join(models)}: {limit} prompts with and without {count} inserted tokens; {takes}."
     options: dict[str, Any] = {"inserted": inserted, "dtype": dtype, "device": device, "field": field, "seed": seed}
-    options |= {"command": _command(), "force": force, "begins": begins}
+    options |= {"command": _command(), "force": force, "takes": takes, "system": system, "answer_field": answer_field}
     page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
     _say(f"Open {page} in a browser; it works offline.")
 
 
 @app.command()
-def paper(
+def claims(
+    register: Annotated[str, typer.Argument(help="A TOML file with claims, or a register that mechattn ships.")],
     model: Annotated[
         list[str],
         typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
@@ -106,14 +116,21 @@ def paper(
     models: Annotated[
         Path | None, typer.Option(help="Without --model: a folder with stories260K, to include that model.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help='Time limit for all models, such as "30min".')] = None,
-    out: Annotated[Path, typer.Option(help="The folder for the page, JSON and Markdown.")] = Path("out/paper"),
+    budget: Annotated[
+        str | None, typer.Option(help='Refuse what takes longer, such as "30min"; it changes no number.')
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")] = None,
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
     field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
-    limit: Annotated[int, typer.Option(help="Largest number of prompts to measure attention on.")] = 32,
-    problems: Annotated[int, typer.Option(help="Largest number of problems to answer.")] = 100,
+    answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
+    group_field: Annotated[str | None, typer.Option(help="The field with what problems share.")] = None,
+    system: Annotated[str | None, typer.Option(help="The text before each question.")] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Use the model's chat template.")] = False,
+    limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 32,
+    problems: Annotated[int, typer.Option(help="Number of problems to answer.")] = 100,
     samples: Annotated[int, typer.Option(help="Sampled answers to each of two fifths of them.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")] = 90,
+    without: Annotated[str, typer.Option(help="Runs of the register to leave out, such as place,samples.")] = "",
     device: Annotated[
         str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
     ] = None,
@@ -130,18 +147,35 @@ def paper(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
 ) -> None:
-    """Test each claim of arXiv:2510.01032 on your model, by rules fixed beforehand."""
-    from mechattn.claims.paper import paper as judge
-    from mechattn.commands.paper import models_of
+    """Test the claims of a register on your model, by rules that stand in it."""
+    from mechattn.claims.judge import judge
+    from mechattn.claims.register import read_register
+    from mechattn.commands.claims import models_of
 
+    read = read_register(register)
+    out = out or Path("out") / ("paper" if read.about.name == register == PAPER else read.about.name)
     options: dict[str, Any] = {"prompts": prompts, "field": field, "limit": limit, "problems": problems}
+    options |= {"answer_field": answer_field, "group_field": group_field, "system": system}
+    options |= {"template": "chat" if chat_template else "plain", "without": [n for n in without.split(",") if n]}
     options |= {"samples": samples, "new_tokens": new_tokens, "seed": seed, "dtype": dtype, "device": device}
     options |= {"shard": shard, "executor": executor, "address": address, "workers": workers, "fresh": fresh}
-    found = judge(models_of(model, models), out, budget=budget, force=force, command=_command(), **options)
+    found = judge(read, models_of(model, models), out, budget=budget, force=force, command=_command(), **options)
     if found is None:
         _say(f"This part is in {out}. When all parts are there, run the same command without --shard.")
         return
     _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it works offline.")
+
+
+@wraps(claims)
+def paper(**options: Any) -> None:
+    """Test the claims of arXiv:2510.01032 on your model: mechattn claims 2510.01032."""
+    claims(PAPER, **options)
+
+
+paper.__doc__ = "Test each claim of arXiv:2510.01032 on your model, by rules that stand in a register."
+_OPTIONS = [one for one in signature(claims, eval_str=True).parameters.values() if one.name != "register"]
+paper.__signature__ = signature(claims, eval_str=True).replace(parameters=_OPTIONS)  # type: ignore[attr-defined]
+app.command("paper")(paper)
 
 
 @app.command("run")
@@ -184,7 +218,7 @@ def merge(
     copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
 ) -> None:
     """Merge the results of shards into one."""
-    from mechattn.results.shards import merge_stored
+    from mechattn.store.shard_merging import merge_stored
 
     merge_stored(out, results, copy)
     _say(f"Wrote {out}")
@@ -260,18 +294,18 @@ def selftest(
 
 @app.command()
 def show(
-    result: Annotated[Path, typer.Argument(help="A stored result.")],
+    result: Annotated[str, typer.Argument(help="A stored result.")],
 ) -> None:
     """Print a stored result: verdicts, quantities and provenance."""
     from mechattn.commands.report import summary
-    from mechattn.results.reading import load_result
+    from mechattn.store.reading import load_result
 
     _say(summary(load_result(result)))
 
 
 @app.command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Stored results; several are shown side by side.")],
+    results: Annotated[list[str], typer.Argument(help="Stored results; several are shown side by side.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
     heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
@@ -290,7 +324,7 @@ def report(
 
 @app.command()
 def export(
-    result: Annotated[Path, typer.Argument(help="A stored result.")],
+    result: Annotated[str, typer.Argument(help="A stored result.")],
     csv: Annotated[Path, typer.Option(help="The file.")] = Path("out/heads.csv"),
     memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
 ) -> None:

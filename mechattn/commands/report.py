@@ -14,9 +14,9 @@ from mechattn.pages.page import heads_options, results_page
 from mechattn.pages.verdicts import flat, verdicts
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
-from mechattn.results.reading import load_result
+from mechattn.results.memory import MEMORY
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
+from mechattn.store.reading import load_result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 _COMPARING = (  # these compare a condition with the baseline
@@ -35,30 +35,16 @@ def report(
     choose: int = 3,
     memory: str = MEMORY,
 ) -> list[str]:
-    """Write a page of stored results with all their figures; return what could not be shown and why.
-
-    Args:
-        places: The paths of the results.
-        out: The HTML file.
-        layer: The layer of figures that show one layer; by default the first measured one.
-        heads: The heads of received attention, from 0; by default chosen by the data.
-        command: The command line.
-        force: Replace a file that mechattn did not write.
-        choose: The number of heads to choose on one half of the prompts and show on the other.
-        memory: What each table and figure may take.
-
-    Raises:
-        MechattnError: A result cannot be read, the page cannot be written.
-    """
+    """Write a page of stored results with all their figures; return what could not be shown and why."""
     check_page_place(out, force)
-    results = [load_result(place) for place in places]
+    results = [load_result(place, memory=memory) for place in places]
     for result in results:
         measured, count = result.provenance["measured_layers"], int(result.provenance["model"]["heads"])
         if layer is not None and layer not in measured:
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force, memory)
+    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
     return missing
 
 

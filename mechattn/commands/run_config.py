@@ -17,6 +17,7 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.jobs.chunks import WHOLE, computed, parse_shard, shard_place
 from mechattn.jobs.executor import ExecutorName, executor_named
 from mechattn.jobs.job import Job
+from mechattn.jobs.kinds import made_analyses, made_conditions
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, layers_and_heads, load_model, tokenizer_named
 from mechattn.pages.page import results_page
@@ -24,11 +25,11 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
-from mechattn.results.addresses import is_address
 from mechattn.results.provenance import command_of
-from mechattn.results.storage import check_result_place
-from mechattn.results.whole import check_writable
 from mechattn.stats.intervals import FEWEST
+from mechattn.store.atomic_writes import check_writable
+from mechattn.store.file_names import file_names
+from mechattn.store.saving import check_result_place
 
 
 def run_from_config(
@@ -44,33 +45,17 @@ def run_from_config(
     fresh: bool = False,
     force: bool = False,
 ) -> list[Path | str]:
-    """Run a config file, or one part of its chunks; return what was written.
-
-    Args:
-        path: The config file.
-        words: The command-line arguments, for the record; file names only, unless the config sets ``paths``.
-        shard: "3/16" computes the third of 16 parts, without a page.
-        executor: Overrides the config's executor; ``address`` and ``workers`` likewise.
-        address: The address of the cluster.
-        workers: The number of workers in the cluster.
-        large: Overrides the config's; ``values`` likewise.
-        values: The number format of a large result.
-        fresh: Ignore stored results and chunks, as in ``run_job``.
-        force: Replace a page that mechattn did not write.
-
-    Raises:
-        MechattnError: The config, the prompts, the model or the output cannot be used; raised before the run.
-    """
+    """Run a config file, or one part of its chunks; return what was written."""
     config = configs.read_config(path)
     given = {name: value for name, value in (("large", large), ("values", values)) if value is not None}
     config = config.model_copy(update=given)
     command = command_of(words, config.paths) if words else ""
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
-    files = configs.file_names(config.models)
+    files = file_names(config.models)
     places = {name: output.result.replace("{model}", file) for name, file in files.items()}
     for place in places.values():
-        check_result_place(shard_place(place, part))
+        check_result_place(shard_place(place, part), used=not fresh)
     if output.page is not None:
         check_page_place(output.page, force)
     shown = _shown(config)
@@ -95,7 +80,7 @@ def run_from_config(
 
 def as_written(place: str | Path) -> Path | str:
     """A path; an address is left unchanged."""
-    return place if is_address(place) else Path(place)
+    return place if "://" in str(place) else Path(place)
 
 
 def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
@@ -104,8 +89,8 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     return Job(
         model=model,
         prompts=prompts,
-        conditions=configs.made_conditions(config, partial(tokenizer_named, model)),
-        analyses=configs.made_analyses(config),
+        conditions=made_conditions(config.conditions, partial(tokenizer_named, model)),
+        analyses=made_analyses(config.analyses),
         layers=config.layers,
         seed=config.seed,
         positions="prompts" if by_half else "moments",
@@ -125,15 +110,7 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
 
 
 def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evaluation], list[Path]]:
-    """Run the [evaluation] section of a config file; return each model's evaluation, and what was written.
-
-    Args:
-        path: The config file.
-        at: ``server``, ``served_model`` and ``server_key`` that override the config; None to keep the config's.
-
-    Raises:
-        MechattnError: The config, the prompts, the model or the output cannot be used; raised before the run.
-    """
+    """Run the [evaluation] section of a config file; return each model's evaluation, and what was written."""
     config = configs.read_config(path)
     if config.evaluation is None:
         raise OptionError(f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"')
@@ -142,7 +119,7 @@ def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evalua
         raise OptionError(
             f"{path} names {len(config.models)} models, but a server has only one model: evaluate each separately"
         )
-    files = configs.file_names(config.models)
+    files = file_names(config.models)
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
         check_writable(place)
@@ -151,10 +128,10 @@ def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evalua
     for name, place in places.items():
         if options["server"] is None:
             model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
-            conditions = configs.made_conditions(config, partial(getattr, model, "tokenizer"))
+            conditions = made_conditions(config.conditions, partial(getattr, model, "tokenizer"))
         else:
             model, options["verify_server"] = name, config.verify
-            conditions = configs.made_conditions(config, partial(tokenizer_named, name))
+            conditions = made_conditions(config.conditions, partial(tokenizer_named, name))
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
 
@@ -168,17 +145,13 @@ def _shown(config: Config) -> list[Figure]:
     layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
     heads = config.output.heads
     options = {"layer": layer} | ({"choose": config.output.choose} if heads is None else {"heads": heads})
-    names = list(configs.made_conditions(config)) or [BASELINE]
+    names = list(made_conditions(config.conditions)) or [BASELINE]
     shown = [{"kind": "received_attention", "condition": name, **options} for name in names]
     return [Figure.model_validate(section) for section in shown]
 
 
 def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> None:
-    """Check before loading that the requested layers and heads exist, as far as the model's config says.
-
-    Raises:
-        MechattnError: There is no such model, layer or head.
-    """
+    """Check before loading that the requested layers and heads exist, as far as the model's config says."""
     size = layers_and_heads(name)
     if size is None:
         return

@@ -96,11 +96,7 @@ def _check_analysis(given: Any) -> None:
 
 
 def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
-    """Refuse an analysis that captures a hook which a layer doesn't have.
-
-    Raises:
-        OptionError: Naming the hook and the most similar name.
-    """
+    """Refuse an analysis that captures a hook which a layer doesn't have."""
     known = model.hook_dict if any(isinstance(analysis, CaptureAnalysis) for analysis in analyses) else {}
     for analysis in analyses:
         for name in analysis.captures if isinstance(analysis, CaptureAnalysis) else ():
@@ -143,14 +139,21 @@ def check_sequences(
                 raise PromptError(f"{where} {problem}")
 
 
+def check_read(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
+    """Refuse tokens inserted after all others: no original token reads them, so nothing could change."""
+    for name, sequence in made.items():
+        if sequence.inserted.any() and not sequence.inserted[: int((~sequence.inserted).sum())].any():
+            raise ConditionError(
+                f'prompt {prompt.id} ("{prompt.excerpt}") ends with what {name!r} inserts, which no other token reads; '
+                "give prompts with an answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with "
+                'the model\'s own), or another place, such as "after_question"'
+            )
+
+
 def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
-    """The sequence of each prompt under each condition, with unchanged original tokens.
-
-    Raises:
-        ConditionError: A condition returns no Sequence, or changes an original token.
-    """
+    """The sequence of each prompt under each condition, with unchanged original tokens."""
     made = [{name: _applied(name, some, prompt, model, seed) for name, some in named.items()} for prompt in prompts]
     for prompt, sequences in zip(prompts, made, strict=True):
         tokens = sequences[BASELINE].tokens
@@ -242,12 +245,7 @@ def counted_sides(sides: Seq[str]) -> str:
 
 
 def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0) -> None:
-    """Refuse a prompt that is not read and answered with the same RoPE frequencies under every condition.
-
-    Raises:
-        PromptTooLong: The prompt is too long for fixed frequencies (dynamic NTK).
-        PromptError: Two conditions, or an answer and its prompt, would be read with different frequencies (LongRoPE).
-    """
+    """Refuse a prompt that is not read and answered with the same RoPE frequencies under every condition."""
     boundary = boundary_of(model)
     if boundary is None:
         return

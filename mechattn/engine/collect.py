@@ -184,17 +184,7 @@ def _stacked(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
-    """Refuse values that lack a quantity, add one, or do not have the shape that their dims declare.
-
-    Args:
-        analysis: The analysis.
-        values: What it returned for one layer.
-        batch: The batch.
-        heads: The number of heads in the layer.
-
-    Raises:
-        OptionError: Naming the analysis, the quantity, and both shapes.
-    """
+    """Refuse values that lack a quantity, add one, or do not have the shape that their dims declare."""
     promised = analysis.quantities
     if not isinstance(values, Mapping):
         raise OptionError(

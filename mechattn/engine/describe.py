@@ -18,13 +18,13 @@ from mechattn.engine.check import sides_of
 from mechattn.model import hooks
 from mechattn.model.fingerprint import revision, weights_hash
 from mechattn.model.hooked import HookedModel
+from mechattn.model.model_facts import ModelFacts, facts_of
 from mechattn.model.positions import boundary_of
-from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.identity import identity, kind_of
+from mechattn.results.canonical import identity, kind_of
 from mechattn.shown import plain
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def sequences_dataset(
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
 
 
-def condition_data(condition: Condition) -> dict[str, Any]:
-    """A condition as data: kind, options, marks and interventions; and as text."""
+def condition_data(condition: Condition, made: Sequence | None = None) -> dict[str, Any]:
+    """A condition as data: kind, options, marks and interventions (its own as ``made`` has them); and as text."""
     inner: Any = condition
     masked, unshifted = False, False
     acts: tuple[Any, ...] = ()
@@ -79,6 +79,8 @@ def condition_data(condition: Condition) -> dict[str, Any]:
     if isinstance(inner, Baseline):
         given = inner.intervention
         acts = (*(given if isinstance(given, (tuple, list)) else (given,)), *acts)
+    elif made is not None and not acts:
+        masked, unshifted, acts = made.edge_mask is not None, made.keeps_positions, made.interventions
     return {
         **_kind_and_options(inner),
         "masked": masked,
@@ -112,14 +114,12 @@ def described(
     model: HookedModel,
     prompts: Seq[Prompt],
     named: Mapping[str, Condition],
+    made: Mapping[str, Sequence],
     analyses: Seq[Analysis],
     layers: list[int],
     paths: bool = False,
 ) -> dict[str, Any]:
-    """The model, the prompts and the options, which determine the numbers; and when and where they were computed.
-
-    Only the name of a checkpoint's directory is recorded, since results are published; ``paths`` adds its path.
-    """
+    """The model, the prompts and the options, which determine the numbers; and when and where they were computed."""
     parameters = next(model.parameters())
     facts = facts_of(model) or ModelFacts()
     boundary = boundary_of(model)
@@ -144,7 +144,7 @@ def described(
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
-        "conditions": {name: condition_data(condition) for name, condition in named.items()},
+        "conditions": {name: condition_data(condition, made[name]) for name, condition in named.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
         "measured_layers": layers,
         "threads": torch.get_num_threads(),

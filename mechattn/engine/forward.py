@@ -22,8 +22,8 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
+from mechattn.model.model_facts import ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.verify.facts import ModelFacts, facts_of
 from mechattn.model.verify.streamed import check_fused, check_streaming
 from mechattn.model.verify.verification import Check
 from mechattn.prompts.pairs import Pairs
@@ -34,17 +34,7 @@ Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
 def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()) -> tuple[Forward, str]:
-    """The engine for this model, and the reason; streaming is compared with the hooks once per model before use.
-
-    Args:
-        model: A hooked model.
-        engine: The requested engine.
-        analyses: The analyses; some need hooks, some need no rows.
-
-    Raises:
-        OptionError: There is no such engine, or it cannot serve these analyses.
-        ModelError: "streaming" or "fused" was requested, but would give other numbers than the model.
-    """
+    """The engine for this model, and the reason; streaming is compared with the hooks once per model before use."""
     analyses = list(analyses)
     if engine not in get_args(Engine):
         raise OptionError(f"engine={engine!r}: choose {', '.join(map(repr, get_args(Engine)))}")
@@ -185,11 +175,7 @@ class PairedLayer:
 
 
 def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: int | None) -> PairedLayer:
-    """What a layer's blocks share, made at its first block.
-
-    Raises:
-        ModelError: No hook gives the values.
-    """
+    """What a layer's blocks share, made at its first block."""
     if attention is None:
         raise ModelError(
             f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens cannot be compared"

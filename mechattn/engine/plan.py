@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from mechattn.functional.rows import BLOCK
-from mechattn.results.size import memory_bytes
+from mechattn.results.memory import memory_bytes
 
 # Scores, masked scores, pattern and the working copies of a reduction are in memory at the same time, in float32.
 _SQUARES = 6
@@ -35,17 +35,7 @@ class Cost:
 
 
 def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()) -> list[list[int]]:
-    """Group prompts of similar length so that one layer of a batch fits the budget.
-
-    Args:
-        lengths: For each prompt, the length of its sequence in every condition; all of these stay in one batch.
-        cost: The memory that a row takes.
-        memory: The budget.
-        sides: For each prompt its side of the model's boundary, which no batch crosses; none without a boundary.
-
-    Returns:
-        Prompt indices for each batch; a prompt that exceeds the budget alone still gets a batch.
-    """
+    """Group prompts of similar length so that one layer of a batch fits the budget."""
     budget = memory_bytes(memory)
     batches: list[list[int]] = []
     shortest = 0

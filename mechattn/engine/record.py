@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Captures, PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.check import (
     check_captures,
     check_interventions,
@@ -22,7 +23,6 @@ from mechattn.engine.check import (
     with_baseline,
 )
 from mechattn.engine.forward import chosen_forward
-from mechattn.engine.measure import measure_batch
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import affine as fn
 from mechattn.interventions.ablation import HeadMeans
@@ -32,14 +32,16 @@ from mechattn.model import hooks
 from mechattn.model.heads import is_latent
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.lock import alone
+from mechattn.model.model_facts import facts_of
 from mechattn.model.patch.head_outputs import ChangeZ, changing_z
 from mechattn.model.patch.keys_values import Part
-from mechattn.model.verify.facts import facts_of
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 
 
+@alone
 def record_affine(
     model: Any,
     prompts: Prompt | str | Tensor | Seq[Prompt | str],
@@ -130,6 +132,7 @@ class _AffineParts:
         return dict(sums)
 
 
+@alone
 def record_keys_values(
     model: Any,
     prompts: Prompt | str | Tensor | Seq[Prompt | str],
@@ -213,6 +216,7 @@ class _KeysValues:
         return {part: kept.clone() for part, kept in sums.items()}
 
 
+@alone
 def head_means(
     model: Any, prompts: Prompt | str | Tensor | Seq[Prompt | str], *, layers: Iterable[int] | int | None = None
 ) -> HeadMeans:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
+from mechattn.engine.batch_values import LayerValues, measure_batch
 from mechattn.engine.check import (
     check_captures,
     check_interventions,
+    check_read,
     check_sequences,
     check_variants,
     made_sequences,
@@ -33,23 +35,24 @@ from mechattn.engine.forward import (
     forward_through_hooks,
     position_width,
 )
-from mechattn.engine.measure import LayerValues, measure_batch
 from mechattn.engine.plan import Cost, batch_plan, memory_bytes
 from mechattn.errors import ModelError, OptionError
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.lock import alone
 from mechattn.model.score_terms import BlindScores, blind_scores
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.likeness import warn_of_likeness
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
+from mechattn.prompts.similar_prompts import warn_of_likeness
 from mechattn.results.result import Result
 
 Fitting = TypeVar("Fitting")
 _CPU = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 
 
+@alone
 def run(
     model: Any,
     prompts: Prompt | str | Tensor | Seq[Prompt | str],
@@ -127,15 +130,12 @@ class Plan:
     paths: bool = False
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
-        """The sequence of every prompt under every condition, checked.
-
-        Raises:
-            MechattnError: A prompt, a condition or an intervention cannot be used with this model.
-        """
+        """The sequence of every prompt under every condition, checked."""
         named = dict(self.conditions)
         made = made_sequences(named, prompts, self.model, self.seed)
         for prompt, sequences in zip(prompts, made, strict=True):
             check_sequences(prompt, sequences, named, self.analyses, self.model)
+            check_read(prompt, sequences)
         check_interventions(self.model, [prompt.id for prompt in prompts], made)
         check_variants(load_model(self.model), made)  # verified again if another model was made since
         return made
@@ -184,7 +184,7 @@ class Run:
                     collector.add(batch, by_layer)
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
-        about = described(plan.model, prompts, plan.conditions, plan.analyses, plan.layers, plan.paths)
+        about = described(plan.model, prompts, plan.conditions, sequences[0], plan.analyses, plan.layers, plan.paths)
         about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": plan.seed}
         about |= {"memory": plan.memory, "positions": plan.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
@@ -209,11 +209,7 @@ def make_plan(
     engine: Engine = "auto",
     paths: bool = False,
 ) -> Plan:
-    """The arguments of ``run`` except the prompts, checked.
-
-    Raises:
-        MechattnError: One of them cannot be used.
-    """
+    """The arguments of ``run`` except the prompts, checked."""
     model = as_hooked(model)
     memory_bytes(memory)
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -226,14 +222,7 @@ def make_plan(
 
 
 def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
-    """Measure some prompts together; if they don't fit in memory, each half of them, and so on.
-
-    Returns:
-        The measurements, and the number of prompts in each batch that didn't fit.
-
-    Raises:
-        ModelError: A single prompt with its conditions doesn't fit.
-    """
+    """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
     measured, too_large, waiting = [], [], [list(indices)]
     while waiting:
         some = waiting.pop(0)

@@ -14,38 +14,30 @@ from typing import Any
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.lines import as_lines
-from mechattn.results import provenance
 
 Key = tuple[str, str, int]
+_KINDS = (str, str, int, str, tuple, str | None, str, bool, bool, int | float)  # of the fields of an answer
 _MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The answers so far, by prompt, condition and sample; also kept in a file if one is given.
-
-    Args:
-        answers: By prompt, condition and sample.
-        path: The file.
-        about: Where the answers come from, as recorded in the file.
-    """
+    """The answers so far, by prompt, condition and sample, and where they come from; also in a file if one is given."""
 
     answers: dict[Key, GradedAnswer]
     path: Path | None
     about: dict[str, Any]
 
-    def note(self, name: str, value: Any) -> None:
-        """Record one more fact about where the answers come from."""
+    def note(self, name: str, value: Any, without: Seq[Key] = ()) -> None:
+        """Record one more fact about where the answers come from, which may cost some of them."""
         self.about[name] = value
+        for key in without:
+            self.answers.pop(key, None)
         if self.path is not None:
             Evaluation(tuple(self.answers.values()), self.about).save(self.path)
 
     def add(self, fresh: Seq[GradedAnswer]) -> None:
-        """Add answers.
-
-        Raises:
-            OutputError: The disk is full; earlier answers are kept.
-        """
+        """Add answers; if the disk is full, earlier answers are kept."""
         self.answers.update({(a.prompt, a.condition, a.sample): a for a in fresh})
         if self.path is None:
             return
@@ -61,12 +53,7 @@ class Kept:
 
 @contextmanager
 def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
-    """The answers of a run already in its file, locked for this process; nothing without a file.
-
-    Raises:
-        OutputError: Another process is writing to the file, or it is not an evaluation.
-        OptionError: The file belongs to another run.
-    """
+    """The answers of a run already in its file, locked for this process; nothing without a file."""
     if path is None:
         yield Kept({}, None, dict(about))
         return
@@ -104,23 +91,13 @@ def load_evaluation(path: str | Path) -> Evaluation:
 
 
 def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
-    """The answers already in the file; a new file gets its first line.
-
-    Raises:
-        OptionError: The file belongs to another run.
-    """
+    """The answers already in the file, if it belongs to this run; a new file gets its first line."""
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)
         return Kept({}, path, dict(about))
     before, found = _read(path)
-    # An earlier version wrote the whole path of the model, and no hash of its weights.
-    as_now = {
-        "weights_hash": about.get("weights_hash"),
-        **before,
-        "model": provenance.name_of(str(before.get("model"))),
-    }
     for name, value in about.items():
-        if name not in _MAY_DIFFER and as_now.get(name) != json.loads(json.dumps(value)):
+        if name not in _MAY_DIFFER and before.get(name) != json.loads(json.dumps(value)):
             raise OptionError(
                 f"{path} holds answers of another run ({name} differs); choose another file, or move this one"
             )
@@ -133,17 +110,29 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        if any(not isinstance(part, dict) for part in (about, about.get("conditions", {}), about.get("groups", {}))):
+            raise ValueError("its provenance, conditions or groups are not by name")
+    except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = "its first line has no provenance" if isinstance(error, KeyError) else error
         raise OutputError(f"{path} is not an evaluation: {reason}; give another name, or move the file") from None
     found: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
-            row = json.loads(line)
-            made = GradedAnswer(**{**row, "tokens": tuple(row["tokens"])})
-        except (ValueError, TypeError, KeyError) as error:
+            made = _answer(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
                 break
             raise OutputError(f"line {number} of {path} is not an answer: {error}") from None
         found[made.prompt, made.condition, made.sample] = made
     return about, found
+
+
+def _answer(row: Any) -> GradedAnswer:
+    """An answer from its line, with every field of its type."""
+    made = GradedAnswer(**{**row, "tokens": tuple(row["tokens"])})
+    for (name, value), kind in zip(vars(made).items(), _KINDS, strict=True):
+        if not isinstance(value, kind):
+            raise TypeError(f"its {name} is {value!r:.40}")
+    if not all(isinstance(token, int) for token in made.tokens):
+        raise TypeError(f"its tokens is {made.tokens!r:.40}")
+    return made

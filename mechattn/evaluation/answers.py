@@ -63,10 +63,7 @@ def grade(text: str, solution: str, grader: Grader = "auto") -> Grade:
 
 
 def final_number(text: str, marked: bool = True) -> Fraction | None:
-    """The number after the last mark of a text; with ``marked=False``, also a text that is only a number.
-
-    A mark without a number after it is ignored: "The answer is below. Answer: 7".
-    """
+    """The number after the last mark of a text; with ``marked=False``, also a text that is only a number."""
     for mark in reversed(list(_MARK.finditer(text))):
         found = _first_number(text[mark.end() :].split("\n\n")[0])
         if found is not None:

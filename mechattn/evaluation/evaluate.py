@@ -25,17 +25,18 @@ from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import Answer, Request, answers, native_of, refuse_what_cannot_generate
-from mechattn.evaluation.served.answering import Todo, check_room, check_servable, served, tokens_of
+from mechattn.evaluation.served.answering import Exchanged, Todo, check_room, check_servable, served, tokens_of
 from mechattn.evaluation.served.server import Server, server_given
 from mechattn.model.fingerprint import weights_hash
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
-from mechattn.model.unloaded import UnloadedModel, end_tokens, unloaded
+from mechattn.model.lock import alone
+from mechattn.model.without_weights import UnloadedModel, end_tokens, unloaded
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.prompt import MOST, Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.identity import identity
+from mechattn.results.canonical import identity
 
 
 def evaluate(
@@ -115,14 +116,21 @@ def evaluate(
             came = _generated(reader, native, _batches(todo, batch, sides), new_tokens, temperature, seed, progress)
         elif todo:
             before = file.about.get("probe")
-            there = stack.enter_context(served(at, reader, prompts, sequences, new_tokens, temperature, before))
-            if before is None:
-                file.note("probe", there.probe)
-            came = there.answered(todo, new_tokens, batch, temperature, seed, progress)
+            there = stack.enter_context(
+                served(at, reader, prompts, sequences, new_tokens, batch, temperature, seed, before)
+            )
+            file.note("probe", there.probe.about)
+            came = there.answered(todo, new_tokens, temperature, seed, progress)
         else:
             came = iter(())
-        for some in came:
-            file.add([_answered(*one, answer, text, grader) for one, answer, text in some])
+        try:
+            for some in came:
+                file.add([_answered(*one, answer, text, grader) for one, answer, text in some])
+        except Exchanged as error:
+            file.note("probe", file.about["probe"], without=error.since)
+            raise
+        if at is not None and todo:
+            file.note("probe", file.about["probe"])
     about |= {"probe": file.about["probe"]} if "probe" in file.about else {}
     ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
     return Evaluation(tuple(ordered), about)
@@ -187,6 +195,8 @@ def _check_numbers(new_tokens: int, samples: int, batch: int) -> None:
     for name, value in (("new_tokens", new_tokens), ("samples", samples), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+    if samples > MOST:
+        raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
@@ -197,7 +207,7 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
                 f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load prompts with answers, '
                 "or give Prompt(…, solution=…)"
             )
-        if prompt.answer:
+        if prompt.answer or prompt.answer_tokens:
             raise PromptError(
                 f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
                 f"with_answer=False"
@@ -209,6 +219,7 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
             check_grader("math")
 
 
+@alone
 def _checked_sides(
     model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
 ) -> dict[str, str]:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, OutputError, warn
+from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.lines import as_lines, replaceable
 from mechattn.evaluation.units import share_interval, units_of, within
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.whole import check_writable, write_whole
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit, Units
+from mechattn.store.atomic_writes import check_writable, write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -329,20 +329,20 @@ class Evaluation:
         Raises:
             OptionError: There is no such condition, there are several answers per problem, or a donor has no answer.
         """
-        from mechattn.evaluation.following import follows
+        from mechattn.evaluation.answers_following import follows
 
         return follows(self, condition, donors, without, level, unit)
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
-        """The prompts with their generated answers in the segment "answer", for analysis in one pass.
+        """The prompts with the token ids of their generated answers in the segment "answer", for analysis in one pass.
 
         All conditions of such a run read the same answer, so differences are due to attention and not to the text.
         """
-        texts = {a.prompt: a.text for a in self.answers if a.condition == condition and a.sample == sample}
-        missing = [p.id for p in prompts if not texts.get(p.id, "").strip()]
+        found = {a.prompt: a for a in self.answers if a.condition == condition and a.sample == sample and a.tokens}
+        missing = [p.id for p in prompts if p.id not in found]
         if missing:
             raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
-        return [replace(p, answer=texts[p.id]) for p in prompts]
+        return [replace(p, answer=found[p.id].text, answer_tokens=found[p.id].tokens) for p in prompts]
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -371,10 +371,3 @@ class Evaluation:
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Answered":
-        warn("Answered is now called GradedAnswer", FutureWarning)
-        return GradedAnswer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

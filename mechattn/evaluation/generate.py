@@ -14,23 +14,18 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.keyed import keyed_uniform, token_keys
-from mechattn.interventions.intervention import Target
+from mechattn.functional.keyed_random import keyed_uniform, token_keys
+from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel
-from mechattn.model.verify.facts import facts_of
+from mechattn.model.lock import alone
+from mechattn.model.model_facts import facts_of
 from mechattn.prompts.sequences import PADDING, Sequence
 
 
 @dataclass(frozen=True)
 class Request:
-    """A requested answer.
-
-    Args:
-        prompt: The prompt's id.
-        sequence: The sequence that the model reads.
-        sample: The index of the answer among several.
-    """
+    """A requested answer: the prompt's id, the sequence that the model reads, and which of several answers it is."""
 
     prompt: str
     sequence: Sequence
@@ -39,14 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer.
-
-
-    Args:
-        tokens: The generated tokens without the end token.
-        finished: Whether the model ended it before the limit.
-        logprob: Mean log-probability of its tokens, including the end token, at temperature 1; in nats.
-    """
+    """A generated answer without its end token; ``finished``: the model ended it before the limit."""
 
     tokens: tuple[int, ...]
     finished: bool
@@ -54,11 +42,7 @@ class Answer:
 
 
 def native_of(model: HookedModel) -> Any:
-    """The model without hooks.
-
-    Raises:
-        ModelError: There is no such model, or it has no key-value cache.
-    """
+    """The model without hooks."""
     facts = facts_of(model)
     if facts is None or facts.native is None:
         why = facts.why_not_native if facts else "it has not gone through load_model"
@@ -71,21 +55,11 @@ def native_of(model: HookedModel) -> Any:
     return facts.native
 
 
+@alone
 def answers(
     model: Any, asked: Seq[Request], new_tokens: int, end: frozenset[int], temperature: float = 0.0, seed: int = 0
 ) -> list[Answer]:
-    """Generate one answer for each sequence, all in one batch, padded on the left.
-
-    A sampled token depends on seed, prompt, sample and position; on the batch only through rounding.
-
-    Args:
-        model: A model of transformers.
-        asked: The requested answers.
-        new_tokens: The largest number of tokens per answer.
-        end: Tokens that end an answer.
-        temperature: 0 takes the likeliest token.
-        seed: The seed of the sampling.
-    """
+    """Generate one answer for each sequence, all in one batch, padded on the left."""
     from transformers import DynamicCache
 
     device = next(model.parameters()).device
@@ -219,6 +193,9 @@ class _Padded:
             for several, rows in found.values():
                 for intervention in several:
                     stack.enter_context(intervention.acting(model, self._target(rows)))
+            if read_first(each for several, _ in found.values() for each in several):
+                mask, ids = self.mask(0), self.position_ids(0)
+                model(input_ids=self.tokens, attention_mask=mask, position_ids=ids, use_cache=False, logits_to_keep=1)
             yield
 
     def _target(self, rows: list[int]) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.table import what_is_tested
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.units import units_of
-from mechattn.results.compare import what_is_tested
 from mechattn.results.result import Result
 from mechattn.stats.trend import Trend
 from mechattn.stats.trend import trend as trend_of
@@ -61,5 +62,6 @@ def trend(
         return trend_of(np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed)
     if BASELINE in names:
         raise OptionError('"baseline" has no change from itself; name the other conditions, in the order of their dose')
-    each = [what_is_tested(measured, name, quantity, "segment", segment, unit, layer)[0] for name in names]
+    asked = [Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names]
+    each = [what_is_tested(one, layer)[0] for one in asked]
     return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)

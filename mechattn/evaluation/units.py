@@ -16,14 +16,7 @@ _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
 
 
 def units_of(evaluation: Evaluation, unit: Unit) -> Units:
-    """The problems, or their groups, in the order of ``Evaluation.right``.
-
-    If so few problems share a group that intervals would widen by at most 5 %, single problems are the units: near 0
-    and 1, the score interval and McNemar's test are better than a t interval.
-
-    Raises:
-        OptionError: There is no such unit, or there are too few groups.
-    """
+    """The problems, or their groups, in the order of ``Evaluation.right``."""
     check_unit(unit)
     problems = list(dict.fromkeys(answer.prompt for answer in evaluation.answers))
     groups = evaluation.provenance.get("groups", {})
@@ -37,16 +30,7 @@ def units_of(evaluation: Evaluation, unit: Unit) -> Units:
 
 
 def share_interval(values: np.ndarray, units: Units, level: float) -> Interval:
-    """The fraction of answers with a property, with an interval within 0 and 1.
-
-    Wilson's interval for one answer per problem, or if all answers agree, since a t interval would then be a point;
-    otherwise a t interval over units.
-
-    Args:
-        values: 1 for answers with the property, otherwise 0 [problem, sample].
-        units: The problems, or their groups.
-        level: The probability that the interval covers the fraction.
-    """
+    """The fraction of answers with a property, with an interval within 0 and 1."""
     share = float(units.means(values.mean(1)).mean())
     if share in (0, 1) or (units.of is None and values.shape[1] == 1):
         low, high = wilson_interval(round(share * units.n), units.n, level)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from mechattn.stats.units import Units
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mechattn.results.result import Result
+
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
 
 
@@ -43,6 +46,7 @@ class WhileAnswering:
         layers: The layers.
         units: The problems, or their groups.
         about: The model.
+        predicting: Whether the queries are those that predict the answers' tokens, not those that read them.
     """
 
     flow: Mapping[str, np.ndarray]
@@ -52,11 +56,17 @@ class WhileAnswering:
     layers: tuple[int, ...]
     units: Units
     about: str
+    predicting: bool = False
 
     @property
     def conditions(self) -> list[str]:
         """The conditions."""
         return list(self.flow)
+
+    @property
+    def queries(self) -> str:
+        """Whose attention it is, in words."""
+        return f"the queries that {'predict' if self.predicting else 'read'} its own answers"
 
     def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """One row per condition: attention of right and wrong answers to a segment, mean over heads and layers.
@@ -147,7 +157,7 @@ class WhileAnswering:
         return Units(len(some)) if self.units.of is None else Units.grouped(self.units.of[some].astype(str).tolist())
 
     def __str__(self) -> str:
-        first = f"{self.about}: attention of the tokens of its own answers to the question, mean over heads and layers"
+        first = f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
         columns = ["condition", "right", "right_n", "wrong", "wrong_n", "pairs", "difference", "beyond", "p"]
         return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
 
@@ -155,14 +165,7 @@ class WhileAnswering:
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar as possible.
-
-    Args:
-        tokens: The length of each answer.
-        right: Whether each may be the first of a pair.
-        wrong: Whether each may be the second.
-        groups: The group of each, if both answers of a pair must be from one group.
-    """
+    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar as possible."""
     first, second = np.flatnonzero(right), np.flatnonzero(wrong)
     if not len(first) or not len(second):
         return np.zeros((0, 2), dtype=int)
@@ -182,21 +185,25 @@ def while_answering(
     prompts: Seq[Prompt],
     conditions: Mapping[str, Condition] | None = None,
     *,
+    predicting: bool = False,
     layers: Seq[int] | int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> WhileAnswering:
     """Measure a model's attention while it writes its own answers, under each condition of an evaluation.
 
-    Each answer is read again after its prompt, under its own condition, in one pass (``evaluation.answered``); the
-    queries are the answer's tokens. Correctness is related to length, and attention to the question falls with length
-    by definition. Answers are therefore compared in pairs of about the same length, together with the null.
+    The token ids of each answer are read again after its prompt, under its own condition, in one pass
+    (``evaluation.answered``). The queries are those that read the answer's tokens; with ``predicting``, those that
+    predict them, from the prompt's last token to the answer's last but one. Correctness is related to length, and
+    attention to the question falls with length by definition. Answers are therefore compared in pairs of about the same
+    length, together with the null.
 
     Args:
         model: The model that wrote the answers.
         evaluation: Its answers; the first of several to a problem.
         prompts: The evaluated problems.
         conditions: The conditions of the evaluation, by the same names.
+        predicting: Measure the queries that predict the answer's tokens.
         layers: The layers, from 0; all by default.
         seed: The seed of the conditions' draws: that of the evaluation.
         progress: Show a progress bar.
@@ -213,39 +220,27 @@ def while_answering(
     unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
     if unknown:
         raise OptionError(f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation")
-    measured = [
-        _measured(model, evaluation, prompts, name, condition, layers, seed, progress)
-        for name, condition in named.items()
-    ]
+    measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed, progress=progress)
+    measured = [_measured(measure, evaluation, prompts, name, condition) for name, condition in named.items()]
     flow, uniform, right, tokens, read = zip(*measured, strict=True)
     flows, nulls, verdicts, lengths = (dict(zip(named, part, strict=True)) for part in (flow, uniform, right, tokens))
     units = units_of(evaluation._of([prompt.id for prompt in prompts]), "auto")
-    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], units, str(model.cfg.model_name))
+    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], units, str(model.cfg.model_name), predicting)
 
 
 def _measured(
-    model: Any,
-    evaluation: Evaluation,
-    prompts: Seq[Prompt],
-    name: str,
-    condition: Condition,
-    layers: Seq[int] | int | None,
-    seed: int,
-    progress: bool,
+    measure: Callable[..., Result], evaluation: Evaluation, prompts: Seq[Prompt], name: str, condition: Condition
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
     """Flow and null [prompt layer head segment], whether right and how long [prompt], and the layers."""
     answers = {a.prompt: a for a in evaluation.answers if a.condition == name and a.sample == 0}
     right = np.array([answers[p.id].right for p in prompts])
     tokens = np.array([len(answers[p.id].tokens) for p in prompts])
-    written = [p for p in prompts if answers[p.id].text.strip()]
+    written = [p for p in prompts if answers[p.id].tokens]
     if not written:
-        raise OptionError(f"no answer under {name!r} has any text, so there is nothing to measure")
-    named = {} if name == BASELINE else {name: condition}
-    result = run(
-        model, evaluation.answered(written, name), named, SegmentFlow(), layers=layers, seed=seed, progress=progress
-    )
+        raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
+    result = measure(evaluation.answered(written, name), {} if name == BASELINE else {name: condition})
     data = result["segment_flow"].sel(condition=name, segment="answer")
-    index = [i for i, p in enumerate(prompts) if answers[p.id].text.strip()]
+    index = np.flatnonzero(tokens)
     found = []
     for variable in (data.flow, data.flow_uniform.broadcast_like(data.flow)):
         values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)

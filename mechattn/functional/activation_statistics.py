@@ -21,12 +21,6 @@ def saturated_share(
 
     SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched off. These two
     populations lie on different sides of the minimum.
-
-    Args:
-        x: After the nonlinearity.
-        pre: Before it.
-        threshold: The near-zero threshold.
-        minimum: The input at the nonlinearity's minimum; see :func:`minimum_of`.
     """
     return ((x.abs() <= threshold) & (pre < minimum)).float().mean(-1)
 

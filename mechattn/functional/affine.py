@@ -53,17 +53,7 @@ def split(
     baseline: Float[Tensor, "batch head query original"],
     v_baseline: Float[Tensor, "batch kv_head original d_head"],
 ) -> Split:
-    """Split each query's output into four parts, from the same query with and without inserted tokens.
-
-    Args:
-        pattern: A', with inserted tokens.
-        v: Values with inserted tokens.
-        inserted: Which keys are inserted.
-        aligned: A' restricted to the original keys, in their order.
-        v_aligned: Values of the original keys, with inserted tokens.
-        baseline: A, without inserted tokens.
-        v_baseline: Values without inserted tokens.
-    """
+    """Split each query's output into four parts, from the same query with and without inserted tokens."""
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
     scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # 1 minus a sum near 1 has lost its digits

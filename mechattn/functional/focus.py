@@ -57,13 +57,7 @@ def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch
 def mean_distance(
     pattern: Float[Tensor, "*batch query key"], first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "*batch query"]:
-    """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average.
-
-    Args:
-        pattern: Probabilities.
-        first_query: The position of the first row.
-        first_key: The position of the first key.
-    """
+    """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average."""
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=pattern.device)
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
@@ -106,10 +100,5 @@ def shift(
     """The part of each head's output that comes from the keys of a segment: Σσ in arXiv:2510.01032 for inserted ones.
 
     ``shift[q] = Σ_{k in segment} A[q, k] v[k]``, before the output projection.
-
-    Args:
-        pattern: Probabilities.
-        v: Values; head h reads key-value head ``h // (head / kv_head)``.
-        member: Which keys belong to the segment.
     """
     return mix(pattern, v * member[:, None, :, None])

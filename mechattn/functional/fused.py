@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 from mechattn.functional.rows import Attention
 
 _MULTIPLE = 8  # kernels need a last axis that is a multiple of this
@@ -43,9 +43,6 @@ class Fused:
         queries ``[q, −lse / scale]`` as keys, the log-sum-exp of key k is ``log Σ_{q ≥ k} A[q, k]``. With values w, the
         output is the mean of w under these weights, for many groups in one call. In half precision that mean would keep
         only 8 or 11 bits, so each group gets its own call, with ``log w`` added to its queries.
-
-        Args:
-            weights: The weight of each query in each group, 0 or more; usually 1 if it counts.
         """
         back = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
         if self.q.dtype in _HALF:
@@ -79,9 +76,6 @@ def fused_attention(attention: Attention) -> Fused:
 
     Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its logarithms cannot be
     computed this way; they are computed in rows (:func:`mechattn.functional.rows.attention_by_rows`).
-
-    Args:
-        attention: Attention for which :func:`why_not_fused` returns "".
 
     Source:
         "Received attention from two fused calls": the second call's weights are a softmax over queries.

@@ -12,14 +12,7 @@ from mechattn.functional.rows import EdgeMask
 def visible_keys(
     queries: Int[Tensor, " query"], keys: int, window: int | None = None, include_self: bool = True
 ) -> Bool[Tensor, "query key"]:
-    """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these.
-
-    Args:
-        queries: Positions of the queries.
-        keys: Number of key positions.
-        window: Width of a sliding window, the query's own position included; None for full attention.
-        include_self: Whether the query's own key counts as visible.
-    """
+    """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these."""
     distance = queries[:, None] - torch.arange(keys, device=queries.device)
     visible = distance >= (0 if include_self else 1)
     return visible if window is None else visible & (distance < window)
@@ -85,14 +78,7 @@ def seeing_queries(
     include_self: bool = False,
     edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
-    """The number of counted queries that can see each key: the denominator of :func:`received_attention`.
-
-    Args:
-        counted: Which queries count.
-        window: The number of keys that a query sees.
-        include_self: Whether a query's own key counts.
-        edge_mask: Edges that are cut.
-    """
+    """The number of counted queries that can see each key: the denominator of :func:`received_attention`."""
     return _sums_for_keys(counted.double(), window, include_self, edge_mask).round().float()
 
 
@@ -102,14 +88,6 @@ def received_attention(
     """Mean attention that each key receives from the counted queries after it.
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
-
-    Args:
-        sums: The result of :func:`column_sums` (minus :func:`self_attention` if self-attention doesn't count) over all
-            query rows.
-        queries: How many counted queries can see each key.
-
-    Returns:
-        Probabilities; NaN for a key that no counted query can see.
 
     Source:
         "Average attention weight" in arXiv:2510.01032, section 2.

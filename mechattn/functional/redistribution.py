@@ -46,7 +46,7 @@ def redistribute(
 
     Args:
         x: Activations after the nonlinearity.
-        uniform: Random numbers in [0, 1), see :func:`mechattn.functional.keyed.keyed_uniform`.
+        uniform: Random numbers in [0, 1), see :func:`mechattn.functional.keyed_random.keyed_uniform`.
         c: The factor of the threshold; for "gemma" the share itself.
         p1: A percentile, 0 to 100.
         form: The published form.
@@ -79,11 +79,7 @@ def redistribute(
 
 
 def known_form(form: str) -> Form:
-    """Check the form; "released" was the name of "released_llama" before there was another released one.
-
-    Raises:
-        OptionError: There is no such form.
-    """
+    """Check the form; "released" was the name of "released_llama" before there was another released one."""
     if form == "released":
         warn(
             'form="released" is now "released_llama"; the code that was released for Qwen2 is "released_qwen2"',
@@ -104,11 +100,6 @@ def as_control(
     - "random_direction": a random direction, of the same norm.
     - "random_channels": the same numbers, in channels drawn at random.
     - "shuffled_signs": the same sizes in the same channels, with signs drawn at random.
-
-    Args:
-        change: The change that an intervention makes.
-        uniform: Random numbers in [0, 1), independent of those that made the change.
-        control: The kind of control.
     """
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)

@@ -20,13 +20,6 @@ def repeated_mass(
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
     ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
 
-    Args:
-        pattern: Probabilities.
-        tokens: Token ids of the whole sequence.
-        after: 0, or how many tokens later.
-        first_query: The position of the first row.
-        first_key: The position of the first key.
-
     Source:
         "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own position.
     """

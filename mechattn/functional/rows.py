@@ -174,13 +174,7 @@ def mix(
 def attention_by_rows(
     attention: Attention, see: Callable[[Rows], None] | None = None, block: int = BLOCK
 ) -> Float[Tensor, "batch head pos d_value"]:
-    """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows, and no [query, key] matrix is stored.
-
-    Args:
-        attention: The inputs.
-        see: Called with each block.
-        block: Rows in a block.
-    """
+    """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key] matrix is stored."""
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be copied.
     q, k, v, wide, window = attention.q, attention.k, attention.v, attention.wide, attention.window
     batch, heads, length, width = q.shape

@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
@@ -43,13 +43,6 @@ def score_parts(
 
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the scale. The rest drops
     out of the softmax. The split is that of raw weights: folding a LayerNorm changes it.
-
-    Args:
-        q: Queries, including their bias.
-        k: Keys, including theirs.
-        b_q: The bias of the queries.
-        b_k: The bias of the keys.
-        scale: The model's factor of q·k.
     """
     keys = for_each_head(k - b_k[:, None], q.shape[1]).contiguous()
     keys = rearrange(keys, "batch head key d_head -> batch head d_head key")

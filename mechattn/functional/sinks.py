@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.functional.focus import looking_back
-from mechattn.functional.grouped import for_each_head
+from mechattn.functional.grouped_heads import for_each_head
 from mechattn.functional.rows import EdgeMask
 
 
@@ -74,9 +74,6 @@ def massive(
     stream: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"], least: float, ratio: float
 ) -> dict[str, Float[Tensor, " batch"]]:
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their sequence.
-
-    Returns:
-        "massive_count", their number; "massive_ratio", max |h| / median |h|; "massive_position", that of the largest.
 
     Source:
         Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.

@@ -20,12 +20,6 @@ def band_mass(
     """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4, ….
 
     ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
-
-    Args:
-        pattern: Probabilities.
-        bands: The number of bands; the first is the token itself.
-        first_query: The position of the first row.
-        first_key: The position of the first key.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     edges = torch.tensor(band_edges(bands), device=pattern.device)
@@ -41,10 +35,6 @@ def near_best(
     """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
 
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
-
-    Args:
-        pattern: Probabilities.
-        shares: Between 0 and 1.
     """
     best = pattern.amax(-1, keepdim=True)
     return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(_wide(pattern))

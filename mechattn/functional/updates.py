@@ -38,13 +38,7 @@ def update_product(
 def orientation(
     product: Float[Tensor, "*batch pos"], size: Float[Tensor, "*batch pos"], stream: Float[Tensor, "*#batch pos"]
 ) -> Float[Tensor, "*batch pos"]:
-    """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0.
-
-    Args:
-        product: ⟨resid, Δ⟩.
-        size: ‖Δ‖.
-        stream: ‖resid‖.
-    """
+    """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0."""
     return (product / (size * stream)).clamp(-1, 1)
 
 

@@ -19,7 +19,8 @@ from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
 class HeadMeans:
     """Each head's mean output before W_O over the tokens of some prompts; see :func:`mechattn.head_means`."""
 
-    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}  # a config can name HeadAblation, without means
+    # A config can name HeadAblation, without means.
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
 
     by_layer: Mapping[int, Float[Tensor, "head d_head"]]
     prompts: int

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.functional import redistribution as fn
-from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.functional.keyed_random import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 

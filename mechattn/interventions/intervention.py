@@ -13,7 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.attributes import attribute_set
+from mechattn.model.attribute_setting import attribute_set
+from mechattn.model.lock import holding
 from mechattn.prompts.sequences import Sequence as Tokens
 
 
@@ -56,6 +57,11 @@ class Intervention(Protocol):
         ...
 
 
+def read_first(interventions: Iterable[Any]) -> bool:
+    """Whether one has ``reads_first = True``: it leaves the first of two passes over a batch as it is, to learn."""
+    return any(getattr(each, "reads_first", False) for each in interventions)
+
+
 @runtime_checkable
 class ChecksSequences(Protocol):
     """An intervention that may refuse a sequence."""
@@ -77,28 +83,29 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
     Raises:
         ModelError: The intervention cannot act on this model.
     """
-    intervention.check(model, tuple(prompts))
-    positions: list[Tensor] = []
-    inner = getattr(model, "original_model", None) or model
-    forward = inner.forward
+    with holding(model):
+        intervention.check(model, tuple(prompts))
+        positions: list[Tensor] = []
+        inner = getattr(model, "original_model", None) or model
+        forward = inner.forward
 
-    def noting(*given: Any, **named: Any) -> Any:  # replaces forward itself, because some callers call it directly
-        positions[:] = [_positions(inner, given, named)]
-        return forward(*given, **named)
+        def noting(*given: Any, **named: Any) -> Any:  # replaces forward itself, because some callers call it directly
+            positions[:] = [_positions(inner, given, named)]
+            return forward(*given, **named)
 
-    def target() -> Target:
-        now = positions[0]
-        if prompts and len(prompts) != len(now):
-            raise OptionError(
-                f"{len(prompts)} prompt ids were given, but the model reads {len(now)} rows: give one for each row"
-            )
-        return Target(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
+        def target() -> Target:
+            now = positions[0]
+            if prompts and len(prompts) != len(now):
+                raise OptionError(
+                    f"{len(prompts)} prompt ids were given, but the model reads {len(now)} rows: give one for each row"
+                )
+            return Target(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
 
-    with attribute_set(inner, "forward", noting), intervention.acting(model, target):
-        yield
+        with attribute_set(inner, "forward", noting), intervention.acting(model, target):
+            yield
 
 
-def _positions(model: Any, given: tuple, named: dict[str, Any]) -> Int[Tensor, "row pos"]:
+def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int[Tensor, "row pos"]:
     """The positions of the tokens of a forward pass, counted after its cache and without padding on the left."""
     tokens = next(
         (named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None), None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.interventions.intervention import Target, digest, on
-from mechattn.model.hooks import attention_layers
-from mechattn.model.patch.head_outputs import check_layers
+from mechattn.model.hooks import attention_layers, blocks_of
+from mechattn.model.patch.head_outputs import changing_z, check_layers
 from mechattn.model.patch.keys_values import Part, changing_keys_values
 from mechattn.prompts.sequences import Sequence as Tokens
 
@@ -66,9 +68,11 @@ class KeysValues:
 class Transplant:
     """Replace keys and values at a segment's tokens by those of another run: ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``.
 
-    Later tokens then read the other run's keys and values there; what these tokens themselves read and predict does not
-    change. Keys are exchanged before RoPE, so they get the receiving tokens' positions. If the answer follows, these
-    tokens carried it (as in "Reading Between the Dots", ICML workshop 2026).
+    Later tokens then read the other run's keys and values there. What these tokens themselves read and predict does not
+    change, as in a key-value cache that is edited after them: their heads' outputs are those of a first pass without
+    the exchange (yet ``run`` measures these tokens' own rows of attention over the exchanged keys). Keys are exchanged
+    before RoPE, so they get the receiving tokens' positions. If the answer follows, these tokens carried it (as in
+    "Reading Between the Dots", ICML workshop 2026); its first token cannot, where one of these tokens predicts it.
 
     Args:
         segment: The segment to replace; "inserted" for filler.
@@ -80,6 +84,7 @@ class Transplant:
     segment: str = "inserted"
     from_: KeysValues | None = None
     layers: int | tuple[int, ...] | None = None
+    reads_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.segment not in SEGMENTS:
@@ -132,25 +137,36 @@ class Transplant:
                 f"the numbers must be equal"
             )
 
-    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
-        """Exchange keys and values of these tokens."""
+    @contextmanager
+    def acting(self, model: Any, target: Callable[[], Target]) -> Iterator[None]:
+        """Exchange keys and values of these tokens, and keep their own outputs as they were in the first pass."""
+        first: dict[int, Tensor] = {}  # each layer's outputs at these tokens, before W_O
 
-        def change(layer: int) -> Callable[[Part, Tensor], Tensor]:
-            def put(part: Part, shown: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos width"]:
-                now = target()
-                if now.segments is None:
-                    raise OptionError("a Transplant needs the segment of each token: use it in run or evaluate")
-                there = (now.segments == SEGMENTS.index(self.segment)).to(shown.device)
-                if not there.any():  # while an answer is generated
-                    return shown
-                shown = shown.clone()
-                for row, prompt, places in zip(now.rows.tolist(), now.prompts, there, strict=True):
-                    shown[row, places] = self.recorded.of[self.recorded.donor(prompt)][layer][part].to(shown)
+        def places(like: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
+            now = target()
+            if now.segments is None:
+                raise OptionError("a Transplant needs the segment of each token: use it in run or evaluate")
+            made = torch.zeros(like.shape[:2], dtype=torch.bool, device=like.device)
+            made[now.rows.to(like.device)] = (now.segments == SEGMENTS.index(self.segment)).to(like.device)
+            return made  # without any token while an answer is generated
+
+        def exchanged(layer: int, part: Part, shown: Float[Tensor, "batch pos width"]) -> Tensor:
+            where = places(shown)
+            if layer not in first or not where.any():
                 return shown
+            given = [self.recorded.of[self.recorded.donor(prompt)][layer][part] for prompt in target().prompts]
+            return shown.masked_scatter(where[..., None], torch.cat(given).to(shown))
 
-            return put
+        def kept(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+            where = places(z)
+            return z.masked_scatter(where[..., None, None], first.setdefault(layer, z[where])) if where.any() else z
 
-        return changing_keys_values(model, {layer: change(layer) for layer in self.which})
+        outputs = {layer: partial(kept, layer) for layer in range(min(self.which), len(blocks_of(model)))}
+        with (
+            changing_keys_values(model, {layer: partial(exchanged, layer) for layer in self.which}),
+            changing_z(model, outputs),
+        ):
+            yield
 
     def _length(self, prompt: str) -> int:
         return len(self.recorded.of[self.recorded.donor(prompt)][self.which[0]]["k"])

@@ -10,16 +10,16 @@ from pathlib import Path, PurePosixPath
 
 from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
-from mechattn.jobs.foretold import announced, settled
 from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts, discard_parts, kept_job, open_parts
-from mechattn.jobs.large import begun, check_arrived, check_large, finished, mend
-from mechattn.results.addresses import as_place, is_address
+from mechattn.jobs.large_runs import begun, check_arrived, check_large, finished, mend
+from mechattn.jobs.size_estimate import announced, settled
 from mechattn.results.merge import merge_results
-from mechattn.results.reading import load_result
 from mechattn.results.result import Result
-from mechattn.results.storage import check_result_place, save_result
-from mechattn.results.whole import say, sweep
+from mechattn.store.addresses import as_place, is_address
+from mechattn.store.atomic_writes import say, sweep
+from mechattn.store.reading import load_result
+from mechattn.store.saving import check_result_place, save_result
 
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
@@ -76,17 +76,22 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
     check_large(job, path)
-    check_result_place(path)
+    check_result_place(path, used=not fresh)
     chunks = _of_shard(job, shard)
     seen = is_address(path) or getattr(executor, "address", None) is None
     job = settled(job, path, kept_job(parts_folder(path)), fresh, seen)
-    if job.large and not fresh:
+
+    def mended() -> None:
         mend(job, path, chunks, lambda again, some: list(executor.parts(again, some)))
+
+    if job.large and not fresh:
+        mended()
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
         say(f"{path} already holds the result of this run; nothing was computed")
         yield Computed(stored, path, now=False)
         discard_parts(parts_folder(path), job)
         return
+    check_result_place(path)
     if words := announced(job, path):
         say(words)
     with open_parts(parts_folder(path), job, fresh) as parts:
@@ -94,7 +99,12 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
             writing = begun(job, path, parts, chunks)
             _compute(writing, chunks, parts, executor)
             finished(writing, path, parts, chunks)
-            yield Computed(load_result(path), path, now=True)
+            try:
+                result = load_result(path)
+            except OutputError:  # at an address, another run that began at the same time can have deleted something
+                mended()
+                result = load_result(path)
+            yield Computed(result, path, now=True)
             parts.remove()
             return
         _compute(job, chunks, parts, executor)
@@ -106,11 +116,7 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
 
 
 def parse_shard(text: str | None) -> Shard:
-    """Parse the number and the count of shards from "3/16".
-
-    Raises:
-        OptionError: The text has another form.
-    """
+    """Parse the number and the count of shards from "3/16"."""
     if text is None:
         return WHOLE
     found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)

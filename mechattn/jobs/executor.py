@@ -23,12 +23,7 @@ class Executor(Protocol):
 
 
 def executor_named(name: ExecutorName, address: str | None = None, workers: int | None = None) -> Executor:
-    """Return the executor with a given name.
-
-    Raises:
-        OptionError: There is no such executor, its package is not installed, or it does not take an option that was
-            given.
-    """
+    """Return the executor with a given name."""
     if name not in get_args(ExecutorName):
         raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
     if name == "ray":

@@ -18,16 +18,17 @@ from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
 from mechattn.engine.run import Run, Sequences, make_plan
 from mechattn.errors import ModelError, OptionError
-from mechattn.jobs.into import Into
+from mechattn.jobs.chunk_store import Into
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results import provenance
-from mechattn.results.identity import identity
-from mechattn.results.packed import packed
+from mechattn.results.canonical import identity
+from mechattn.store.result_bytes import packed
 
 CHUNK = 64  # prompts
+_THREADS = 1024  # with many more, such as 100,000, the process ends with a segmentation fault
 _AHEAD = 16  # chunks whose checked sequences are kept until they are measured; later ones are rebuilt
 
 
@@ -97,6 +98,8 @@ class Job:
         for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+        if self.threads is not None and self.threads > _THREADS:
+            raise OptionError(f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower")
         if self.values not in ("float32", "float16"):
             raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
         if self.large is not None and not isinstance(self.large, bool):
@@ -171,7 +174,7 @@ class Worker:
             self._checked[chunk] = sequences
 
     def part(self, chunk: int) -> bytes:
-        """Return the result of a chunk, packed by ``results.packed``."""
+        """Return the result of a chunk, packed by ``store.result_bytes``."""
         prompts = self._prompts(chunk)
         sequences = self._checked.pop(chunk, None) or self.plan.sequences(prompts)
         alone = len(self.job.chunks) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,16 +15,16 @@ from typing import Any
 from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.jobs.job import Job
 from mechattn.results.merge import merge_results
-from mechattn.results.ours import files_in, named
-from mechattn.results.packed import opened, unpacked
 from mechattn.results.result import Result
-from mechattn.results.whole import say
+from mechattn.store.atomic_writes import say, write_file
+from mechattn.store.own_files import files_in, named
+from mechattn.store.result_bytes import opened, unpacked
 
 _JOB, _LOCK = "job.json", "lock"
 _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
 _STORE = "store"  # of a large result, until it is complete
 _IN_STORE = r"(/(zarr\.json|[^/]+/(zarr\.json|[^/]+/(zarr\.json|c(/[0-9]+)*/?)?)?)?(\.new)?)?"
-_OURS = re.compile(rf"{_STORE}{_IN_STORE}|{_CHUNK.pattern}|[0-9]{{5,}}\.new|{re.escape(_JOB)}(\.new)?|{_LOCK}")
+_OURS = re.compile(rf"{_STORE}{_IN_STORE}|({_CHUNK.pattern}|{re.escape(_JOB)})(\.new)?|{_LOCK}")
 _FRESH = "discard them and start again: mechattn run --fresh, in Python fresh=True"
 
 
@@ -41,11 +40,7 @@ class Parts:
         return {path: (int(name[1]), name[2]) for path, name in found if name}
 
     def done(self) -> list[int]:
-        """The complete chunks; damaged ones are reported on stderr.
-
-        Raises:
-            OutputError: A chunk cannot be read.
-        """
+        """The complete chunks; damaged ones are reported on stderr."""
         found = []
         for path, (chunk, checksum) in self.chunks().items():
             if _checksum(chunk, _content(path)) == checksum:
@@ -55,21 +50,14 @@ class Parts:
         return sorted(set(found))
 
     def write(self, chunk: int, content: bytes) -> None:
-        """Keep a chunk, replacing a damaged one.
-
-        Raises:
-            OutputError: There is no space; nothing is left of the chunk.
-        """
-        new = self.folder / f"{chunk:05d}.new"
+        """Keep a chunk, replacing a damaged one."""
         path = self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip"
         try:
-            new.write_bytes(content)
-            os.replace(new, path)
+            write_file(path, content)
             for other, (number, _) in self.chunks().items():
                 if number == chunk and other != path:
                     other.unlink()
         except OSError as error:
-            new.unlink(missing_ok=True)
             raise OutputError(
                 f"chunk {chunk} could not be kept in {self.folder}: {error.strerror or error}. Earlier chunks "
                 "are kept; free some space and run the same command again"
@@ -83,7 +71,7 @@ class Parts:
         raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     def opened(self, chunk: int) -> Result:
-        """Return the result of a complete chunk, opened by ``results.packed.opened``."""
+        """Return the result of a complete chunk, opened by ``store.result_bytes.opened``."""
         for path, (number, _) in self.chunks().items():
             if number == chunk:
                 return opened(path)
@@ -101,11 +89,7 @@ class Parts:
                 path.unlink()
 
     def check_same(self, before: int, now: bytes) -> None:
-        """Check that a kept chunk and a new one belong together.
-
-        Raises:
-            OptionError: They differ; names the field, such as the model's weights.
-        """
+        """Check that a kept chunk and a new one belong together."""
         try:
             merge_results([self.read(before), unpacked(now)])
         except OptionError as error:
@@ -138,18 +122,7 @@ class Parts:
 
 @contextmanager
 def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
-    """Open the parts of a job, locked for this process.
-
-    Args:
-        folder: The folder where they are kept.
-        job: Their job.
-        fresh: Discard what is kept there, for this or any other job.
-
-    Raises:
-        OutputError: Another process is computing the same result, or the folder cannot be used or holds something that
-            mechattn did not write.
-        OptionError: The folder has parts of another run: its config, prompts or versions have changed.
-    """
+    """Open the parts of a job, locked for this process."""
     from filelock import FileLock, Timeout
 
     _check_folder(folder)
@@ -168,7 +141,7 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
 def kept_job(folder: Path) -> dict[str, Any] | None:
     """The recorded job of the chunks in a folder; None if there is no record."""
     try:
-        return _kept_job(Parts(folder))
+        return None if _strangers(folder) else _kept_job(Parts(folder)) or None
     except (MechattnError, OSError):  # reported when the folder is opened
         return None
 
@@ -176,7 +149,7 @@ def kept_job(folder: Path) -> dict[str, Any] | None:
 def discard_parts(folder: Path, job: Job) -> None:
     """Discard what is kept for a finished job; anything else in the folder stays."""
     if folder.is_dir():
-        with suppress(MechattnError), open_parts(folder, job) as parts:
+        with suppress(MechattnError, OSError), open_parts(folder, job) as parts:
             parts.remove()
 
 
@@ -203,31 +176,27 @@ def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
         name = next((name for name, value in ours.items() if theirs.get(name) != value), None)
         if name is None:
             return
-        if parts.done():
+        if theirs and parts.done():
             raise OptionError(
                 f"{parts.folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
                 f"{_short(ours[name])}. Restore it to resume, or {_FRESH}"
             )
     if theirs is not None and (count := parts.forget()):
-        say(f"{count} chunks in {parts.folder} are discarded, as asked")
-    new = parts.folder / f"{_JOB}.new"
+        why = "as asked" if theirs else f"as {_JOB}, which says to which run they belong, is empty"
+        say(f"{count} chunks in {parts.folder} are discarded, {why}")
     try:
-        new.write_text(json.dumps(ours, indent=1), encoding="utf-8")
-        os.replace(new, parts.folder / _JOB)
+        write_file(parts.folder / _JOB, json.dumps(ours, indent=1).encode())
     except OSError as error:
-        raise OutputError(f"{new} could not be written: {error.strerror or error}; free some space") from error
+        raise OutputError(
+            f"{parts.folder / _JOB} could not be written: {error.strerror or error}; free some space"
+        ) from error
 
 
 def _kept_job(parts: Parts) -> dict[str, Any] | None:
-    """The recorded job of the chunks; None if there are neither chunks nor a record.
-
-    Raises:
-        OutputError: The record cannot be read. Nothing is deleted, since it is not known which job the chunks belong
-            to.
-    """
+    """The recorded job of the chunks; None if there are neither chunks nor a record, {} if the record is empty."""
     path = parts.folder / _JOB
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8").strip("\0") or "{}")
         if isinstance(found, dict):
             return found
         why = "it is damaged"

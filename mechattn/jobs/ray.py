@@ -32,12 +32,7 @@ class Ray:
     workers: int | None = None
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield each chunk's number and packed result as they arrive; all prompts are checked before any is measured.
-
-        Raises:
-            OptionError: Ray is not installed, or there is no cluster at the address.
-            OutputError: A chunk lost its worker three times.
-        """
+        """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
         ray = self._connected()
         actors = _Actors(ray, replace(job, threads=job.threads or 1), self._count(ray, job, len(chunks)))
         try:
@@ -93,10 +88,7 @@ class _Actors:
             self._start()
 
     def each(self, task: _Task, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Run a task for every chunk, one at a time per actor, so that results do not pile up.
-
-        Only actors that have loaded the model get chunks, so an actor that the cluster has no room for delays no other.
-        """
+        """Run a task for every chunk, one at a time per actor, so that results do not pile up."""
         waiting = list(reversed(chunks))
         while waiting or any(chunk is not None for _, chunk in self.busy.values()):
             while waiting and self.idle:

@@ -22,11 +22,7 @@ _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def start_alone(options: Mapping[str, Any]) -> Any:
-    """Start a cluster that no other machine can reach, and return Ray.
-
-    Raises:
-        OptionError: It cannot be started, or this version of Ray lets other machines reach it.
-    """
+    """Start a cluster that no other machine can reach, and return Ray."""
     with _set(_ONE_MACHINE | _token()):
         import ray
 
@@ -46,10 +42,7 @@ def start_alone(options: Mapping[str, Any]) -> Any:
 
 
 def _token() -> dict[str, str]:
-    """A token for this cluster only, unless the user has configured tokens.
-
-    If Ray was imported earlier, it has already read whether to use tokens; from 2.60 on it does so by default.
-    """
+    """A token for this cluster only, unless the user has configured tokens."""
     mode = {} if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
     has = any(os.environ.get(name) for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").exists()
     return mode if has else mode | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -21,13 +21,7 @@ _SHARP = 60.0  # the score of a match, far above all others
 
 
 def handmade_model() -> Any:
-    """A GPT-2 of two layers, attention only, in float32.
-
-    The residual stream holds the token and the position, one-hot. The previous-token head writes the previous token,
-    also one-hot; the induction head attends to positions whose previous token is the query's token. All residual
-    streams have the same mean and norm, so each layer norm is set to be the identity. Heads that do nothing attend
-    uniformly.
-    """
+    """A GPT-2 of two layers, attention only, in float32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

@@ -17,7 +17,7 @@ from mechattn.known_answers import handmade, trained
 from mechattn.known_answers.answer import KnownAnswer, compared
 from mechattn.known_answers.spans import VOCABULARY, repeated_spans
 from mechattn.model.hooked import HookedModel
-from mechattn.model.lettered import lettered_tokenizer
+from mechattn.model.letter_tokenizer import lettered_tokenizer
 from mechattn.model.load import load_model
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.paired import paired
@@ -75,11 +75,7 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
 
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
-    """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q.
-
-    The test is that of ``Result.compare``: each prompt's mass minus that under uniform attention, by sign flips, with q
-    over all heads.
-    """
+    """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q."""
     values = _focus(model, _prompts(tokens))
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values)

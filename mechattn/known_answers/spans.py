@@ -8,11 +8,7 @@ VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
 
 
 def repeated_spans(count: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [count, 1 + LENGTH], and which of them can be predicted.
-
-    Each row starts with the last token of the vocabulary, which occurs nowhere else. Then a span of different tokens
-    repeats until the row is full. Spans differ in length, so a fixed distance does not show where to look.
-    """
+    """Token ids [count, 1 + LENGTH], and which of them can be predicted."""
     tokens = torch.full((count, 1 + LENGTH), VOCABULARY - 1)
     foreseen = torch.ones(count, 1 + LENGTH, dtype=torch.bool)
     for row, span in enumerate(torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator).tolist()):

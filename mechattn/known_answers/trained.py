@@ -12,10 +12,7 @@ STEPS, BATCH = 600, 64
 
 
 def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
-    """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are repeated.
-
-    The loss counts only the repetitions, since the first span cannot be predicted. Takes about a minute on one core.
-    """
+    """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are repeated."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

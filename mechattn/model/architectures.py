@@ -175,17 +175,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> Any:
-    """A transformers model of this family, with random weights large enough that attention is not uniform.
-
-    Args:
-        family: A key of ``FAMILIES``.
-        vocabulary: The number of tokens.
-        seed: The seed of the weights.
-        settings: Settings of the configuration class that replace those in ``FAMILIES``.
-
-    Raises:
-        ModelError: There is no such family here or in the installed transformers.
-    """
+    """A transformers model of this family, with random weights large enough that attention is not uniform."""
     import transformers
 
     if family not in FAMILIES:
@@ -197,12 +187,7 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A transformers model with this configuration, with random weights large enough that attention is not uniform.
-
-    Args:
-        config: A transformers configuration of a small model.
-        seed: The seed of the weights.
-    """
+    """A transformers model with this configuration, with random weights large enough that attention is not uniform."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):

@@ -37,10 +37,7 @@ class Routing:
     width: int
 
     def by_expert(self, x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token all_channels"]:
-        """Activations over the channels of all experts, 0 in experts that a token is not routed to; shared ones last.
-
-        This makes tokens that are routed to different experts comparable channel by channel.
-        """
+        """Activations over the channels of all experts, 0 where a token is not routed; shared ones last."""
         slots = self.experts.shape[-1]
         routed = rearrange(x[..., : slots * self.width], "... (slot d) -> ... slot d", slot=slots)
         made = x.new_zeros((*x.shape[:-1], self.count, self.width))
@@ -144,11 +141,7 @@ class Mixture:
 
 
 def mixture_in(block: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None if it has none.
-
-    Raises:
-        ModelError: It has one in an unknown form.
-    """
+    """The mixture of experts of a layer; None if it has none."""
     for module in block.modules():
         experts = getattr(module, "_modules", {}).get("experts")
         if experts is None or getattr(module, "original_component", None) is not None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.model.verify.facts import ModelFacts, facts_of
+from mechattn.model.model_facts import ModelFacts, facts_of
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
 _STRETCH, _STRETCHES = 2**18, 64
@@ -19,13 +19,7 @@ _WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly s
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model.
-
-    From a parameter with more than 2^20 numbers, that many are read, evenly spaced, so 8 billion parameters take about
-    a second. The hash distinguishes checkpoints and dtypes, but can miss a single changed number in a large matrix. A
-    model's hash is reused until a parameter has moved, was written to (torch counts writes, except through ``.data``),
-    or differs in a smaller sample.
-    """
+    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model."""
     facts = facts_of(model) or ModelFacts()
     stored = (model if facts.native is None else facts.native).state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
@@ -40,11 +34,7 @@ def weights_hash(model: Any) -> str:
 
 
 def stored_hash(name: str) -> str | None:
-    """A hash of the weights, configs and vocabularies of a checkpoint directory, without loading it.
-
-    From a file larger than 16 MiB, 64 evenly spaced stretches of 2^18 bytes are read. None for a toy, a hub name, or a
-    directory that cannot be read here.
-    """
+    """A hash of the weights, configs and vocabularies of a checkpoint directory, without loading it."""
     try:
         return _of_files(Path(name)) if Path(name).is_dir() else None
     except OSError:

@@ -25,11 +25,13 @@ class FrozenNorm:
         gamma: γ, its weight.
         centres: Whether it subtracts the mean (LayerNorm, not RMSNorm).
         eps: The number added to the variance under the root.
+        scales: Whether it scales: in a model without norms it is the identity, with σ = 1.
     """
 
     gamma: Float[Tensor, " d_model"]
     centres: bool
     eps: float
+    scales: bool = True
 
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
@@ -39,6 +41,8 @@ class FrozenNorm:
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
         """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean square."""
         x = wide(x)
+        if not self.scales:
+            return torch.ones_like(x[..., 0])
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
         return (x.square().mean(-1) + self.eps).sqrt()
@@ -46,22 +50,18 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1.
-
-    Args:
-        model: The model.
-        norm: The module.
-        name: Its name in messages.
-
-    Raises:
-        ModelError: It is not a norm of this form, as a few vectors show.
-    """
+    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1."""
     parameter = next(model.parameters())
 
     def called(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return wide(norm(x.to(parameter.dtype)[None])[0])
 
     ones = torch.ones(int(model.cfg.d_model), device=parameter.device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
+    x = wide(drawn.to(parameter.device, parameter.dtype))
+    if torch.equal(called(x), x):
+        return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
     signs = ones.clone()
     signs[1::2] = -1
     shown = called(torch.stack([signs, 0 * signs, ones]))
@@ -69,16 +69,10 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     gamma = (shown[0] - shown[1]) * signs * (1 + eps) ** 0.5
     centres = bool((shown[2] - shown[1]).abs().max() < 1e-2 * gamma.abs().max())
     made = FrozenNorm(gamma, centres, eps)
-    drawn = (
-        torch.randn(_TRIED, len(ones), generator=torch.Generator().manual_seed(0))
-        * torch.logspace(-1, 2, _TRIED)[:, None]
-    )
-    x = wide(drawn.to(parameter.device, parameter.dtype))
     less = x - x.mean(-1, keepdim=True) if centres else x
     off = called(x) - shown[1] - gamma * less / made.scale(x)[:, None]
-    if not float(off.norm()) < (_FINE if parameter.dtype in (torch.float32, torch.float64) else _COARSE) * float(
-        called(x).norm()
-    ):
+    rounding = _FINE if parameter.dtype in (torch.float32, torch.float64) else _COARSE
+    if not float(off.norm()) < rounding * float(called(x).norm()):
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
             f"its input is undefined"

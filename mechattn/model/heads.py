@@ -13,11 +13,7 @@ from mechattn.model.values import attention_module
 
 
 def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-    """Queries, keys, values or z of each head, however a bridge splits the last dimensions.
-
-    Some bridges concatenate all heads. With latent attention, hook_z is split into pieces of the configuration's
-    ``head_dim``, which is the width of the rotated part of a key, while a head's z is as wide as its values.
-    """
+    """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
     if shown.ndim == 4 and shown.shape[2] == heads:
         return shown
     return rearrange(shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads)
@@ -41,11 +37,7 @@ def is_latent(model: HookedModel, layer: int) -> bool:
 
 
 def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O by head, in the stored dtype.
-
-    Raises:
-        Exception: Whatever an adapter raises if it does not declare its output weights.
-    """
+    """W_O by head, in the stored dtype."""
     attention: Any = model.blocks[layer].attn
     if not is_latent(model, layer):
         return attention.W_O.detach()

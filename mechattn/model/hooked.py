@@ -15,7 +15,7 @@ class HookedModel(Protocol):
     cfg: Any
     tokenizer: Any
 
-    def run_with_hooks(self, *inputs: Any, fwd_hooks: list[tuple[str, Callable]], **options: Any) -> Any:
+    def run_with_hooks(self, *inputs: Any, fwd_hooks: list[tuple[str, Callable[..., Any]]], **options: Any) -> Any:
         """A forward pass with functions at named hooks, which are removed afterwards."""
         ...
 

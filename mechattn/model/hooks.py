@@ -18,7 +18,7 @@ from mechattn.functional.rows import EdgeMask
 from mechattn.model.architectures import particulars_of
 from mechattn.model.heads import positions_first
 from mechattn.model.hooked import HookedModel, config_of, original_of
-from mechattn.model.norms import norms_once
+from mechattn.model.norms_once import norms_once
 from mechattn.model.values import as_mixed
 
 SeePattern = Callable[
@@ -38,11 +38,7 @@ def attention_layers(model: HookedModel) -> list[int]:
 
 
 def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
-    """The layers to measure, checked; by default all that have attention.
-
-    Raises:
-        OptionError: A layer doesn't exist or has no attention.
-    """
+    """The layers to measure, checked; by default all that have attention."""
     have = attention_layers(model)
     if not have:
         raise ModelError(
@@ -69,11 +65,7 @@ def _ranges(layers: list[int]) -> str:
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
-    """The largest number of keys that a query of this layer can see, including its own; None for full attention.
-
-    Raises:
-        ModelError: The layer has a kind of attention that is unknown here.
-    """
+    """The largest number of keys that a query of this layer can see, including its own; None for full attention."""
     config = config_of(model)
     source, names = (
         (model.cfg, ("attn_types", "window_size")) if config is None else (config, particulars_of(model).layer_kinds)
@@ -96,14 +88,7 @@ def check_pattern(
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
-    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot see.
-
-    In a model with learned sinks, rows may sum to less than 1. TransformerLens turns NaN into 0, so a model that gives
-    NaN is found here too.
-
-    Raises:
-        ModelError: Names the layer, the head and the value; a RowError if it concerns one row of the batch.
-    """
+    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot see."""
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
     bad = ~((sums < 1.01) & (sums > (-0.01 if has_sinks(model) else 0.99)))
@@ -151,10 +136,7 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def count_parameters(model: Any) -> int:
-    """Number of distinct parameters; a tied embedding counts once.
-
-    Bridges of fused projections hold copies of their parts, so the model without hooks is the one to count.
-    """
+    """Number of distinct parameters; a tied embedding counts once."""
     source = original_of(model) or model
     return sum(p.numel() for p in {id(p): p for p in source.parameters()}.values())
 
@@ -169,19 +151,7 @@ def forward_with_patterns(
     position_ids: Int[Tensor, "batch pos"] | None = None,
     last: int | None = None,
 ) -> None:
-    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern.
-
-    Args:
-        model: A hooked model.
-        tokens: Token ids, padded on the right, on the device of the model.
-        real: Which positions are tokens, not padding [batch pos].
-        layers: The layers whose patterns are needed.
-        see: Reduces a pattern [batch head query key] immediately, as nothing is kept. v is the values that the pattern
-            mixes; None if no hook gives them by head.
-        edge_masks: For some layers, edges that are cut.
-        position_ids: Position ids in place of 0, 1, 2 ….
-        last: The last layer to be computed; the last of ``layers`` by default.
-    """
+    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern."""
     values: dict[int, Tensor] = {}
     named = model.hook_dict
 

@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import RLock
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
+from mechattn.hub import asked_once, may_be_on_hub
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import prepends_bos
-from mechattn.model.lettered import lettered_tokenizer
+from mechattn.model.letter_tokenizer import lettered_tokenizer
+from mechattn.model.lock import alone, making
+from mechattn.model.model_facts import ModelFacts, boots, count_boot, facts_of, remember
 from mechattn.model.patch.mend import mend
+from mechattn.model.remote_code import as_trusted, is_of_own_code, refuse_own_code
 from mechattn.model.toys import PREFIX, RELAY, load_tokenizer, toy_folder, toy_names
-from mechattn.model.trust import as_trusted, is_of_own_code, refuse_own_code
 from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, check_model
-from mechattn.model.verify.facts import ModelFacts, boots, count_boot, facts_of, remember
 from mechattn.model.verify.native import classes_left_alone, native_twin
 from mechattn.model.verify.probe import PROBE
 from mechattn.model.verify.streamed import check_streaming
@@ -31,11 +32,11 @@ from mechattn.model.verify.verification import Report
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
 _LONGEST_REASON = 300  # characters: some errors list every architecture
-_one_at_a_time = RLock()  # transformers and accelerate modify torch while they make a model
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
 _LAYERS, _WIDTH = 10_000, 2**31 - 1  # far beyond any model; a config may contain anything
 
 
+@alone
 def load_model(
     model: Any,
     *,
@@ -84,10 +85,11 @@ def load_model(
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
-        with _one_at_a_time, as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
+        with making, as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        with _one_at_a_time, as_trusted(options.get("trust_remote_code"), pickled_weights, name=str(model)):
+        own_code, place = options.get("trust_remote_code"), model_place(str(model))
+        with making, as_trusted(own_code, pickled_weights, name=str(model)), asked_once(place):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
@@ -97,11 +99,7 @@ def load_model(
 
 
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is invalid or absent, before a model is read for it.
-
-    Raises:
-        OptionError: Names the devices that there are.
-    """
+    """Refuse a device that is invalid or absent, before a model is read for it."""
     if device is None:
         return
     try:
@@ -131,6 +129,7 @@ def as_hooked(model: Any) -> Any:
     return load_model(model) if facts_of(model) is None else model
 
 
+@alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
     """Verify a hooked model against the model itself: a table of checks, with both figures and the tolerance.
 
@@ -162,11 +161,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype with a name such as "bfloat16", for configs and the command line.
-
-    Raises:
-        OptionError: There is no dtype of this name.
-    """
+    """The dtype with a name such as "bfloat16", for configs and the command line."""
     if name == "auto":
         return "auto"
     found = getattr(torch, name, None)
@@ -180,7 +175,7 @@ def _known_or_met(model: Any) -> ModelFacts:
     facts = facts_of(model)
     if facts is not None:
         return facts
-    with _one_at_a_time:
+    with making:
         native, why = native_twin(model)
     return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
 
@@ -196,11 +191,7 @@ def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
 
 
 def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
-    """Run a check of a model.
-
-    Raises:
-        ModelError: The model was hooked, but a forward pass of a few tokens fails.
-    """
+    """Run a check of a model."""
     try:
         return check(model, *arguments)
     except MechattnError:
@@ -226,30 +217,26 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: di
 
 
 def model_place(name: str) -> str:
-    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet.
-
-    Raises:
-        ModelError: There is no such toy, or the directory is not a checkpoint.
-    """
+    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet."""
     place = str(toy_folder(name)) if name.startswith(PREFIX) else name
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():
         raise ModelError(
             f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
         )
+    if not os.path.isdir(place) and not may_be_on_hub(place):
+        what = "a file, not the directory of a checkpoint" if os.path.exists(place) else "not a directory here"
+        raise ModelError(f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name")
     # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
     return os.path.join(os.curdir, place) if os.path.isdir(place) and not os.path.dirname(place) else place
 
 
 def tokenizer_named(name: str) -> Any:
-    """The tokenizer of a model, without the model.
-
-    Raises:
-        ModelError: There is no such model, or it has no tokenizer.
-    """
+    """The tokenizer of a model, without the model."""
     if name.startswith(PREFIX):
         return load_tokenizer(name)
-    with as_trusted(trust_remote_code=None, pickled_weights=False):
-        made = _tokenizer_of(model_place(name), {"trust_remote_code": False})
+    place = model_place(name)
+    with asked_once(place), as_trusted(trust_remote_code=None, pickled_weights=False):
+        made = _tokenizer_of(place, {"trust_remote_code": False})
     if made is None:
         raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
     return made
@@ -271,20 +258,19 @@ def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
 
 
 def text_config(name: str) -> Any:
-    """The config of a model (of its text part, in a multimodal model), without the weights.
+    """The config of a model (of its text part, in a multimodal model), without the weights."""
+    place = model_place(name)
+    with asked_once(place):
+        return _config_of(place, {"trust_remote_code": False}).get_text_config(decoder=True)
 
-    Raises:
-        ModelError: There is no such model.
-    """
-    return _config_of(model_place(name), {"trust_remote_code": False}).get_text_config(decoder=True)
+
+def architecture_named(name: str) -> str:
+    """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
+    return next(iter(_config_of(model_place(name), {"trust_remote_code": False}).architectures or ()), "")
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
-    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there.
-
-    Raises:
-        ModelError: There is no such model.
-    """
+    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
     config = text_config(name)
     layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None

@@ -44,11 +44,7 @@ class Boundary:
 
 
 def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or a transformers model, from its configuration; None for most.
-
-    Raises:
-        ModelError: The layers have different boundaries.
-    """
+    """The boundary of a hooked model or a transformers model, from its configuration; None for most."""
     config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     found = {boundary for scaling in _scalings(config) if (boundary := _boundary(scaling, config)) is not None}
@@ -83,12 +79,7 @@ def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
 
 
 def takes_negative_ids(model: HookedModel) -> bool:
-    """Whether attention depends only on differences of position ids, so that negative ids work like any others.
-
-    Tried on a few tokens: their pattern must stay the same if all ids are increased, and if they are decreased so that
-    some are negative. This fails for a table of positions, where the id −19 is an error or the 19th row from the end.
-    The pattern is that of the first layer, because deeper layers add up rounding errors.
-    """
+    """Whether attention depends only on differences of position ids, so that negative ids work like any others."""
     layer = attention_layers(model)[0]
     parameter = next(model.parameters())
     tokens = torch.arange(5, 5 + 2 * _SHIFT, device=parameter.device)[None]

@@ -9,11 +9,13 @@ import torch
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.load import load_model
-from mechattn.model.verify.facts import ModelFacts, facts_of
+from mechattn.model.lock import alone, making
+from mechattn.model.model_facts import ModelFacts, facts_of
 
 Kind = Literal["initialised", "shuffled"]
 
 
+@alone
 def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
     """Return a model of the same architecture and tokenizer with random weights, loaded and verified like any other.
 
@@ -44,7 +46,8 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}. Give an unquantised "
             f"model by its name, its directory, or as a transformers model"
         )
-    made = _drawn(facts.native, kind, seed)
+    with making:
+        made = _drawn(facts.native, kind, seed)
     drawn = load_model(made, tokenizer=hooked.tokenizer)
     drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
@@ -55,18 +58,14 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 
 
 def check_draw(kind: str, seed: int) -> None:
-    """Refuse an invalid kind or seed, before a model is loaded.
-
-    Raises:
-        OptionError: Names the allowed values.
-    """
+    """Refuse an invalid kind or seed, before a model is loaded."""
     if kind not in get_args(Kind):
         raise OptionError(
             f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries of each weight '
             "matrix permuted)"
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise OptionError(f"seed={seed!r}: give a whole number, from 0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed={seed!r}: give a whole number from 0 to 2^63 − 1, as torch takes no other")
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:

@@ -121,12 +121,7 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
-    """How each layer computes its scores, checked against the model's own pattern on a few tokens.
-
-    Raises:
-        ModelError: The scores are not such a sum, because of rotary positions, soft caps, norms of queries and keys, or
-            other biases.
-    """
+    """How each layer computes its scores, checked against the model's own pattern on a few tokens."""
     name = str(model.cfg.model_name)
     if str(getattr(model.cfg, "positional_embedding_type", "")) == "rotary":
         raise ModelError(

@@ -18,21 +18,14 @@ def toy_names() -> list[str]:
 
 
 def toy_folder(name: str) -> Path:
-    """The folder with the weights of a toy.
-
-    Raises:
-        ModelError: There is no such toy.
-    """
+    """The folder with the weights of a toy."""
     if name not in (*toy_names(), RELAY):
         raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}")
     return FOLDER / name.removeprefix(PREFIX)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a toy, from its tokenizer.json.
-
-    ``AutoTokenizer`` would apply the rules of Qwen2's own tokenizer to a toy of that type, whatever the file says.
-    """
+    """The tokenizer of a toy, from its tokenizer.json."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(toy_folder(name))

@@ -12,7 +12,7 @@ from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
 from mechattn.model.frozen_norm import FrozenNorm, frozen_norm
 from mechattn.model.hooked import HookedModel, config_of
-from mechattn.model.verify.facts import facts_of
+from mechattn.model.model_facts import facts_of
 from mechattn.model.weights import wide
 
 
@@ -51,11 +51,7 @@ class Unembedding:
 
 
 def unembedding(model: HookedModel) -> Unembedding:
-    """W_U, the norm before it, and the factor and cap from the configuration.
-
-    Raises:
-        ModelError: The model has no such norm, or no W_U; or see :func:`check_direct`.
-    """
+    """W_U, the norm before it, and the factor and cap from the configuration."""
     norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
     if norm is None or w_u is None:
         raise ModelError(
@@ -83,11 +79,7 @@ def _cap(model: HookedModel) -> float | None:
 
 
 def check_direct(model: HookedModel, reads: Unembedding) -> None:
-    """Refuse a model whose logits, before any cap, do not follow from the final residual stream, tried on a few tokens.
-
-    Raises:
-        ModelError: The residual stream is scaled on the way, or the logits are, in an unknown way.
-    """
+    """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a few tokens)."""
     name, facts = str(model.cfg.model_name), facts_of(model)
     if facts is not None and facts.report is not None and "residual" in facts.report.limited:
         raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates do not reach its logits unchanged")

@@ -10,16 +10,12 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.heads import kv_heads_of, output_projection
 from mechattn.model.hooked import HookedModel, config_of
+from mechattn.model.model_facts import facts_of
 from mechattn.model.values import norm_before_output
-from mechattn.model.verify.facts import facts_of
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`.
-
-    Raises:
-        ModelError: The model declares no W_O that turns z into the output of attention.
-    """
+    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
     facts = facts_of(model)
     if facts is not None and facts.report is not None and "heads" in facts.report.limited:
         raise ModelError(f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no separate updates")

@@ -145,26 +145,31 @@ def sentence(rows: Seq[Change]) -> str:
         found.setdefault(row.condition, []).extend([row.verdict] if row.verdict is not None else [])
     name, *others = found
     here, control = found[name], found[others[0]] if len(others) == 1 else []
-    who = "" if len(here) == 1 else f", in {len(here)} models"
-    amount = _amount([v.change for v in here], " attention")
-    beside = f" With “{others[0]}”: {_amount([v.change for v in control])}." if control else ""
+    amount, who = _amount([v.change for v in here]), "" if len(here) == 1 else f", in {len(here)} models"
+    first = f"the attention that each token of the question receives changes by {amount}{who}{_unsure(here)}"
+    if amount.endswith(("less", "more")):
+        first = f"each token of the question receives {amount} attention than without it{who}"
     null = _amount([v.null for v in here])
-    if not amount.endswith("attention"):
-        first = f"With “{name}”, the attention that each token of the question receives changes by {amount}{who}."
-    else:
-        first = f"With “{name}”, each token of the question receives {amount} than without it{who}."
-    return f"{first} If heads attended uniformly, it would be {null}; {_beside(here)}.{beside}"
+    would = "be" if null.endswith(("less", "more")) else "change by"
+    beside = f" With “{others[0]}”: {_amount([v.change for v in control])}." if control else ""
+    return f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
 
 
-def _amount(found: Seq[Interval], what: str = "") -> str:
-    """How much more or less; with signs if the models disagree on the direction."""
-    estimates = [float(change.estimate) for change in found]
-    words = _range(estimates)
-    if all(value < 0 for value in estimates):
-        return f"{words.replace('−', '')} less{what}"
-    if all(value > 0 for value in estimates):
-        return f"{words.replace('+', '')} more{what}"
+def _amount(found: Seq[Interval]) -> str:
+    """How much more or less; with signs if the direction differs or an interval holds 0."""
+    words = _range([float(change.estimate) for change in found])
+    if all(change.high < 0 for change in found):
+        return f"{words.replace('−', '')} less"
+    if all(change.low > 0 for change in found):
+        return f"{words.replace('+', '')} more"
     return words
+
+
+def _unsure(found: Seq[Verdict]) -> str:
+    """Whether, or in how many models, no change can be told."""
+    count = sum(bool(v.change.low <= 0 <= v.change.high) for v in found)
+    of = f" in {count} of them" if len(found) > 1 else ""
+    return f", which cannot be distinguished from 0{of}" if count else ""
 
 
 def _range(values: Seq[float]) -> str:
@@ -174,24 +179,10 @@ def _range(values: Seq[float]) -> str:
 
 
 def _beside(found: Seq[Verdict]) -> str:
-    """On which side of uniform attention the intervals are."""
+    """On which side of uniform attention the intervals are; no word of rising or falling, as each may do either."""
     above = sum(bool(v.change.low > v.null.estimate) for v in found)
     below = sum(bool(v.change.high < v.null.estimate) for v in found)
-    falls = all(float(v.null.estimate) < 0 for v in found)
-    less, more = ("lose less", "lose more") if falls else ("gain more", "gain less")
-    if len(found) == 1:
-        verb, _, rest = (less if above else more).partition(" ")
-        return f"it {verb}s {rest}" if above or below else "the two cannot be distinguished"
-    apart = len(found) - above - below
-    sides = ((above, less), (below, more), (apart, "cannot be distinguished from it"))
-    for count, words in sides:
-        if count == len(found):
-            return f"all {count} models {words}"
-    parts = [f"{count} {_verb(count, words)}" for count, words in sides if count]
-    return f"of {len(found)} models {', '.join(parts)}"
-
-
-def _verb(count: int, words: str) -> str:
-    """ "lose less" for several, "loses less" for one."""
-    verb, _, rest = words.partition(" ")
-    return words if count != 1 or verb == "cannot" else f"{verb}s {rest}"
+    sides = {"it receives more than that": above, "it receives less than that": below}
+    sides["the two cannot be distinguished"] = len(found) - above - below
+    said = {words: f"in {count} of {len(found)} models " for words, count in sides.items() if count}
+    return ", ".join((where if len(found) > 1 else "") + words for words, where in said.items())

@@ -8,7 +8,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.markup import visible
-from mechattn.pages.packed import kind_for, packed
+from mechattn.pages.packed_arrays import kind_for, packed
 from mechattn.render.received_figures import band_words
 from mechattn.render.view import prompt_tokens
 from mechattn.results.result import Result
@@ -20,11 +20,7 @@ PROMPTS = 3
 
 
 def head_curves(result: Result) -> dict[str, Any]:
-    """Received attention of every head by original position in each condition, with its intervals and its null.
-
-    As in ``render.received_attention``: means over prompts, pointwise 95 % t intervals, and no keys that too few
-    prompts have. Tokens inserted at the same positions in all prompts have separate numbers.
-    """
+    """Received attention of every head by original position in each condition, with its intervals and its null."""
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {"missing": "The run did not measure received attention by position (ma.ReceivedAttention())."}

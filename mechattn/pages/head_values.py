@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import kept, layer_blocks
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.quantities import NULLS, variable_of
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.packed import packed
+from mechattn.pages.packed_arrays import packed
 from mechattn.render.theme import quantity_words
-from mechattn.results.compare import t_changes
-from mechattn.results.held import Held, held
-from mechattn.results.layer_blocks import layer_blocks
-from mechattn.results.quantities import NULLS, variable_of
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.stats.paired import RESAMPLES
 
 _A_HEAD = {"prompt", "condition", "layer", "head"}
@@ -37,26 +35,14 @@ def head_quantities(result: Result) -> list[str]:
     return sorted(found, key=lambda name: name != "received")
 
 
-def check_memory(result: Result, memory: str) -> None:
-    """Check whether a page fits in memory before anything is read.
-
-    Raises:
-        MemoryOptionError: A layer of some quantity does not fit.
-    """
+def check_memory(result: Result) -> None:
+    """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "segment", "question", memory, signs=RESAMPLES)
+        layer_blocks(result, name, "segment", "question", signs=RESAMPLES)
 
 
-def head_values(result: Result, quantity: str, layers: list[int], heads: int, memory: str = MEMORY) -> dict[str, Any]:
-    """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head].
-
-    Args:
-        result: A result.
-        quantity: One of :func:`head_quantities`.
-        layers: The layers to show, in order.
-        heads: The number of heads per layer.
-        memory: The memory this may take; each number is read once if a condition fits in a quarter of it.
-    """
+def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
+    """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head]."""
     variable = variable_of(result, quantity, "segment")
     of_segment = "segment" in variable.dims
     words = quantity_words(quantity, "question") if of_segment else quantity
@@ -69,9 +55,9 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int, me
         "changes": {},
         "missing": {},
     }
-    reference = held(result, quantity, BASELINE, "question", memory)
+    reference = kept(result, quantity, BASELINE, "question")
     for condition in result.conditions:
-        of = reference if condition == BASELINE else held(result, quantity, condition, "question", memory)
+        of = reference if condition == BASELINE else kept(result, quantity, condition, "question")
         try:
             made["values"][condition] = _values(of, quantity, condition, layers, heads)
             if condition != BASELINE:
@@ -83,18 +69,20 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int, me
     return made
 
 
-def _values(of: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+def _values(of: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
     """Means over prompts with their intervals, and those under uniform attention."""
-    table = of.result.heads(quantity, None, condition=condition, memory=of.memory)
+    table = of.heads(quantity, None, condition=condition)
     table = table.assign(half=table.high - table[quantity])
     columns = {"mean": quantity, "half": "half", "null": "uniform"}
     found = {name: _square(table, of, layers, heads) for name, of in columns.items()}
     return found | {"n": int(table.n.iloc[0]), "unit": table.attrs["unit"]}
 
 
-def _changes(of: Held, reference: Held, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+def _changes(
+    of: Result, reference: Result, quantity: str, condition: str, layers: list[int], heads: int
+) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
-    table = t_changes(of.result, condition, quantity, "question", of.memory, reference.result)
+    table = Contrast(of, condition, quantity=quantity, other=reference).table(bootstrap=False)
     table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}

@@ -13,6 +13,7 @@ from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.lock import alone
 from mechattn.model.score_terms import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -99,6 +100,7 @@ def _mapped(
     return result, chosen, name
 
 
+@alone
 def explore(
     model: Any,
     prompt: Prompt | str,

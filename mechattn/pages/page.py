@@ -10,18 +10,17 @@ from typing import Any
 
 from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.pages.figure_sections import Section, citation, drawn_section, prompt_section
 from mechattn.pages.first_screen import changes, picture, sentence
 from mechattn.pages.head_values import check_memory
-from mechattn.pages.instrument import instrument
+from mechattn.pages.map_data import instrument
 from mechattn.pages.scripts import packed_script, page_script, template
-from mechattn.pages.sections import Section, citation, drawn_section, prompt_section
 from mechattn.pages.verdicts import VERDICT_COLUMNS, Verdicts, explained, flat, strip_words, verdict_rows, verdicts
 from mechattn.render.html import check_page_place, save_page
 from mechattn.render.received_figures import listed_or_chosen, received_attention
 from mechattn.render.theme import model_caption
 from mechattn.render.view import Script, View
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 
 
 def page(
@@ -32,7 +31,6 @@ def page(
     force: bool = False,
     *,
     choose: int = 3,
-    memory: str = MEMORY,
 ) -> Path:
     """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 
@@ -44,7 +42,6 @@ def page(
         force: Replace a file that mechattn did not write.
         choose: The number of heads to choose by the largest change on one half of the prompts and show on the other.
             Without ``positions="prompts"`` in the run, the first heads are shown.
-        memory: The memory that each table and figure may take, as for ``result.compare``.
 
     Raises:
         MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
@@ -53,7 +50,7 @@ def page(
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
     options = [{"layer": layer, "condition": name} | which for name in names]
     figures = [(received_attention, some) for some in options]
-    return results_page([result], path, figures, force=force, memory=memory)
+    return results_page([result], path, figures, force=force)
 
 
 def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
@@ -93,28 +90,10 @@ def write_page(
     maps: Seq[Result | None] = (),
     start: Seq[tuple[int, int] | None] = (),
     lead: tuple[str, Mapping[str, Any]] | None = None,
-    memory: str = MEMORY,
 ) -> Path:
-    """Write one HTML file that makes no network requests; its content security policy forbids them.
-
-    Args:
-        path: The HTML file.
-        title: The page's heading.
-        subtitle: The line below the heading.
-        results: One result per model.
-        sections: Figures and views, collapsed until opened.
-        command: The command that was typed.
-        force: Replace a file that mechattn did not write.
-        maps: For each result, one with attention maps of a few of its prompts; by default the result itself.
-        start: For each result, the layer and head to show first; by default the first.
-        lead: What to show first instead of the picture: a template from this package and its values.
-        memory: The memory that each table may take, as for ``result.compare``.
-
-    Raises:
-        OutputError: The file cannot be written, or was not written by mechattn (unless ``force`` is set).
-    """
-    known = [Verdicts(result, memory) for result in results]
-    parts = _parts(title, subtitle, known, sections, command, maps, start, memory)
+    """Write one HTML file that makes no network requests; its content security policy forbids them."""
+    known = [Verdicts(result) for result in results]
+    parts = _parts(title, subtitle, known, sections, command, maps, start)
     if lead is not None:
         parts["lead"] = _environment().get_template(lead[0]).render(lead[1])
     return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
@@ -134,7 +113,6 @@ def _parts(
     command: str = "",
     maps: Seq[Result | None] = (),
     start: Seq[tuple[int, int] | None] = (),
-    memory: str = MEMORY,
 ) -> dict[str, Any]:
     """The values for the templates."""
     from mechattn import __version__
@@ -152,7 +130,7 @@ def _parts(
         "style": template("page.css"),
         "script": page_script(),
         "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
-        "data": instrument(results, maps, start, memory),
+        "data": instrument(results, maps, start),
         "answer": sentence(rows),
         "picture": picture(rows),
         "verdicts": [words for each in known for words in verdicts(each.result, each)],
@@ -173,35 +151,20 @@ def results_page(
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
-    memory: str = MEMORY,
 ) -> Path:
-    """Write a page for several results, with each figure once per result, or once if it compares models side by side.
-
-    Args:
-        results: One result per model.
-        path: The HTML file.
-        figures: Functions of ``mechattn.render`` and their options.
-        command: The command that was typed.
-        missing: A function that gets a sentence for each figure that cannot be drawn; by default such a figure is an
-            error.
-        force: Replace a file that mechattn did not write.
-        memory: The memory that each table and figure may take, as for ``result.compare``.
-
-    Raises:
-        MemoryOptionError: A layer of some quantity does not fit; nothing was read.
-    """
+    """Write a page for several results, with each figure once per result, or once if it compares models."""
     for result in results:
-        check_memory(result, memory)
+        check_memory(result)
     of_one = [one for one in figures if not _of_many(one[0])]
     of_many = [one for one in figures if _of_many(one[0])]
     sections: list[Section] = []
     for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn(of_one, result, command, missing, memory)
-    sections += _drawn(of_many, list(results), command, missing, memory)
+        sections += _drawn(of_one, result, command, missing)
+    sections += _drawn(of_many, list(results), command, missing)
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
     start = [_first_shown(figures)] * len(results)
-    return write_page(path, title, _about(results), results, sections, command, force, start=start, memory=memory)
+    return write_page(path, title, _about(results), results, sections, command, force, start=start)
 
 
 def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
@@ -226,12 +189,11 @@ def _drawn(
     of: Result | Seq[Result],
     command: str,
     missing: list[str] | None,
-    memory: str,
 ) -> Iterator[Section]:
     for draw, options in figures:
         try:
             with explained([of] if isinstance(of, Result) else of):
-                made = drawn_section(draw, of, options, command, memory)
+                made = drawn_section(draw, of, options, command)
             yield made
         except MemoryOptionError:
             raise

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from mechattn.pages.packed import squeezed
+from mechattn.pages.packed_arrays import squeezed
 from mechattn.render.theme import DARK, faint
 from mechattn.render.view import Script, in_script, view_script
 
@@ -23,11 +23,7 @@ def template(name: str) -> str:
 
 
 def joined(modules: dict[str, str]) -> str:
-    """Join ES modules into one script, each in its own function, since a page opened from a file cannot import others.
-
-    Args:
-        modules: The text of each module, in an order in which each comes after those that it imports.
-    """
+    """Join ES modules into one script, each in its own function, since a page opened from a file cannot import."""
     parts = []
     for name, text in modules.items():
         exported = [found[2] for found in _EXPORT.finditer(text)]

@@ -10,16 +10,15 @@ from typing import Any
 from mechattn.analysis.registry import ANALYSES
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.sections import time_words
+from mechattn.pages.figure_sections import time_words
 from mechattn.render.received_figures import matched_control, stated
 from mechattn.render.theme import model_caption
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.stats.comparison import Verdict
 
 VERDICT_COLUMNS = (
-    "model", "condition", "question attention, change", "under uniform attention", "heads further and less far",
+    "model", "condition", "question attention, change", "under uniform attention", "heads below and above that",
     "prompts",
 )  # fmt: skip
 
@@ -29,22 +28,17 @@ class Verdicts:
 
     Args:
         result: A result.
-        memory: As for ``result.verdict``.
     """
 
-    def __init__(self, result: Result, memory: str = MEMORY) -> None:
-        self.result, self._memory = result, memory
+    def __init__(self, result: Result) -> None:
+        self.result = result
         self._found: dict[str, Verdict | OptionError] = {}
 
     def of(self, condition: str) -> Verdict:
-        """The verdict on a condition.
-
-        Raises:
-            OptionError: As for ``result.verdict``.
-        """
+        """The verdict on a condition."""
         if condition not in self._found:
             try:
-                self._found[condition] = self.result.verdict(condition, memory=self._memory)
+                self._found[condition] = self.result.verdict(condition)
             except MemoryOptionError:
                 raise
             except OptionError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,11 +24,7 @@ HeadPart = Literal["z", "value", "pattern"]
 
 
 def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None = None) -> list[Where]:
-    """The named heads, each once; by default all heads, ``count`` per layer if given.
-
-    Raises:
-        OptionError: A head doesn't exist.
-    """
+    """The named heads, each once; by default all heads, ``count`` per layer if given."""
     layers, count = attention_layers(model), count or int(model.cfg.n_heads)
     if heads is None:
         return [(layer, head) for layer in layers for head in range(count)]
@@ -35,6 +32,8 @@ def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None
     if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
         raise OptionError(f"heads={heads!r}: give (layer, head) pairs such as [(1, 4)], or None for all")
     for layer, head in given:
+        if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (layer, head)):
+            raise OptionError(f"heads={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as [(1, 4)]")
         if layer not in layers or not 0 <= head < count:
             raise OptionError(
                 f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to {count - 1} in "
@@ -44,12 +43,7 @@ def chosen_heads(model: HookedModel, heads: Seq[Where] | None, count: int | None
 
 
 def check_part(model: HookedModel, part: str, attributed: bool) -> None:
-    """Refuse a part that doesn't exist, cannot be attributed, or cannot be changed through the model's hooks.
-
-    Raises:
-        OptionError: There is no such part, or it needs named heads.
-        ModelError: Changing the pattern has no effect in this model.
-    """
+    """Refuse a part that doesn't exist, cannot be attributed, or cannot be changed through the model's hooks."""
     if part not in get_args(HeadPart):
         raise OptionError(f"part={part!r}: choose one of {', '.join(map(repr, get_args(HeadPart)))}")
     if part != "z" and attributed:

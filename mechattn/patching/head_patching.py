@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from mechattn.axes import BASELINE
 from mechattn.engine.check import made_sequences, with_baseline
-from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.errors import OptionError
+from mechattn.functional.keyed_random import keyed_uniform, token_keys
 from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import chosen_layers
+from mechattn.model.hooks import attention_window, chosen_layers
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.lock import alone
 from mechattn.patching.checks import (
     Direction,
     HeadPart,
@@ -35,7 +38,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.identity import identity
+from mechattn.results.canonical import identity
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 _CHECKED = 4  # prompts on which attribution is compared with patching
 
 
+@alone
 def patch_heads(
     model: Any,
     prompts: Prompt | str | Seq[Prompt | str],
@@ -65,9 +69,12 @@ def patch_heads(
     differ in length. In "noising" the baseline is read with the condition's z. ``effect = metric(patched) −
     metric(unpatched)``; the whole effect is ``metric(the other run) − metric(unpatched)``. Named heads are patched
     exactly, with one forward pass per head. Without ``heads``, all heads are attributed to first order, ``Σ ∂metric/∂z
-    · (z_other − z)``, with two forward passes and one backward pass per prompt, and compared with patching on a sample.
+    · (z_other − z)``, with three forward passes and one backward pass per prompt, and some are also patched.
 
-    Each head has two controls: the z of another prompt's run, and a step of equal norm in a random direction.
+    Each head has two controls: the z of another prompt's run, and a step of equal norm in a random direction (of a
+    pattern: each token's probabilities, permuted among the keys that it sees). The other prompt is drawn by ``seed``
+    among those that are at least as long. Tokens with which both prompts begin are aligned with each other, the rest
+    from the end, where the answer is. For a prompt that is longer than all others this control is NaN.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
@@ -82,12 +89,13 @@ def patch_heads(
         direction: "denoising" or "noising", which decides the run to patch.
         check: The number of heads on which attribution is compared with patching, half of them the largest; 0 for none.
         rows: The number of patched copies of a prompt in one batch.
-        seed: The seed of random directions, of the condition's draws and of the choice of heads to check.
+        seed: The seed of random directions and other prompts, of the condition's draws and of the heads to check.
         progress: Show a progress bar if it takes longer than two seconds.
 
     Raises:
         MechattnError: A prompt has no answer, a head doesn't exist, a condition hides tokens or acts inside the model,
-            or gradients are needed for quantised weights; raised before the first forward pass.
+            or gradients are needed for quantised weights or for "kl" with "noising", where all are 0; raised before the
+            first forward pass.
 
     Source:
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
@@ -97,6 +105,11 @@ def patch_heads(
     check_part(model, part, heads is None)
     chosen = chosen_heads(model, heads, kv_heads_of(model) if part == "value" else None)
     check_options(model, heads is None, direction, check, rows)
+    if heads is None and metric == "kl" and direction == "noising":
+        raise OptionError(
+            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every gradient is 0: name '
+            'heads, which are patched without gradients, or choose direction="denoising" or another metric'
+        )
     one = _Prompt(model, metric_of(metric)[0], chosen, part, heads is None, rows, seed)
     pairs, dataset, units, about = _patched(one, prompts, condition, metric, direction, progress)
     made = HeadPatching(dataset, units, about)
@@ -106,6 +119,7 @@ def patch_heads(
     return made.compared([one.exact(*pair, sample) for pair in pairs[:_CHECKED]], sample)
 
 
+@alone
 def patch_together(
     model: Any,
     prompts: Prompt | str | Seq[Prompt | str],
@@ -150,6 +164,7 @@ def patch_together(
     return SetPatching(several, units, about | {"heads": chosen})
 
 
+@alone
 def patch_residual(
     model: Any,
     prompts: Prompt | str | Seq[Prompt | str],
@@ -194,18 +209,18 @@ def _patched(
     one: _Prompt, prompts: Any, condition: Condition, metric: Metric, direction: Direction, progress: bool
 ) -> tuple[list[tuple[Sequence, Sequence]], xr.Dataset, Units, dict[str, Any]]:
     """Both sequences of each prompt, the effects, the units of replication, and a description."""
+    from tqdm.auto import tqdm
+
     prompts = as_prompts(prompts)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, one.model, one.seed)
     check_sequences(one.model, prompts, sequences)
     pairs = [_ordered(made, direction) for made in sequences]
-    found, stranger = (
-        [],
-        one.read(pairs[-1][1]),
-    )  # each prompt's donor is the previous prompt, whose run is still in memory
-    for prompt, (receiver, donor) in _progress(zip(prompts, pairs, strict=True), len(prompts), progress):
-        source = one.read(donor)
-        found.append(one.effects(prompt.id, receiver, source, stranger))
-        stranger = source
+    others = _others({p.id: len(made[BASELINE]) for p, made in zip(prompts, sequences, strict=True)}, one.seed)
+    found = []
+    steps = tqdm(pairs, desc="patching", unit="prompt", delay=2, disable=not progress)
+    for (receiver, donor), prompt, other in zip(steps, prompts, others, strict=True):
+        stranger = None if other is None else one.read(pairs[other][1])
+        found.append(one.effects(prompt.id, receiver, one.read(donor), stranger))
     units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group is its own unit
     return pairs, _dataset(found, prompts, one.chosen), units, _about(one, prompts, condition, metric, direction)
 
@@ -230,7 +245,7 @@ class _Prompt:
     def read(self, sequence: Sequence) -> Run:
         return read(self.model, sequence, self.layers, self.part)
 
-    def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run) -> dict[str, np.ndarray]:
+    def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run | None) -> dict[str, np.ndarray]:
         """The effect of each head and its controls, and the whole effect."""
         by_z: dict[int, Z] = {}
         denoising = bool(receiver.inserted.any())
@@ -246,15 +261,16 @@ class _Prompt:
         base = source if denoising else run
         before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
         values = {
-            "effect": {where: _aligned(run, source, where, self.part) for where in self.chosen},
-            "other_prompt": {where: _aligned(run, stranger, where, self.part) for where in self.chosen},
+            name: {where: _aligned(run, given, where, self.part) for where in self.chosen}
+            for name, given in (("effect", source), ("other_prompt", stranger))
+            if given is not None
         }
         values["random"] = {where: self._random(prompt, run, where, values["effect"][where]) for where in self.chosen}
         if self.attributed:
             made = {name: _attributed(run, by_z, given) for name, given in values.items()}
         else:
             made = {name: self._patched(run, base, given) - before for name, given in values.items()}
-        return made | {"whole": np.array(after - before)}
+        return {"other_prompt": np.full(len(self.chosen), np.nan)} | made | {"whole": np.array(after - before)}
 
     def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[Where]) -> np.ndarray:
         """The effect of some heads, patched exactly."""
@@ -284,35 +300,38 @@ class _Prompt:
         keys = token_keys(
             self.seed, [prompt], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
         )
-        if self.part == "pattern":
-            return _shuffled(run, value, keyed_uniform(keys[0], own.shape[-1]).to(own))
-        draw = torch.special.ndtri(keyed_uniform(keys[0], own.shape[-1]).clamp(min=2**-25)).to(own)
+        draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
+        if self.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
+            back = run.places.to(own.device)[:, None] - torch.arange(own.shape[-1], device=own.device)
+            unseen = (back < 0) | (back >= (attention_window(self.model, layer) or own.shape[-1]))
+            order = draw.masked_fill(unseen, 2.0).argsort(-1)
+            return torch.zeros_like(value).scatter(-1, order, value.sort(-1, descending=True).values)
+        draw = torch.special.ndtri(draw.clamp(min=2**-25)).to(own)
         step = (value - own).norm(dim=-1, keepdim=True)
         return own + step * draw / draw.norm(dim=-1, keepdim=True)
 
 
+def _others(lengths: Mapping[str, int], seed: int) -> list[int | None]:
+    """The index of another prompt for each, drawn among those at least as long, in any order; None if there is none."""
+    ids = list(lengths)
+    longer = [sorted(b for b in ids if b != a and lengths[b] >= lengths[a]) for a in ids]
+    drawn = [random.Random(f"other prompt {seed} {a}") for a in ids]
+    return [ids.index(draw.choice(some)) if some else None for draw, some in zip(drawn, longer, strict=True)]
+
+
 def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
-    """A head's output in another run at the receiver's original tokens; beyond its length, the receiver's own.
-
-    For a pattern, rows of the receiver's length: the other run's attention among these tokens, and 0 elsewhere.
-    """
+    """A head's output in another run at the receiver's original tokens; from the end, after a shared beginning."""
     layer, head = where
-    own = run.z[layer][run.places.to(run.z[layer].device), head].clone()
-    given = source.z[layer][source.places.to(own.device), head][: len(own)]
+    own = run.z[layer][run.places.to(run.z[layer].device), head]
+    ours, theirs = (each.sequence.tokens[each.places] for each in (run, source))
+    after = int((ours == theirs[: len(ours)]).long().cumprod(0).sum())  # all, if it is the same prompt
+    chosen = torch.cat([source.places[:after], source.places[after + len(theirs) - len(ours) :]]).to(own.device)
+    given = source.z[layer][chosen, head]
     if part != "pattern":
-        own[: len(given)] = given
-        return own
-    own[: len(given)] = 0
-    between = torch.meshgrid(torch.arange(len(given)), run.places[: len(given)], indexing="ij")
-    own[between] = given[:, source.places[: len(given)].to(given.device)]
-    return own
-
-
-def _shuffled(run: Run, pattern: Float[Tensor, "original key"], draw: Float[Tensor, "original key"]) -> Tensor:
-    """A pattern with each row's probabilities permuted among the keys that the token sees."""
-    seen = torch.arange(pattern.shape[-1], device=pattern.device) <= run.places.to(pattern.device)[:, None]
-    order = draw.masked_fill(~seen, 2.0).argsort(-1)
-    return pattern.gather(-1, order).masked_fill(~seen, 0.0)
+        return given
+    made = torch.zeros_like(own)
+    made[:, run.places.to(own.device)] = given[:, chosen]
+    return made
 
 
 def _attributed(run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z]) -> np.ndarray:
@@ -328,12 +347,6 @@ def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequen
     """The run to patch, and the run to patch from."""
     changed, baseline = made["condition"], made[BASELINE]
     return (changed, baseline) if direction == "denoising" else (baseline, changed)
-
-
-def _progress(items: Iterator, total: int, show: bool) -> Iterator:
-    from tqdm.auto import tqdm
-
-    yield from tqdm(items, desc="patching", total=total, unit="prompt", delay=2, disable=not show)
 
 
 def _about(

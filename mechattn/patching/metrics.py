@@ -50,11 +50,7 @@ _NAMED: Mapping[str, Measured] = {"logprob": answer_logprob, "margin": answer_ma
 
 
 def metric_of(metric: Metric) -> tuple[Measured, str]:
-    """The function of a metric, and its description.
-
-    Raises:
-        OptionError: There is no such metric.
-    """
+    """The function of a metric, and its description."""
     if callable(metric):
         own = metric
         return lambda logits, answer, baseline: own(logits, answer), getattr(metric, "__name__", "a function")

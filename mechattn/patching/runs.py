@@ -123,14 +123,7 @@ def logits_of(
 def patched_logits(
     model: HookedModel, receiver: Run, put: Seq[Mapping[Where, Z]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of the receiver with some heads' outputs replaced in each row; row i uses ``put[i]``.
-
-    Args:
-        model: A hooked model.
-        receiver: The run to patch.
-        put: For each row, by (layer, head), the output at the receiver's original tokens [original d_head].
-        part: The part of the head.
-    """
+    """Logits of the receiver with some heads' outputs replaced in each row; row i uses ``put[i]``."""
     places = receiver.places
     of_layer: dict[int, list[tuple[int, int, Tensor]]] = {}
     for row, several in enumerate(put):
@@ -150,16 +143,7 @@ def patched_logits(
 def read_with_gradients(
     model: HookedModel, sequence: Sequence, layers: Seq[int], metric: Callable[[Run], Float[Tensor, " row"]]
 ) -> tuple[Run, dict[int, Z]]:
-    """Run a sequence and compute the gradient of a metric with respect to every head's output at every token.
-
-    Takes one forward and one backward pass.
-
-    Args:
-        model: A hooked model.
-        sequence: The sequence.
-        layers: The layers of the heads.
-        metric: A function from a run to a number.
-    """
+    """Run a sequence and compute the gradient of a metric with respect to every head's output at every token."""
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, z: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import FEWEST
+from mechattn.patching.metrics import WORDS
+from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
 
@@ -27,8 +28,8 @@ class Patching:
 
     Args:
         effects: "effect", "other_prompt" and "random" [prompt layer head], or [prompt layer], in the units of the
-            metric; NaN where not requested. "whole" [prompt]: the metric of the other run minus that of the unpatched
-            run.
+            metric; NaN where not requested, and in "other_prompt" for a prompt that is longer than all others. "whole"
+            [prompt]: the metric of the other run minus that of the unpatched run.
         units: The units of replication.
         about: The model, the prompts, the condition, the metric, the direction, the method.
     """
@@ -40,40 +41,48 @@ class Patching:
     @property
     def whole(self) -> tuple[float, float, float]:
         """The whole effect: its mean over prompts, with a 95 % interval."""
-        found = paired(self.units.means(self.effects.whole.values)[:, None], None)
-        return float(found.difference[0]), float(found.low[0]), float(found.high[0])
+        found = t_interval(self.units.means(self.effects.whole.values))
+        return float(found.estimate), float(found.low), float(found.high)
 
-    def _table(self, finding: slice, shown: slice, level: float, top: int | None, ranked: bool) -> pd.DataFrame:
+    def _table(self, level: float, top: int | None = None, ranked: bool = False, half: bool = False) -> pd.DataFrame:
+        """Rows for the tested cells, which are all, or those that one half of the units ranks highest; the first."""
         import pandas as pd
 
+        finding, shown = (slice(0, None, 2), slice(1, None, 2)) if half else (slice(None), slice(None))
         effect, cells = self._cells("effect")
-        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable")[:top] if ranked else np.arange(len(cells))
-        found = paired(effect[shown][:, order], None, level)
-        controls = {name: self._cells(name)[0][shown][:, order] for name in CONTROLS}
-        beyond = paired(effect[shown][:, order] - controls["random"], None, level)
-        whole = self.units.means(self.effects.whole.values)[shown].mean()
+        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))
+        order = order[:top] if half else order
+        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *CONTROLS)}
+        beyond = values["effect"] - values["random"]
+        found, further = t_interval(values["effect"], level), t_interval(beyond, level)
+        rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
+        tested = "beyond_random" if rises else "effect"
+        whole, low, high = t_interval(self.units.means(self.effects.whole.values)[shown], level)
         dims = self.effects.effect.dims[1:]
-        return pd.DataFrame(
+        made = pd.DataFrame(
             {
                 **{str(dim): [cells[i][at] for i in order] for at, dim in enumerate(dims)},
-                "effect": found.difference,
+                "effect": found.estimate,
                 "low": found.low,
                 "high": found.high,
-                "q": found.q,
-                "share": found.difference / whole if whole else np.nan,
-                **{name: value.mean(0) for name, value in controls.items()},
-                "beyond_random": beyond.difference,
-                "beyond_random_low": beyond.low,
-                "beyond_random_high": beyond.high,
-                "n": found.n,
+                "q": paired(beyond if rises else values["effect"], None, bootstrap=False).q,
+                "share": np.nan if low <= 0 <= high else found.estimate / whole,
+                **{name: np.nanmean(values[name], 0) for name in CONTROLS},
+                "beyond_random": further.estimate,
+                "beyond_random_low": further.low,
+                "beyond_random_high": further.high,
+                "n": len(beyond),
             }
-        )
+        )[:top]
+        family = f"{len(order)} {dims[-1]}{'s' * (len(order) > 1)} {self.about['method']}"
+        made.attrs = {"tested": tested, "family": family + ", ranked on the other half" * half}
+        return made
 
     def _every(self, level: float) -> pd.DataFrame:
         """One row for each cell, in order."""
         _check_level(level)
-        self.units.refuse_below(FEWEST)
-        return self._table(slice(None), slice(None), level, None, ranked=False)
+        self.units.refuse_below(FEWEST, instead="")
+        return self._table(level)
 
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
         """The requested values [unit cell], and the layer (and head) of each cell."""
@@ -89,7 +98,9 @@ class Patching:
             return [first, f"no interval from fewer than {FEWEST}: .effects has the numbers"]
         mean, low, high = self.whole
         shown = table.to_string(index=False, float_format=lambda x: f"{x:.3g}")
-        return [first, f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]", shown]
+        of = f"of {table.attrs['tested']}"
+        tests = f"q {of}, over {table.attrs['family']}" if "q" in table else f"p {of}"
+        return [first, f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tests}", shown]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +150,16 @@ class HeadPatching(Patching):
     def heads(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
         """One row per head, the largest effect first.
 
-        ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over heads); ``share`` of
-        the whole effect, a ratio of means; the mean effects of both controls; ``beyond_random``: effect minus that of a
-        random direction of the same norm, with its interval.
+        ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over all heads attributed or
+        patched, whatever ``top``; too small if they were named for being the largest on these same prompts); ``share``
+        of the whole effect, a ratio of means, NaN if the whole effect's interval holds 0; the mean effects of both
+        controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its interval. With
+        "kl" and "noising" no effect is below 0: ``q`` tests ``beyond_random``, as ``.attrs`` and the print say.
 
         Args:
             top: The number of heads to return; all by default.
-            select: "half" ranks heads on one half of the prompts and reports them on the other.
+            select: "half" ranks heads on one half of the prompts and reports them on the other; ``q`` is then over the
+                ``top`` heads, as other prompts have chosen them.
             level: The level of the intervals.
 
         Raises:
@@ -156,9 +170,8 @@ class HeadPatching(Patching):
         _check_level(level)
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
-        self.units.refuse_below(FEWEST if select is None else 2 * FEWEST)
-        finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
-        return self._table(finding, shown, level, top, ranked=True)
+        self.units.refuse_below(FEWEST if select is None else 2 * FEWEST, instead="")
+        return self._table(level, top, ranked=True, half=select == "half")
 
     @property
     def agreement(self) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
@@ -11,7 +11,7 @@ from mechattn.functional.rows import EdgeMask
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
 from mechattn.prompts.places import Place, behind, check_place, check_run, position
-from mechattn.prompts.prompt import HALVES, Prompt
+from mechattn.prompts.prompt import HALVES, MOST, Prompt
 from mechattn.prompts.sequences import Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
 from mechattn.shown import plain
@@ -32,11 +32,7 @@ class Marks(Protocol):
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that cannot be shown unchanged in a table, a file or a terminal.
-
-    Raises:
-        OptionError: The name is not a text, is empty, or holds control characters or a newline.
-    """
+    """Refuse a name that cannot be shown unchanged in a table, a file or a terminal."""
     if not isinstance(name, str) or not name.strip():
         raise OptionError(f'the condition {name!r} needs a name, such as "slash"')
     if plain(name) != name or not {"\n", "\t"}.isdisjoint(name):
@@ -121,13 +117,18 @@ class Insertion:
                 return model.tokenizer(" ." * self.count, add_special_tokens=False)["input_ids"]
     """
 
-    count: int
-    place: Place
+    count: int | None = None
+    place: Place = "before_question"
 
     _repr_html_ = fields_table
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        if not is_dataclass(cls):
+            raise ConditionError(f"{cls.__name__} is no dataclass: write @dataclass(frozen=True) above the class")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        check_run(self.count, self.place)
+        check_run(self.count, self.place)  # type: ignore[arg-type]  # a subclass may give its own count
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the token ids to insert into this prompt."""
@@ -137,11 +138,19 @@ class Insertion:
         """Return the prompt's tokens with the filler's token ids inserted.
 
         Raises:
-            ConditionError: The filler cannot have exactly ``count`` tokens, or the place doesn't exist in this prompt.
+            ConditionError: The filler has not exactly ``count`` tokens, or the place doesn't exist in this prompt.
         """
         sequence = tokenize(prompt, model)
-        filler = self.filler(prompt, model, seed)
-        return insert(sequence, filler, position(self.place, sequence, prompt, seed))
+        made = insert(sequence, self.filler(prompt, model, seed), self._at(sequence, prompt, model, seed))
+        if self.count is not None and (count := len(made) - len(sequence)) != self.count:
+            raise ConditionError(
+                f"{type(self).__name__}: filler gives {count} tokens for prompt {prompt.id}, and count={self.count}"
+            )
+        return made
+
+    def _at(self, sequence: Sequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
+        """The position before which the filler is inserted."""
+        return position(self.place, sequence, prompt, seed)
 
     def masked(self) -> Variant:
         """Return the variant with the same tokens, hidden from the original ones, which they still move apart."""
@@ -164,8 +173,9 @@ class MeaninglessTokens(Insertion):
         text: The repeated text.
         count: The number of inserted *tokens*, at least 1.
         place: "before_question"; "start" (after BOS, before everything else); "middle" (of the question's tokens);
-            "before_answer" (at the end if there is no answer); "random" (at one token boundary inside the question,
-            drawn for each prompt).
+            "after_question" (in a chat template still in the user's turn); "before_answer" (in a chat template in the
+            assistant's turn; for a prompt without an answer at the end, where a generated answer follows); "random" (at
+            one token boundary inside the question, drawn for each prompt).
         separator: The text between two repetitions; "" for none.
     """
 
@@ -224,18 +234,10 @@ class Text(Insertion):
         """Return the tokens of the text."""
         return require_tokenizer(model)(self.text, add_special_tokens=False)["input_ids"]
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
-        """Return the prompt's tokens with those of the text inserted.
-
-        Raises:
-            ConditionError: The place doesn't exist in this prompt, or the prompt does not contain ``after``.
-        """
-        sequence = tokenize(prompt, model)
+    def _at(self, sequence: Sequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         if self.after is None:
-            at = position(self.place or "before_question", sequence, prompt, seed)
-        else:
-            at = behind(self.after, sequence, prompt, require_tokenizer(model))
-        return insert(sequence, self.filler(prompt, model, seed), at)
+            return position(self.place or "before_question", sequence, prompt, seed)
+        return behind(self.after, sequence, prompt, require_tokenizer(model))
 
 
 @dataclass(frozen=True)
@@ -323,28 +325,31 @@ class ShuffledSentence(RandomSentence):
 
 @dataclass(frozen=True)
 class Counting(Insertion):
-    """Insert numbers in order, "1 2 3 …", cut to exactly ``count`` tokens: filler unrelated to the question.
+    """Insert numbers in order, "1 2 3 …", on a line of their own: filler unrelated to the question.
 
     Args:
-        count: The number of inserted tokens.
-        place: As for :class:`MeaninglessTokens`.
+        count: The number of inserted tokens: as many whole numbers as fit, the rest as further line breaks.
+        place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
         Filler with which large models answer better without reasoning (Greenblatt, December 2025).
     """
 
     count: int = 55
-    place: Place = "before_answer"
+    place: Place = "after_question"
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """Return the tokens of the numbers."""
-        numbers = " ".join(map(str, range(1, self.count + 1)))  # each takes at least one token
-        return require_tokenizer(model)(numbers, add_special_tokens=False)["input_ids"][: self.count]
+        """Return the tokens of the numbers and line breaks."""
+        tokenizer = require_tokenizer(model)
+        line = fillers.line_break(tokenizer)
+        after = line * (self.place != "after_question")
+        numbers = fillers.counted(tokenizer, self.count - len(line + after))
+        return [*line * (self.count - len(numbers + after)), *numbers, *after]
 
 
 @dataclass(frozen=True)
 class RepeatQuestion(Insertion):
-    """Repeat the question's own tokens once or several times.
+    """Repeat the question's own tokens once or several times, each time on a line of its own (if it is a text).
 
     Args:
         times: The number of repetitions.
@@ -355,17 +360,21 @@ class RepeatQuestion(Insertion):
     """
 
     times: int = 1
-    place: Place = "before_answer"
+    place: Place = "after_question"
 
     def __post_init__(self) -> None:
-        if isinstance(self.times, bool) or not isinstance(self.times, int) or self.times < 1:
-            raise OptionError(f"times={self.times!r}: give a whole number, at least 1; the baseline is always run")
+        if isinstance(self.times, bool) or not isinstance(self.times, int) or not 1 <= self.times <= MOST:
+            raise OptionError(
+                f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is always run"
+            )
         check_place(self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
-        """Return the tokens of the question."""
+        """Return the tokens of the question and line breaks."""
         sequence = tokenize(prompt, model)
-        return sequence.tokens[sequence.of_segment("question")].tolist() * self.times
+        question = sequence.tokens[sequence.of_segment("question")].tolist()
+        line = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
+        return (line + question) * self.times + line * (self.place != "after_question")
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:

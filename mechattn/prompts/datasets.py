@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, PromptError
+from mechattn.hub import asked_once, may_be_on_hub
 from mechattn.prompts.problems import SYSTEM, word_problems
-from mechattn.prompts.prompt import HALVES, Prompt, Template, check_template
+from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
 from mechattn.prompts.recall import recall_questions
 from mechattn.prompts.repeated import repeated_random
 from mechattn.prompts.templates import TokenizedModel
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
-# The system prompt of the released code of arXiv:2510.01032.
-STEP_BY_STEP = "Please reason step by step and put your final answer within \\boxed{}."
 _WITHOUT_LIMIT = 64  # generated prompts
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
@@ -51,8 +50,7 @@ def load_prompts(
         answer_field: The field with the answer, if there is one.
         group_field: The field with what prompts share, such as their template (``Prompt.group``); statistics treat such
             groups as the unit. None by default for a file or dataset; word problems use their template.
-        system: The text before each question; by default that of the word problems (or of the paper), and none before
-            recall questions.
+        system: The text before each question; by default that of the word problems, and none before other questions.
         template: "plain" or "chat".
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset, or "train" / "test" of generated prompts.
@@ -67,26 +65,29 @@ def load_prompts(
     """
     check_template(template)
     source = _checked_source(source)
-    _check_limit(limit)
+    _check_limit(limit, source)
     if source == REPEATED:
         _refuse_unread(
             field=field, answer_field=answer_field, group_field=group_field, system=system, template=template,
             with_answer=with_answer, split=split, subset=subset,
         )  # fmt: skip
         return _repeated(model, limit, seed)
-    rows: Iterable[dict]
+    rows: Iterable[dict[str, Any]]
     if source == GENERATED:
         rows = _generated(split, limit, seed, field, answer_field)
         group_field = "template" if group_field is None else group_field
         system = SYSTEM if system is None else system
     elif source == RECALL:
         rows = _recall(split, limit, seed, field, answer_field)
-        system = system or ""
-    elif Path(source).suffix in (".jsonl", ".json") or os.path.exists(source):
+    elif (kind := Path(source).suffix) in (".csv", ".parquet"):
+        raise PromptError(
+            f"{source} is a table; give a .jsonl file, one JSON object a line: "
+            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records", lines=True)'
+        )
+    elif kind in (".jsonl", ".json") or os.path.exists(source) or not may_be_on_hub(source):
         rows = _jsonl(Path(source), limit)
     else:
         rows = _hub(source, subset, split, limit)
-    system = STEP_BY_STEP if system is None else system
     prompts = []
     for index, row in enumerate(rows):
         text = _text(row, field, source, index)
@@ -94,7 +95,7 @@ def load_prompts(
         prompts.append(
             Prompt(
                 question=text,
-                system=system,
+                system=system or "",
                 answer=str(answer) if with_answer else "",
                 template=template,
                 id=str(index),
@@ -115,9 +116,11 @@ def _checked_source(source: Any) -> str:
     return os.fspath(source)
 
 
-def _check_limit(limit: Any) -> None:
+def _check_limit(limit: Any, source: str) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
+    if source in (GENERATED, RECALL, REPEATED) and (limit or 0) > MOST:
+        raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
 def _refuse_unread(**given: Any) -> None:
@@ -139,13 +142,13 @@ def _repeated(model: TokenizedModel | None, limit: int | None, seed: int) -> lis
     return repeated_random(model, limit or _WITHOUT_LIMIT, seed=seed)
 
 
-def _generated(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict]:
+def _generated(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict[str, Any]]:
     _check_split(split)
     made = islice(word_problems(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
     return [{"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
 
 
-def _recall(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict]:
+def _recall(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict[str, Any]]:
     _check_split(split)
     made = islice(recall_questions(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
     return [{field: q.question, answer_field: q.answer, "solution": q.solution} for q in made]
@@ -156,28 +159,19 @@ def _check_split(split: str) -> None:
         raise OptionError(f'split={split!r}: generated prompts have "train" and "test"')
 
 
-def _text(row: dict, field: str, source: str, index: int, option: str = "field") -> str:
-    if field not in row:
-        raise PromptError(
-            f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
-            f"Name the field with {option}=…"
-        )
-    if not isinstance(row[field], str) or not row[field].strip():
-        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(row[field])}")
-    if HALVES.search(row[field]):
+def _text(row: dict[str, Any], field: str, source: str, index: int, option: str = "field") -> str:
+    text = _field(row, field, source, index, option)
+    if not isinstance(text, str) or not text.strip():
+        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(text)}")
+    if HALVES.search(text):
         raise PromptError(
             f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not valid text"
         )
-    return row[field]
+    return text
 
 
-def _group(row: dict, field: str, source: str, index: int) -> str:
-    if field not in row:
-        raise PromptError(
-            f"prompt {index} of {source} has no field {field!r}; its fields are {_short_names(row)}. "
-            "Name the field with  group_field=…"
-        )
-    group = row[field]
+def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:
+    group = _field(row, field, source, index, "group_field")
     if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
         raise PromptError(
             f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a text or whole number"
@@ -185,9 +179,14 @@ def _group(row: dict, field: str, source: str, index: int) -> str:
     return str(group)
 
 
-def _short_names(row: dict) -> str:
-    names = [_short(name) for name in row]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
+def _field(row: dict[str, Any], field: str, source: str, index: int, option: str) -> Any:
+    if field not in row:
+        names = [_short(name) for name in row]
+        have = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
+        raise PromptError(
+            f"prompt {index} of {source} has no field {field!r}; its fields are {have}. Name the field with {option}=…"
+        )
+    return row[field]
 
 
 def _short(value: object) -> str:
@@ -195,17 +194,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _jsonl(path: Path, limit: int | None) -> list[dict]:
+def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             rows.append(_json_row(line, path, number))
         if len(rows) == limit:
             break
-    if not rows:
-        raise PromptError(f"{path} is empty: it contains no prompts")
     return rows
 
 
@@ -231,7 +228,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _json_row(line: str, path: Path, number: int) -> dict:
+def _json_row(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -241,15 +238,16 @@ def _json_row(line: str, path: Path, number: int) -> dict:
     return row
 
 
-def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict]:
+def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
     if "/" not in name and (near := get_close_matches(name, [GENERATED, RECALL], 1, 0.7)):
         raise PromptError(f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)")
     import datasets
 
     try:
-        if subset is None and len(subsets := datasets.get_dataset_config_names(name)) > 1:
-            subset = "main" if "main" in subsets else subsets[0]
-        rows = datasets.load_dataset(name, subset, split=split)
+        with asked_once(name):
+            if subset is None and len(subsets := datasets.get_dataset_config_names(name)) > 1:
+                subset = "main" if "main" in subsets else subsets[0]
+            rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise PromptError(
             f'no prompts at {name!r}: it is not "word-problems", not a file here, and loading it from the hub failed '

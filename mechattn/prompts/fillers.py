@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from typing import Any
 
 from mechattn.errors import ConditionError
@@ -28,11 +29,7 @@ _CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
 
 
 def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
-    """The fewest repetitions of a text that give exactly ``count`` tokens.
-
-    Raises:
-        ConditionError: ``count`` tokens are not a whole number of repetitions.
-    """
+    """The fewest repetitions of a text that give exactly ``count`` tokens."""
 
     def encode(repetitions: int) -> list[int]:
         return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
@@ -58,11 +55,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
 
 
 def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
-    """The number of tokens nearest to ``count`` that some number of repetitions gives; the larger if two are as near.
-
-    Raises:
-        ConditionError: There is none within ten of ``count``.
-    """
+    """The number of tokens nearest to ``count`` that repetitions can give; the larger if two are as near."""
     for step in range(min(_FAR, count - 1) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
@@ -75,14 +68,7 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
 
 
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
-    """Ordinary tokens drawn uniformly, with replacement: no special or added tokens, no blanks, no parts of characters.
-
-    Args:
-        tokenizer: The tokenizer whose tokens are drawn.
-        size: The model's vocabulary, which may be larger or smaller.
-        count: The number of tokens.
-        draw: The random number generator.
-    """
+    """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of characters."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     made: list[int] = []
     while len(made) < count:
@@ -91,6 +77,23 @@ def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) ->
         if token not in special and text.strip() and "\ufffd" not in text:
             made.append(token)
     return made
+
+
+def line_break(tokenizer: Any) -> list[int]:
+    """The token of a line break."""
+    return tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+
+
+def counted(tokenizer: Any, room: int) -> list[int]:
+    """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold none."""
+
+    def encode(last: int) -> list[int]:
+        return tokenizer(" ".join(map(str, range(1, last + 1))), add_special_tokens=False)["input_ids"]
+
+    last = bisect_right(range(1, room + 1), room, key=lambda last: len(encode(last)))
+    if not last:
+        raise ConditionError("counting needs room for a number and its line breaks; give a larger count")
+    return encode(last)
 
 
 def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:

@@ -6,10 +6,10 @@ import random
 from typing import Any, Literal, get_args
 
 from mechattn.errors import ConditionError, OptionError
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.sequences import Sequence
 
-Place = Literal["before_question", "start", "middle", "before_answer", "random"]
+Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 
 
 def check_run(count: int, place: str) -> None:
@@ -17,6 +17,8 @@ def check_run(count: int, place: str) -> None:
         raise OptionError(f"count={count!r}: give a whole number of tokens")
     if count < 1:
         raise OptionError(f"count={count}: insert at least one token; the baseline is always run too")
+    if count > MOST:
+        raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
     check_place(place)
 
 
@@ -34,9 +36,9 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
     if place == "before_answer":
         return where[0] if where else len(sequence)
     if not where:
-        raise ConditionError(f'prompt {prompt.id} ("{prompt.excerpt}") has no question token to insert before')
-    if place == "before_question":
-        return where[0]
+        raise ConditionError(f'prompt {prompt.id} ("{prompt.excerpt}") has no question token to insert at')
+    if place in ("before_question", "after_question"):
+        return where[0] if place == "before_question" else where[-1] + 1
     if len(where) < 2:
         raise ConditionError(
             f'prompt {prompt.id} ("{prompt.excerpt}") has only one question token:  place={place!r} needs a boundary '

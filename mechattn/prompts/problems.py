@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "test"]
 
@@ -121,11 +121,7 @@ class _Story:
 
 
 def generate_problem(rng: random.Random, steps: int) -> Problem:
-    """One problem with ``steps`` arithmetic steps, drawn with ``rng`` (either split).
-
-    Raises:
-        ValueError: ``steps`` is not between 1 and 5.
-    """
+    """One problem with ``steps`` arithmetic steps, drawn with ``rng`` (either split)."""
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"steps={steps}: a word problem has 1 to {MAX_STEPS} steps")
     names = rng.sample(PEOPLE, 4)
@@ -175,7 +171,7 @@ def _opening(rng: random.Random, story: _Story) -> str:
     )
 
 
-def _possible_steps(story: _Story) -> list:
+def _possible_steps(story: _Story) -> list[Any]:
     possible = []
     if story.value + 60 <= LARGEST:
         possible += [_gain, _gain, _other_has_more]

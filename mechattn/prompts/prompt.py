@@ -16,6 +16,7 @@ from mechattn.errors import OptionError, PromptError
 from mechattn.shown import plain
 
 Template = Literal["plain", "chat"]
+MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory
 HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which neither tokenizers nor files accept
 
 
@@ -33,6 +34,7 @@ class Prompt:
         tokens: Token ids to read in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its template; statistics then
             treat the group as the unit. A prompt without one is its own unit. The model doesn't read it.
+        answer_tokens: Token ids to read in place of the answer's text: those that were generated.
     """
 
     question: str = ""
@@ -45,6 +47,7 @@ class Prompt:
     group: str | None = field(
         default=None, repr=False
     )  # does not affect the measurements, so it is not part of the prompts' hash
+    answer_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_template(self.template)
@@ -80,11 +83,7 @@ def check_template(template: str) -> None:
 
 
 def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
-    """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts.
-
-    Raises:
-        PromptError: There is no prompt, or one of an unknown type.
-    """
+    """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts."""
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
     if isinstance(prompts, Tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence, baseline_sequence
@@ -21,15 +23,11 @@ Spans = list[tuple[str, int, int]]  # segment, first character, character after 
 
 
 def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
-    """The baseline sequence of a prompt: BOS exactly once (if the model is used with one), each token in its segment.
-
-    The whole text is tokenized at once, as the model would read it; a token belongs to the segment of its first
-    character that isn't a separator.
-
-    Raises:
-        ModelError: The model has no tokenizer, no BOS token although one is needed, or no chat template.
-        PromptError: The chat template changes the text of the prompt.
-    """
+    """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in its segment."""
+    if answer := prompt.answer_tokens:
+        read = tokenize(replace(prompt, answer="", answer_tokens=()), model)
+        segments = [*(SEGMENTS[code] for code in read.segment.tolist()), *["answer"] * len(answer)]
+        return baseline_sequence([*read.tokens.tolist(), *answer], segments, read.decode)
     if prompt.tokens:
         bos = own_bos(model)
         _refuse_padding(prompt, model.tokenizer)
@@ -51,7 +49,8 @@ def require_tokenizer(model: TokenizedModel) -> Any:
     """The tokenizer of the model."""
     if getattr(model, "tokenizer", None) is None:
         raise ModelError(
-            "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token ids as prompts"
+            "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token ids: as prompts, "
+            "and as filler by an Insertion of your own, since built-in conditions make theirs with a tokenizer"
         )
     return model.tokenizer
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.render.plain import with_plain_names
+from mechattn.render.plain_names import with_plain_names
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT
 
 if TYPE_CHECKING:

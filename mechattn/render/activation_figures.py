@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
-from mechattn.results.overall import overall_change
-from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.stats.intervals import Interval, t_interval
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def activation_metrics(
     figure = make_subplots(1, 4, subplot_titles=list(_METRICS.values()), horizontal_spacing=0.05)
     for column, metric in enumerate(_METRICS, 1):
         for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
-            made = [100 * np.array(overall_change(result, name, metric, segment, layer)[0]) for name in names]
+            made = [100 * np.array(_overall(result, name, metric, segment, layer)) for name in names]
             place = np.arange(len(names)) + 0.14 * (i - (len(results) - 1) / 2)
             _points(figure, place, np.array(made), model_caption(result), colour, column, column == 1, names)
         figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
@@ -95,7 +94,7 @@ def activation_metrics(
     figure.update_layout(**_layout("changes of the MLP's activations", note, 520))
     parts = [
         f"{model_caption(r)}: "
-        + "; ".join(f"{n} {percent_words(overall_change(r, n, 'near_zero', segment, layer)[0])}" for n in names)
+        + "; ".join(f"{n} {percent_words(_overall(r, n, 'near_zero', segment, layer))}" for n in names)
         for r in results
     ]
     return says(figure, "Change of the near-zero share:", ". ".join(parts) + ".")
@@ -137,12 +136,15 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
     return says(figure, f"Near-zero share, {model_caption(results[0])}.", "; ".join(parts) + ".")
 
 
+def _overall(result: Result, condition: str, quantity: str, segment: str, layer: int) -> Interval:
+    return Contrast(result, condition, quantity=quantity, segment=segment).overall(layer)[0]
+
+
 def agreement(
     results: Seq[Result] | Result,
     condition: str,
     conditions: Seq[str] | None = None,
     layer: int = 0,
-    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
 
@@ -151,7 +153,6 @@ def agreement(
         condition: The condition to compare the others with, such as "slash".
         conditions: The others; all by default.
         layer: The layer, from 0.
-        memory: As for ``result.agreement``.
     """
     import plotly.graph_objects as go
 
@@ -161,7 +162,7 @@ def agreement(
         raise OptionError(f"there is no condition to compare with {condition!r}; run at least one more")
     figure, said = go.Figure(), []
     for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
-        table = result.agreement(condition, others[0], controls=others[1:], memory=memory)
+        table = result.agreement(condition, others[0], controls=others[1:])
         table = table[table.layer == layer]
         made = table[["cosine", "low", "high"]].to_numpy()
         place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)

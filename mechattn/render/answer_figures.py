@@ -9,8 +9,8 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.render.accuracy_figures import accuracy_sweep
-from mechattn.render.change import sweep
-from mechattn.render.plain import with_plain_names
+from mechattn.render.change_figures import sweep
+from mechattn.render.plain_names import with_plain_names
 from mechattn.render.theme import THIRD, WITH, WITHOUT, headed, model_caption, quantity_words
 from mechattn.render.words import said as said_by
 from mechattn.render.words import says
@@ -69,7 +69,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
     note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
-    title = f"{measured.about}: attention while answering<br><sup>{note}</sup>"
+    title = f"{measured.about}: attention of {measured.queries}<br><sup>{note}</sup>"
     figure.update_layout(**headed(150, 260 + 60 * len(table)), title_text=title)
     return says(with_plain_names(figure), _said(table))
 

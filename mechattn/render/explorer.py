@@ -87,11 +87,7 @@ def _check(result: Result, condition: str, prompt: int, maps: Any) -> None:
 
 
 def check_count(layers: int, heads: int) -> None:
-    """Refuse more maps than a page can show.
-
-    Raises:
-        OptionError: There are more than 64.
-    """
+    """Refuse more maps than a page can show."""
     if layers * heads > MOST:
         per = max(1, MOST // heads)
         raise OptionError(

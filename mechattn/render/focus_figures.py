@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mechattn.contrast.blocks import in_parts, prompt_means
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, faint, model_caption
 from mechattn.render.words import count_words, mean_words, over_units, says
-from mechattn.results.layer_blocks import layers_of
-from mechattn.results.prompt_blocks import of_prompts, prompt_means
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.stats.intervals import FEWEST, t_interval
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ def heads_by_layer(
     quantity: str = "self_share",
     segment: str = "question",
     conditions: Seq[str] | None = None,
-    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot one number per head over the layers, one panel per condition; lines are sorted within each layer.
 
@@ -53,7 +50,6 @@ def heads_by_layer(
         quantity: The quantity, such as "self_share", "first_share", "concentration", "entropy_share", "value_drain".
         segment: The segment of the queries, if the quantity has segments.
         conditions: The conditions, one per panel; all by default.
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
@@ -69,7 +65,7 @@ def heads_by_layer(
     null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
         values = variable.sel(condition=name).transpose("prompt", "layer", "head")
-        parts = [_interval(over_units(result, part)) for part in layers_of(values, memory)]
+        parts = [_interval(over_units(result, part)) for part in in_parts(values, "layer", result.memory)]
         mean, low, high = (np.concatenate(ends) for ends in zip(*parts, strict=True))
         order = np.argsort(mean, axis=1)[:, ::-1]
         for rank in range(mean.shape[1]):
@@ -91,7 +87,7 @@ def heads_by_layer(
     note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
     figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return says(figure, _means(result, variable, null, names, memory))
+    return says(figure, _means(result, variable, null, names))
 
 
 def by_layer(
@@ -99,7 +95,6 @@ def by_layer(
     quantity: str,
     segment: str = "question",
     conditions: Seq[str] | None = None,
-    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
@@ -109,7 +104,6 @@ def by_layer(
             block).
         segment: The segment of the queries or tokens, if the quantity has segments.
         conditions: The conditions; by default all that have the quantity.
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: There is no such quantity, segment or condition.
@@ -118,14 +112,14 @@ def by_layer(
 
     names = list(result.conditions if conditions is None else conditions)
     variable = _variable(result, quantity, segment, names)
-    names = [name for name in names if _has_any(variable.sel(condition=name), memory)]
+    names = [name for name in names if _has_any(result, variable.sel(condition=name))]
     panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
     figure = make_subplots(1, len(panels), subplot_titles=[p or "" for p in panels], horizontal_spacing=0.08)
     null = _uniform(result, quantity, segment)
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
         for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
-            _line(figure, result, one.sel(condition=name), name, colour, column, memory)
+            _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer")
@@ -135,12 +129,12 @@ def by_layer(
     note += _null_words(variable, null)
     title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
     figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
-    return says(figure, _means(result, variable, null, names, memory))
+    return says(figure, _means(result, variable, null, names))
 
 
-def _has_any(values: xr.DataArray, memory: str) -> bool:
+def _has_any(result: Result, values: xr.DataArray) -> bool:
     """Whether there is a number at all."""
-    return any(bool(part.notnull().any()) for part in of_prompts(values, memory))
+    return any(bool(part.notnull().any()) for part in in_parts(values, "prompt", result.memory))
 
 
 def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
@@ -159,27 +153,23 @@ def _null_words(variable: xr.DataArray, null: xr.DataArray | None) -> str:
     return f"; no null: {variable.attrs['no_null']}" if variable.attrs.get("no_null") else ""
 
 
-def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str], memory: str) -> str:
+def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]) -> str:
     """The mean of each condition with its null; the intervals are over prompts."""
 
     def beside(name: str) -> str:
         if null is None:
             return ""
-        return f" (uniform attention: {mean_words(result, null.sel(condition=name), memory=memory).partition(' ')[0]})"
+        return f" (uniform attention: {mean_words(result, null.sel(condition=name)).partition(' ')[0]})"
 
-    parts = [
-        f"{name} {mean_words(result, variable.sel(condition=name), memory=memory)}{beside(name)}" for name in names
-    ]
+    parts = [f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
     what = str(variable.name).removesuffix("_by_segment")
     return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."
 
 
-def _line(
-    figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int, memory: str
-) -> None:
+def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int) -> None:
     """A line over layers with its band."""
-    prompts = prompt_means(values, ["head"], memory) if "head" in values.dims else values
+    prompts = prompt_means(values, ["head"], result.memory) if "head" in values.dims else values
     mean, low, high = _interval(over_units(result, prompts.transpose("prompt", "layer")))
     x = values.layer.values
     figure.add_scatter(

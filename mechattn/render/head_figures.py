@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render.received_figures import NAME, band_words, check_heads, line_and_band, moments_of
 from mechattn.render.theme import THIRD, WITH, WITHOUT, headed, model_caption
 from mechattn.render.words import change_words, says
-from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mechattn.render.change import sure_marks
+from mechattn.render.change_figures import sure_marks
 from mechattn.render.theme import headed
 from mechattn.render.words import says
 
@@ -30,12 +30,13 @@ def patched_heads(patching: HeadPatching) -> go.Figure:
     names = ("effect", "low", "high", "q", "share", "random")
     wide = {name: table.pivot(index="layer", columns="head", values=name) for name in names}
     effect, sure = wide["effect"], wide["q"] < 0.05
+    known = bool(table.share.notna().all())
     reach = float(np.nanmax(abs(effect.values))) or 1.0
     heat = go.Heatmap(
         z=effect.values, x=effect.columns, y=effect.index, zmin=-reach, zmax=reach, colorscale="RdBu_r", name="effect",
         meta=list(names[1:]), customdata=np.dstack([wide[name].values for name in names[1:]]),
         hovertemplate="layer %{y} head %{x}<br>effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]"
-        "<br>q = %{customdata[2]:.2g}; %{customdata[3]:.1%} of the whole effect"
+        "<br>q = %{customdata[2]:.2g}" + "; %{customdata[3]:.1%} of the whole effect" * known +
         "<br>random direction %{customdata[4]:.3g}<extra></extra>",
         colorbar=dict(title="effect"),
     )  # fmt: skip
@@ -53,6 +54,7 @@ def patched_heads(patching: HeadPatching) -> go.Figure:
     return says(
         figure,
         f"{int(sure.values.sum())} of {len(table)} heads at q < 0.05. Largest: layer {top.layer:.0f} head "
-        f"{top['head']:.0f}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}], {top.share:.0%} of the whole effect; "
-        'it was selected as the largest, so its interval is too optimistic (heads(select="half") avoids this).',
+        f"{top['head']:.0f}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
+        + f", {top.share:.0%} of the whole effect" * known
+        + '; it was selected as the largest, so its interval is too optimistic (heads(select="half") avoids this).',
     )

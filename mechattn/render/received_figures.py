@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError, warn
 from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
-from mechattn.results.quantities import check_layer
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.results.stored_conditions import stored_condition
 from mechattn.results.units import units_of
 from mechattn.stats.intervals import t_interval_of_moments
@@ -36,7 +35,6 @@ def received_attention(
     *,
     choose: int | None = None,
     one_based: bool = False,
-    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
@@ -54,7 +52,6 @@ def received_attention(
             used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: There is no such layer, head or condition, or heads cannot be chosen.
@@ -92,12 +89,10 @@ def received_attention(
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
-    return says(figure, _in_words(result, condition, layer, heads, shown, one_based, memory))
+    return says(figure, _in_words(result, condition, layer, heads, shown, one_based))
 
 
-def _in_words(
-    result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool, memory: str
-) -> str:
+def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
     """The sentence under the figure; empty if there is no change to report."""
     which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
     of = f"Attention received by the question's tokens in {which}"
@@ -105,7 +100,7 @@ def _in_words(
         at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
         mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
         return f"{of}: {mean}, {len(prompts)} prompts; {_uniform_words(at)}."
-    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts, memory=memory)
+    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts)
     return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
 
 
@@ -177,7 +172,6 @@ def verdict_words(
     condition: str | None = None,
     segment: str = "question",
     control: str | None = None,
-    memory: str = MEMORY,
 ) -> str:
     """State the change of a segment's received attention and its uniform null in one sentence.
 
@@ -186,14 +180,13 @@ def verdict_words(
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment that receives attention.
         control: A condition to compare with, such as a random sentence of equal length.
-        memory: As for ``result.verdict``.
 
     Raises:
         OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
     """
     condition = result.condition(condition)
-    of_control = None if control is None else result.verdict(control, segment, memory=memory)
-    verdict = result.verdict(condition, segment, memory=memory)
+    of_control = None if control is None else result.verdict(control, segment)
+    verdict = result.verdict(condition, segment)
     return stated(result, condition, verdict, segment, control, of_control)
 
 
@@ -208,7 +201,7 @@ def stated(
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
         f"attention {percent(verdict.null.estimate)}. Mean over {_heads_words(result)}, {count_words(result)}; "
-        f"{beyond} of {verdict.beyond.size} heads fall further than the uniform null, {above} less far (q < 0.05)."
+        f"{beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it (q < 0.05)."
     )
 
 
@@ -236,11 +229,7 @@ def _is_random_sentence(result: Result, name: str) -> bool:
 
 
 def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[list[int], int | None]:
-    """The named heads, or the number of heads to choose; ``heads=3`` was the old form of ``choose=3``.
-
-    Raises:
-        OptionError: Both are given, or neither, or one has the wrong type.
-    """
+    """The named heads, or the number of heads to choose; ``heads=3`` was the old form of ``choose=3``."""
     if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
         warn(
             f"heads={heads} chooses heads: give choose={heads}; heads is a list",
@@ -259,11 +248,7 @@ def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[
 
 
 def check_heads(heads: Seq[int], count: int) -> None:
-    """Refuse heads that a layer doesn't have.
-
-    Raises:
-        OptionError: A head is out of range, or no head is given.
-    """
+    """Refuse heads that a layer doesn't have."""
     for head in heads:
         if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
             raise OptionError(f"heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3]")

@@ -29,12 +29,7 @@ LAYOUT = dict(
 
 
 def headed(top: int, height: int) -> dict:
-    """The layout of a figure with its legend in a separate row under the title, at any width.
-
-    Args:
-        top: Pixels above the panels; 130 hold title, legend and a line of panel titles.
-        height: The height of the figure, in pixels.
-    """
+    """The layout of a figure with its legend in a separate row under the title, at any width."""
     return LAYOUT | {
         "title": dict(x=0.03, y=1 - 20 / height, yanchor="top"),
         "legend": dict(orientation="h", x=0.03, xref="container", y=1 - 66 / height, yref="container", yanchor="top"),

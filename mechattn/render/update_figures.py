@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import in_parts
 from mechattn.errors import OptionError
 from mechattn.render.theme import LAYOUT, WITH, model_caption
 from mechattn.render.words import count_words, mean_words, says
-from mechattn.results.prompt_blocks import of_prompts
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -28,7 +27,6 @@ def update_histogram(
     quantity: Literal["magnitude", "orientation"] = "magnitude",
     condition: str = BASELINE,
     reading: Reading = "mixed",
-    memory: str = MEMORY,
 ) -> go.Figure:
     """Plot the distribution over tokens of each head's update magnitude or orientation, with a slider for the layer.
 
@@ -41,7 +39,6 @@ def update_histogram(
         quantity: "magnitude" or "orientation".
         condition: The condition.
         reading: "mixed" or "top_target".
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: The quantity was not measured.
@@ -50,7 +47,7 @@ def update_histogram(
 
     if quantity not in ("magnitude", "orientation"):
         raise OptionError(f'quantity={quantity!r}: choose "magnitude" or "orientation"')
-    counts = _counts(result, f"{quantity}_counts", condition, reading, memory)
+    counts = _counts(result, f"{quantity}_counts", condition, reading)
     bins = counts[f"{quantity}_bin"].values
     shown = slice(1, -1) if quantity == "magnitude" else slice(1, None)
     figure, heads = go.Figure(), counts.sizes["head"]
@@ -70,12 +67,10 @@ def update_histogram(
     figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
     figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
     _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
-    return says(figure, _means(result, condition, reading, memory))
+    return says(figure, _means(result, condition, reading))
 
 
-def update_map(
-    result: Result, condition: str = BASELINE, reading: Reading = "mixed", memory: str = MEMORY
-) -> go.Figure:
+def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the layer.
 
     Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. An
@@ -86,14 +81,13 @@ def update_map(
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
         condition: The condition.
         reading: "mixed" or "top_target".
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: The quantity was not measured.
     """
     import plotly.graph_objects as go
 
-    counts = _counts(result, "joint_counts", condition, reading, memory)
+    counts = _counts(result, "joint_counts", condition, reading)
     sizes, turns = counts.magnitude_bin.values, counts.orientation_bin.values
     figure = go.Figure()
     for number, layer in enumerate(counts.layer.values):
@@ -111,12 +105,10 @@ def update_map(
     figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
     figure.update_yaxes(title_text=_AXIS["orientation"])
     _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
-    return says(figure, _means(result, condition, reading, memory))
+    return says(figure, _means(result, condition, reading))
 
 
-def update_by_position(
-    result: Result, condition: str = BASELINE, reading: Reading = "mixed", memory: str = MEMORY
-) -> go.Figure:
+def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot the mean magnitude of every head's update by position, with a slider for the layer (R. Claus, figure 10).
 
     Positions are hidden if fewer than half of the prompts, or fewer than 10 of 20 or more, have them: late positions
@@ -126,7 +118,6 @@ def update_by_position(
         result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
         condition: The condition.
         reading: "mixed" or "top_target".
-        memory: As for ``result.compare``.
 
     Raises:
         OptionError: The quantity was not measured for each token.
@@ -160,7 +151,7 @@ def update_by_position(
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     _finish(figure, result, condition, reading, "head updates by position", values, 500)
-    return says(figure, _means(result, condition, reading, memory))
+    return says(figure, _means(result, condition, reading))
 
 
 _AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
@@ -180,12 +171,10 @@ def _dataset(result: Result, reading: str) -> xr.Dataset:
     return result[name]
 
 
-def _means(result: Result, condition: str, reading: str, memory: str) -> str:
+def _means(result: Result, condition: str, reading: str) -> str:
     """Mean magnitude and orientation of the question's tokens, over layers and heads."""
     dataset, prefix = _dataset(result, reading).sel(condition=condition, segment="question"), _prefix(reading)
-    size, turn = (
-        mean_words(result, dataset[f"{prefix}{name}"], memory=memory) for name in ("magnitude", "orientation")
-    )
+    size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
     return (
         f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
         f"{turn}."
@@ -198,12 +187,12 @@ def _check_condition(result: Result, condition: str) -> None:
         raise OptionError(f"there is no condition {condition!r}; the result has {have}")
 
 
-def _counts(result: Result, name: str, condition: str, reading: str, memory: str) -> xr.DataArray:
+def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
     """Counts summed over prompts."""
     dataset = _dataset(result, reading)
     _check_condition(result, condition)
     each = dataset[f"{_prefix(reading)}{name}"].sel(condition=condition)
-    parts = [part.sum("prompt") for part in of_prompts(each, memory)]
+    parts = [part.sum("prompt") for part in in_parts(each, "prompt", result.memory)]
     return sum(parts[1:], parts[0])
 
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import prompt_means
+from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.render.plain import with_plain_names
-from mechattn.results.overall import overall_change
-from mechattn.results.prompt_blocks import prompt_means
+from mechattn.render.plain_names import with_plain_names
 from mechattn.results.result import Result
-from mechattn.results.size import MEMORY
 from mechattn.results.units import units_in, units_of
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
 
@@ -62,9 +61,9 @@ def count_words(result: Result) -> str:
     return units_of(result, result["sequences"].sizes["prompt"]).words
 
 
-def mean_words(result: Result, values: xr.DataArray, units: str = "", memory: str = MEMORY) -> str:
+def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    each = over_units(result, prompt_means(values, [str(dim) for dim in values.dims if dim != "prompt"], memory))
+    each = over_units(result, prompt_means(values, [str(dim) for dim in values.dims if dim != "prompt"], result.memory))
     if len(each) < FEWEST:
         return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
     return number_words(t_interval(each), units)
@@ -78,24 +77,13 @@ def change_words(
     layer: int | None = None,
     heads: Seq[int] | None = None,
     prompts: np.ndarray | None = None,
-    memory: str = MEMORY,
 ) -> str:
-    """The relative change of a quantity from the baseline with its interval, and that of its null; "" if it has none.
-
-    Args:
-        result: A result.
-        condition: The condition to compare with the baseline.
-        quantity: A positive quantity of each head.
-        segment: The segment.
-        layer: One layer; the mean over all by default.
-        heads: Some heads; the mean over all by default.
-        prompts: Some prompts; all by default.
-        memory: As for ``result.compare``.
-    """
+    """The relative change of a quantity from the baseline with its interval, and that of its null; "" without one."""
     if condition == BASELINE:
         return ""
     try:
-        change, null = overall_change(_part(result, heads, prompts), condition, quantity, segment, layer, memory=memory)
+        some = _part(result, heads, prompts)
+        change, null = Contrast(some, condition, quantity=quantity, segment=segment).overall(layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
@@ -104,10 +92,10 @@ def change_words(
     return percent_words(change) + beside
 
 
-def choice_words(result: Result, condition: str, layer: int, choose: int, memory: str = MEMORY) -> str:
+def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
     """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
     try:
-        table = result.stability(condition, choose=choose, layer=layer, memory=memory)
+        table = result.stability(condition, choose=choose, layer=layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts, or every head is chosen

@@ -60,10 +60,7 @@ def _hashed(datasets: Mapping[str, xr.Dataset], provenance: str, numbers: Callab
 
 
 def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of every array with its name, dimensions and attributes; equal numbers have equal hashes.
-
-    0 and −0 are the same, and so are all NaNs, whose sign and payload depend on the CPU.
-    """
+    """A hash of every array with its name, dimensions and attributes; equal numbers have equal hashes."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return _hashed(datasets, "", lambda values: canonical(values + values.dtype.type(0)))
 

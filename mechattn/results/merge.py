@@ -12,16 +12,15 @@ import numpy as np
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
-from mechattn.results.lazy import stacked
+from mechattn.results.lazy_arrays import stacked
 from mechattn.results.provenance import added_hash
-from mechattn.results.regions import widest
 from mechattn.results.result import Result
 from mechattn.stats.moments import Moments
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
+GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 _FIRST = "first_prompt_text"
 _FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, "T": "", "O": "", "U": ""}
 # Everything else in the provenance must agree, since it changes the numbers or their meaning.
@@ -108,7 +107,7 @@ def _check_datasets(one: Result, other: Result) -> None:
             if "prompt" in ours[variable].dims and ours[variable].dtype.kind == "f":  # values="float16" of one alone
                 _agree(f"the type of {where}", str(ours[variable].dtype), str(theirs[variable].dtype))
         for dim in ours.dims:
-            if dim != "prompt" and dim not in _GROW:
+            if dim != "prompt" and dim not in GROW:
                 _agree(f"{dim} of {name}", _labels(ours, dim), _labels(theirs, dim))
 
 
@@ -135,8 +134,8 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         many = "prompt" in first[name].dims
         made[name] = _stacked(arrays, sizes, order) if many else _of_first(arrays, sizes, name)
     ids = [str(prompt) for part in parts for prompt in part.prompt.values]
-    coords = {dim: first[dim].values for dim in first.coords if dim not in (*_GROW, "prompt")}
-    coords |= {dim: np.arange(sizes[dim]) for dim in _GROW if dim in first.coords}
+    coords = {dim: first[dim].values for dim in first.coords if dim not in (*GROW, "prompt")}
+    coords |= {dim: np.arange(sizes[dim]) for dim in GROW if dim in first.coords}
     variables = {name: (first[name].dims, made[name], first[name].attrs) for name in first}
     return xr.Dataset(variables, {"prompt": [ids[at] for at in order], **coords}, first.attrs)
 
@@ -219,15 +218,32 @@ def _span(one: Any, other: Any) -> list[str]:
     return [min(times), max(times)]
 
 
-def _concatenated(one: Any, other: Any) -> list:
+def _concatenated(one: Any, other: Any) -> list[Any]:
     return sorted([*(one or []), *(other or [])], key=json.dumps)
+
+
+def _widest(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Combine the regions of two chunks of a run: each dimension as long as the longer one."""
+    one, other = one or {}, other or {}
+    if set(one) != set(other):
+        raise ValueError(f"one has {sorted(one)}, the other {sorted(other)}")
+    made = {}
+    for name, ours in one.items():
+        theirs = other[name]
+        grows = [dim in (*GROW, "prompt") for dim in ours["dims"]]
+        sizes = [max(a, b) if grow else a for grow, a, b in zip(grows, ours["shape"], theirs["shape"])]
+        alike = all(grow or a == b for grow, a, b in zip(grows, ours["shape"], theirs["shape"]))
+        if not alike or {**ours, "shape": 0} != {**theirs, "shape": 0}:
+            raise ValueError(f"{name} is {ours} in one and {theirs} in the other")
+        made[name] = {**ours, "shape": sizes}
+    return made
 
 
 _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda one, other: one + other,
     "prompts.hash": added_hash,
     "objects": lambda one, other: {**(one or {}), **(other or {})},  # describes chunks in a store, as do regions
-    "regions": widest,
+    "regions": _widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
     "time": _span,
     "halved": _concatenated,

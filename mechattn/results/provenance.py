@@ -33,10 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def name_of(place: str) -> str:
-    """The publishable part of a place: the last part of a path, since the rest may reveal a user name.
-
-    A hub name stays unchanged; an address loses its password.
-    """
+    """The publishable part of a place: the last part of a path, since the rest may reveal a user name."""
     if "://" in place:
         return without_secrets(place)
     if stored := re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place):  # the hub's cache

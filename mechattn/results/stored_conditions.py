@@ -37,7 +37,7 @@ class StoredCondition:
     @property
     def inserts_only(self) -> bool:
         """Whether it only inserts tokens."""
-        return self.kind != "Baseline" and not (self.masked or self.unshifted or self.interventions)
+        return self.kind not in ("", "Baseline") and not (self.masked or self.unshifted or self.interventions)
 
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
@@ -67,11 +67,7 @@ def from_words(written: str) -> dict[str, Any]:
 
 
 def _call(node: ast.AST) -> dict[str, Any]:
-    """Parse a call into its kind and options.
-
-    Raises:
-        ValueError: It is not a call.
-    """
+    """Parse a call into its kind and options."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError("no call")
     return {"kind": node.func.id, "options": {str(part.arg): _value(part.value) for part in node.keywords}}

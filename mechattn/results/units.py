@@ -14,16 +14,7 @@ if TYPE_CHECKING:
 
 
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
-    """The units of all prompts of a result.
-
-    Args:
-        result: A result; older stored results have no groups.
-        prompts: The number of its prompts.
-        unit: "prompt" uses single prompts, even if they have groups.
-
-    Raises:
-        OptionError: There is no such unit.
-    """
+    """The units of all prompts of a result: its prompts, or their groups."""
     check_unit(unit)
     sequences = result["sequences"]
     if unit == "prompt" or "group" not in sequences:
@@ -41,13 +32,8 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
 
 
 def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
-    """The units of two results of the same prompts.
-
-    Raises:
-        OptionError: The prompts have different groups in the two results.
-    """
-    groups = [result["sequences"].group.values.tolist() if "group" in result["sequences"] else None]
-    groups += [other["sequences"].group.values.tolist() if "group" in other["sequences"] else None]
+    """The units of two results of the same prompts, which must have the same groups."""
+    groups = [r["sequences"].group.values.tolist() if "group" in r["sequences"] else None for r in (result, other)]
     if unit == "auto" and groups[0] != groups[1]:
         raise OptionError(
             "the prompts have different groups in the two results; run both with the same prompts, or give "

@@ -26,9 +26,6 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     """Student's t interval for the mean along the first axis; NaN values are left out.
 
     ``mean ± t(level, n − 1) · s / √n``
-
-    Raises:
-        OptionError: Fewer than 3 observations along the first axis.
     """
     if len(values) < FEWEST:
         raise OptionError(
@@ -71,11 +68,7 @@ def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray,
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a proportion.
-
-    Raises:
-        OptionError: There are no trials, or more successes than trials.
-    """
+    """Wilson's score interval for a proportion."""
     if not 0 <= successes <= n or n < 1:
         raise OptionError(
             f"{successes} successes in {n} trials: give at least one trial, and at most as many successes"

@@ -97,26 +97,14 @@ def paired(
     resamples: int = RESAMPLES,
     seed: int = 0,
     rounding: np.ndarray | float = 0.0,
+    bootstrap: bool = True,
 ) -> Paired:
-    """Compute all statistics of paired differences [prompt, *cells], optionally against each prompt's null.
-
-    Args:
-        difference: The difference of each prompt in each cell.
-        null: The same under the null; None without a null.
-        level: The level of the intervals.
-        resamples: The number of bootstrap samples, and of sign patterns if there are too many to try all; raised to 20
-            per cell for sign patterns, so that the false discovery rate can be reached.
-        seed: The seed of the resampling.
-        rounding: Tested differences up to this size count as 0.
-
-    Raises:
-        OptionError: Fewer than 3 prompts.
-    """
+    """Compute all statistics of paired differences [prompt, *cells], optionally against each prompt's null."""
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
     expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
-    stream = PairedStream(len(d), level, resamples, seed)
+    stream = PairedStream(len(d), level, resamples, seed, bootstrap)
     stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
     made = stream.made()
     shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
@@ -147,20 +135,11 @@ class PairedStream:
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
         """Add some cells [unit, cell] with their values under the null; None if no null is known."""
-        given = {"d": d, "rounding": np.broadcast_to(rounding, d.shape[1:])}
-        given |= {} if expected is None else {"expected": expected}
-        if self.bags is None:
-            self._parts.append(given)
-        elif d.shape[1] > 1:
-            self._parts.append(self._described(given))
-        else:  # numpy sums a single column in another order
-            twice = self._described({name: np.repeat(values, 2, axis=-1) for name, values in given.items()})
-            self._parts.append({name: values[..., :1] for name, values in twice.items()})
+        self._parts.append(self._described(d, expected, np.broadcast_to(rounding, d.shape[1:])))
 
     def made(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
-        all_of = {name: _joined([part[name] for part in self._parts]) for name in self._parts[0]}
-        made = self._described(all_of) if self.bags is None else all_of
+        made = {name: np.concatenate([part[name] for part in self._parts], axis=-1) for name in self._parts[0]}
         d, tested = made.pop("resampled"), made.pop("tested")
         draws = _draws(len(d), self.resamples, enough(self.resamples, d.shape[1]), self.seed, self.bootstrap)
         made |= self._ends("", d, made, draws)
@@ -175,18 +154,15 @@ class PairedStream:
         p = flipped(tested, draws.signs, self._dtype)
         return Paired(n=self.n, p=p, q=stats.false_discovery_control(p) if p.size else p, **made)
 
-    def _described(self, given: Columns) -> Columns:
+    def _described(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray) -> Columns:
         """The statistics of each cell's units, and the values to resample."""
-        d, expected = given["d"], given.get("expected")
-        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), given["rounding"])
+        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), rounding)
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
         null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
         ends = _intervals(d, self.level)
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
-        # numpy sums the same numbers differently in another memory order, which changes the last digit.
-        again = beyond if self.bags else {"mean": tested.mean(0), "deviation": spread(tested)}
-        made |= {"beyond": again["mean"] + unknown} | _sizes(len(d), again["mean"], again["deviation"])
+        made |= {"beyond": beyond["mean"] + unknown} | _sizes(len(d), beyond["mean"], beyond["deviation"])
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
         bags = (lambda values: values) if self.bags is None else self.bags.means
@@ -237,13 +213,6 @@ def _new_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
 
 
 _kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables with the same draws
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate columns, in column-major order if all parts are: numpy sums these in another order than rows."""
-    if len(parts) == 1 or not all(part.flags.f_contiguous for part in parts):
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    return np.concatenate([part.T for part in parts]).T
 
 
 def _intervals(d: np.ndarray, level: float) -> Columns:

@@ -45,16 +45,6 @@ def against_draws(
 
     Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they include the
     variation between draws. The z of all layers are ranked together.
-
-    Args:
-        found: The model's values [*cells].
-        draws: The values of the random models [draw, *cells].
-        head: The dimension of the cells with exchangeable heads; None if there is none.
-        level: The level of the interval from low to high; it contains the cells with p > 1 − level.
-        rounding: Distances from the mean up to this size count as 0.
-
-    Raises:
-        OptionError: Fewer than 3 draws.
     """
     if len(draws) < FEWEST_DRAWS:
         raise OptionError(f"there are {len(draws)} random models; give at least {FEWEST_DRAWS}")

@@ -62,18 +62,7 @@ class Resolution:
 def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
-    """What a number of units can detect in a family of tests.
-
-    Args:
-        n: The number of units: prompts, or groups of prompts.
-        tests: The number of tests in the family.
-        level: The level of q.
-        resamples: The number of sign patterns if not all are tried; raised to 20 per test, as in ``compare``.
-        unit: The kind of unit.
-
-    Raises:
-        OptionError: n or tests is not a positive whole number, or the level is not a probability.
-    """
+    """What a number of units can detect in a family of tests."""
     for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, at least 1")

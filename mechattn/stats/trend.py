@@ -39,14 +39,6 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     ``L = Σ_units Σ_j j · rank_j`` increases with the mean of Spearman's ρ over units, which is reported. Its
     distribution comes from permutations of each unit's values; all permutations if there are few enough.
 
-    Args:
-        values: The values [unit, dose], with the doses in order.
-        resamples: The number of permutations if not all are tried.
-        seed: The seed of the permutations.
-
-    Raises:
-        OptionError: Fewer than three doses or units, or a value is not a number.
-
     Source:
         E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
     """

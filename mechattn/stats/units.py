@@ -74,30 +74,23 @@ class Units:
         unit = np.arange(self.prompts) if self.of is None else self.of
         return np.flatnonzero(unit % 2 == 0), np.flatnonzero(unit % 2 == 1)
 
-    def refuse_below(self, fewest: int, why: str = "") -> None:
-        """Refuse fewer units than an interval or test needs.
-
-        Raises:
-            OptionError: There are too few units.
-        """
+    def refuse_below(
+        self, fewest: int, why: str = "", instead: str = ', or unit="prompt", which uses single prompts'
+    ) -> None:
+        """Refuse fewer units than an interval or test needs; ``instead`` is what to do other than adding groups."""
         if self.n >= fewest:
             return
         if self.of is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
-        how = 'or unit="prompt", which uses single prompts'
         if self.n == 1:
             raise OptionError(
                 f"all {self.prompts} prompts are in one group, which gives no interval; give prompts of at least "
-                f"{fewest} groups{why}, {how}"
+                f"{fewest} groups{why}{instead}"
             )
-        raise OptionError(f"there are {self.words}; give prompts of at least {fewest} groups{why}, {how}")
+        raise OptionError(f"there are {self.words}; give prompts of at least {fewest} groups{why}{instead}")
 
 
 def check_unit(unit: str) -> None:
-    """Refuse an unknown unit.
-
-    Raises:
-        OptionError: It is neither "auto" nor "prompt".
-    """
+    """Refuse an unknown unit."""
     if unit not in get_args(Unit):
         raise OptionError(f'unit={unit!r}: choose "auto" (groups where prompts have them) or "prompt"')

@@ -73,3 +73,29 @@ def test_without_of_queries(toy):
 
     with pytest.raises(NotImplementedError, match="Empty does not define of_queries"):
         ma.run(toy, "Tom has 3 apples.", analyses=Empty(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda rows: {"x": rows.pattern.sum()}, r"'x' as \[\], not as \[batch, head, query\] = \[\d+, \d+, \d+\]"),
+        (lambda rows: {"x": rows.pattern.sum(-1)[0]}, r"'x' as \[8, \d+\], not as \[batch, head, query\]"),
+        (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' as \[1, 8, \d+\], not as"),
+        (lambda rows: {"x": rows.pattern}, r"'x' as \[2, 8, \d+, \d+\], not as"),
+        (lambda rows: {"x": 1.0}, r"'x' as float, not as"),
+        (lambda rows: {"y": rows.pattern.sum(-1)}, r"of_queries gives \['y'\], and numbers declares \['x'\]"),
+        (lambda rows: {}, r"of_queries gives \[\], and numbers declares \['x'\]"),
+    ],
+)
+def test_numbers_that_are_not_one_for_each_query(toy, prompts, made, message):
+    """They would be spread over all queries, heads or prompts."""
+
+    class Odd(ma.QueryAnalysis):
+        name = "odd"
+        numbers = {"x": ("1", "something")}
+
+        def of_queries(self, rows):
+            return made(rows)
+
+    with pytest.raises(ma.MechattnError, match=f"odd: .*{message}"):
+        ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 7)}, Odd(), layers=0, progress=False)

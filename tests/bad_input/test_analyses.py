@@ -5,7 +5,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.analysis import Quantity
-from mechattn.errors import MechattnError, OptionError
+from mechattn.errors import MechattnError, ModelError, OptionError
 
 
 def own_key(quantities, values):
@@ -58,6 +58,38 @@ def test_values_that_are_not_those_that_were_promised(toy, prompts, quantities, 
         ma.run(toy, prompts[:2], conditions, own_key(quantities, values), progress=False)
     kept = own_key({"own": OWN}, lambda own: {"own": own})
     assert ma.run(toy, prompts[:2], conditions, kept, progress=False)["own_key"].own.notnull().all()
+
+
+class Surprise(ma.QueryAnalysis):
+    name = "surprise"
+    numbers = {"x": ("nats", "mean log of the pattern, which is 0 where a key is later")}
+
+    def of_queries(self, rows):
+        return {"x": rows.pattern.log().mean(-1)}
+
+
+class Failing(Surprise):
+    def values(self, sums, batch, window):
+        if sums["x"].shape[1] > 1:  # one head is the null's
+            raise ValueError("a number was expected")
+        return super().values(sums, batch, window)
+
+
+@pytest.mark.parametrize("engine", ["streaming", "hooks"])
+@pytest.mark.parametrize("analysis", [Surprise(), Failing()], ids=["given", "raised"])
+def test_nan_of_ones_own_analysis_is_told_from_the_models(checkpoint, analysis, engine):
+    model = ma.load_model(str(checkpoint))
+    for analyses in ([analysis], [ma.ReceivedAttention(), analysis]):
+        with pytest.raises(
+            OptionError, match=r"the analysis surprise gives NaN or infinity in layer 0 for prompt 0 .*fin"
+        ):
+            ma.run(model, "Tom has 3 apples.", analyses=analyses, engine=engine, progress=False)
+    with torch.no_grad():
+        model.blocks[0].attn.q.weight[:8] = torch.nan
+    with pytest.raises(ModelError) as raised:
+        ma.run(model, "Tom has 3 apples.", analyses=analysis, engine=engine, progress=False)
+    assert "surprise" not in str(raised.value)
+    assert "layer 0" in str(raised.value)
 
 
 def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy, prompts):

@@ -43,6 +43,8 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
         ModelError, match=r"no tokenizer; pass one to load_model\(model, tokenizer=…\), or give token ids"
     ):
         ma.run(model, "Tom has 3 apples.")
+    with pytest.raises(ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"):
+        ma.run(model, torch.tensor([[1, 5, 6, 7]]), {"random": ma.RandomTokens(3)})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
         ma.load_model(str(tmp_path))
@@ -331,7 +333,7 @@ def test_a_prompt_too_long_for_a_map(no_forward):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "is empty"),
+        ([], "contains no prompts"),
         (["{}"], "no field 'question'"),
         (['{"problem": "1+1", "id": 3}'], "its fields are 'problem', 'id'"),
         (['{"question": ""}'], "no text in field 'question'"),
@@ -462,6 +464,26 @@ def test_conditions_that_cannot_be(make, message):
         make()
 
 
+@pytest.mark.parametrize("huge", [10**22, 10**400], ids=["10^22", "10^400"])
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda n: ma.load_prompts("word-problems", limit=n), "at most 1,000,000 prompts are generated"),
+        (lambda n: ma.load_prompts("recall", limit=n), "at most 1,000,000 prompts are generated"),
+        (lambda n: ma.load_prompts("repeated-random", limit=n), "at most 1,000,000 prompts are generated"),
+        (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
+        (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
+        (lambda n: ma.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
+        (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
+        (lambda n: ma.paper("toy:llama", "never", problems=n), "problems=.*from 6 to 1,000,000"),
+        (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*from 0 to 2\^63"),
+    ],
+)  # fmt: skip
+def test_numbers_beyond_any_use(huge, ask, message):
+    with pytest.raises(OptionError, match=message):
+        ask(huge)
+
+
 def test_a_word_of_two_tokens_and_an_odd_count(toy):
     with pytest.raises(ConditionError, match=r"not a whole number of .xylophone..*Use count="):
         ma.run(toy, "Tom has 3 apples.", {"word": ma.RepeatedWord("xylophone", 3)}, progress=False)
@@ -558,5 +580,5 @@ def test_a_trend_of_nothing():
 
 @pytest.mark.parametrize("times", [1.5, "2"])
 def test_a_question_repeated_half_a_time(times):
-    with pytest.raises(OptionError, match="give a whole number, at least 1"):
+    with pytest.raises(OptionError, match="give a whole number from 1 to"):
         ma.RepeatQuestion(times)

@@ -3,10 +3,11 @@
 import pytest
 
 import mechattn as ma
-from mechattn.commands.config import made_conditions, read_config
+from mechattn.commands.config import read_config
 from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
+from mechattn.jobs.kinds import made_conditions
 
 
 def test_a_job_names_its_model(toy, prompts, tmp_path):
@@ -15,9 +16,11 @@ def test_a_job_names_its_model(toy, prompts, tmp_path):
     assert ma.Job(tmp_path, prompts).model == str(tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
+@pytest.mark.parametrize(
+    "options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"threads": 100_000}, {"chunk": 2.5}]
+)
 def test_options_of_a_job(options, prompts):
-    with pytest.raises(OptionError, match="give a whole number, at least 1"):
+    with pytest.raises(OptionError, match=r"give (a whole number, at least 1$|at most 1,024)"):
         ma.Job("toy:llama", prompts, **options)
 
 
@@ -94,7 +97,7 @@ def test_a_config_can_ablate_heads(tmp_path):
         "model = 'toy:llama'\n[prompts]\nsource = 'word-problems'\n[output]\nresult = 'r.zarr'\n"
         "[conditions.off]\nkind = 'Baseline'\nintervention = {kind = 'HeadAblation', heads = [[0, 1]]}\n"
     )
-    assert "heads=((0, 1),)" in repr(made_conditions(read_config(path))["off"])
+    assert "heads=((0, 1),)" in repr(made_conditions(read_config(path).conditions)["off"])
 
 
 @pytest.mark.parametrize("models", [["A/ckpt", "B/ckpt"], ["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])

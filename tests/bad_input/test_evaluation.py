@@ -99,7 +99,7 @@ def test_the_package_that_asks_is_named(some, monkeypatch):
 
 
 def test_no_model_is_read_for_a_server(some, monkeypatch):
-    unloaded = importlib.import_module("mechattn.model.unloaded")
+    unloaded = importlib.import_module("mechattn.model.without_weights")
     monkeypatch.setattr(unloaded, "load_model", lambda *args, **options: pytest.fail("a model was loaded"))
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)

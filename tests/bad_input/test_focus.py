@@ -166,23 +166,3 @@ class _Misspelt:
 def test_a_misspelt_hook_is_refused(no_forward):
     with pytest.raises(OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"):
         ma.run(no_forward, PROMPT, analyses=_Misspelt(), progress=False)
-
-
-def test_the_old_name_of_rank_works_and_says_the_new_one():
-    with pytest.warns(FutureWarning, match="rank=2"):
-        assert ma.ScoreDecomposition(sort_idx=2) == ma.ScoreDecomposition(rank=2)
-    with pytest.warns(FutureWarning), pytest.raises(ma.MechattnError, match="rank=-1"):
-        ma.ScoreDecomposition(sort_idx=-1)
-
-
-def test_an_old_name_is_said_where_it_was_written():
-    """Also for a dataclass of the user's own, whose ``__init__`` is generated."""
-
-    @dataclass(frozen=True)
-    class Mine(ma.ScoreDecomposition):
-        more: int = 0
-
-    for made in (ma.ScoreDecomposition, Mine):
-        with pytest.warns(FutureWarning, match="rank=2") as said:
-            made(sort_idx=2)
-        assert [one.filename for one in said] == [__file__]

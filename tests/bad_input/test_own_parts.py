@@ -51,6 +51,35 @@ def test_a_condition_that_inserts_is_taken(toy):  # negative control
     assert run(toy, Own(lambda p, m: insert(tokenize(p, m), [5, 6], 1))).conditions == ["baseline", "own"]
 
 
+@pytest.mark.parametrize("template", ["plain", "chat"])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        ma.MeaninglessTokens("/", 3, place="before_answer"),
+        ma.MeaninglessTokens("/", 3, place="before_answer").masked(),
+        Own(lambda p, m: insert(tokenize(p, m), [5, 6], len(tokenize(p, m)))),
+    ],
+    ids=lambda c: type(c).__name__,
+)
+def test_tokens_that_nothing_reads(toy, condition, template, no_forward, monkeypatch):
+    """+0.0 % [+0.0, +0.0] would be said of them."""
+    chat = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
+    monkeypatch.setattr(toy.tokenizer, "chat_template", chat)
+    some = [ma.Prompt(text, template=template, id=str(i)) for i, text in enumerate(PROMPTS)]
+    if not isinstance(condition, Own):
+        some[0] = dataclasses.replace(some[0], answer="3")
+    with pytest.raises(
+        ConditionError, match=r"prompt [01] .* ends with what 'own' inserts.*give prompts with an answer"
+    ):
+        ma.run(toy, some, {"own": condition}, progress=False)
+
+
+def test_tokens_before_an_answer_are_read(toy):  # negative control
+    some = [ma.Prompt(text, answer="3", id=str(i)) for i, text in enumerate(PROMPTS)]
+    result = ma.run(toy, some, {"own": ma.MeaninglessTokens("/", 3, place="before_answer")}, progress=False)
+    assert result.verdict("own").change.estimate != 0
+
+
 def test_apply_with_other_arguments(toy, no_forward):
     class Short:
         def apply(self, prompt, model):

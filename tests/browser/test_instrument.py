@@ -9,12 +9,7 @@ import pytest
 import mechattn as ma
 from mechattn.pages.page import page as result_page
 from mechattn.pages.page import results_page
-from tests.browser.conftest import CHROMIUM
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
-]
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 
 

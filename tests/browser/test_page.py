@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from mechattn.pages.figure_sections import drawn_section, prompt_section, view_section
 from mechattn.pages.page import page as result_page
 from mechattn.pages.page import results_page, write_page
-from mechattn.pages.sections import drawn_section, prompt_section, view_section
-from tests.browser.conftest import CHROMIUM
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
-]
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"

@@ -1,119 +1,203 @@
-"""The register is what it says it is: fixed, versioned, and of measures and figures that exist."""
+"""Registers: what is shipped, what a user may write, and what is refused in the user's words."""
 
-import inspect
+import re
 from dataclasses import replace
 
 import pytest
 
-from mechattn import render
-from mechattn.claims import measures
+from mechattn.claims import judged, rules
+from mechattn.claims.conditions import conditions_for
 from mechattn.claims.described import register_markdown
-from mechattn.claims.plan import WORDS
-from mechattn.claims.protocol import (
-    PROTOCOL,
-    arm_conditions,
-    attention_conditions,
-    length_conditions,
-    place_conditions,
-    slash_for,
-)
-from mechattn.claims.register import CLAIMS, DIGESTS, VERSION, digest
-from mechattn.claims.rules import Rule
+from mechattn.claims.measures import MEASURES
+from mechattn.claims.register import LONGEST_QUOTE, PAPER, SHIPPED, read_register
+from mechattn.errors import ConditionError, OptionError
 
-BY_KEY = {claim.key: claim for claim in CLAIMS}
+NAMES = sorted(path.stem for path in SHIPPED.glob("*.toml"))
+GOOD = """
+[register]
+name = "mine"
+title = "Mine"
+sources = { paper = "A. Author, 2020" }
+
+[conditions.slash]
+text = "/"
+count = 55
+
+[runs.first]
+conditions = ["slash"]
+analyses = [{ kind = "ReceivedAttention" }]
+layers = [0]
+draws = 3
+positions = "prompts"
+
+[[claims]]
+key = "falls"
+title = "It falls"
+quote = "it falls"
+source = "paper"
+where = "section 1"
+origin = "stated"
+needs = "first"
+
+[[claims.parts]]
+name = "change"
+measure = "fall"
+conditions = ["slash", "baseline"]
+side = "below"
+line = -0.02
+margin = 0.02
+"""
+SECOND = GOOD[GOOD.index("[[claims]]") :]
 
 
-def test_a_changed_rule_is_a_new_version():
-    """Where this fails, the register was changed: add one to VERSION, and its digest to DIGESTS; keep the old ones."""
-    assert DIGESTS[VERSION] == digest()
-    assert list(DIGESTS) == list(range(1, VERSION + 1))
-    assert len(set(DIGESTS.values())) == len(DIGESTS)
+def read(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_register(path)
 
 
-def with_part(claim, **changes):
-    part = claim.parts[0]
-    return replace(claim, parts=(replace(part, rule=replace(part.rule, **changes)), *claim.parts[1:]))
+def test_a_register_of_ones_own(tmp_path):
+    register = read(tmp_path, GOOD)
+    (claim,) = register.claims
+    assert (claim.key, claim.parts[0].rule) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
+    assert not register.about.known
+    inferred = GOOD.replace(
+        'quote = "it falls"\nsource = "paper"\nwhere = "section 1"\norigin = "stated"',
+        'origin = "inferred"\nsays = "ours"',
+    )
+    assert read(tmp_path, inferred).claims[0].quote == ""
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("old", "new", "why"),
     [
-        lambda claim: with_part(claim, line=claim.parts[0].rule.line + 1e-6),
-        lambda claim: with_part(claim, margin=0.021),
-        lambda claim: with_part(claim, side="above"),
-        lambda claim: replace(claim, says=claim.says + " "),
-        lambda claim: replace(claim, by_definition=""),
-        lambda claim: replace(claim, parts=claim.parts * 2),
+        ('measure = "fall"', 'measure = "os.system"', r"claims.falls: measure = 'os.system': there is no such measure; .*fall_beyond"),
+        ('measure = "fall"', 'measure = "affine_missed"', r"affine_missed takes affine_shift, which its run has not got"),
+        ('"baseline"]', '"base"]', r"claims.falls.conditions: there is no 'base' \(did you mean 'baseline'\?\)"),
+        ("line = -0.02\n", "", r"claims.0.parts.0.line: is missing"),
+        ("margin = 0.02", "margin = -1.0", r"margin"),
+        ("line = -0.02", "line = nan", r"has to lie within the range"),
+        ('side = "below"', 'side = "under"', r"side"),
+        ('quote = "it falls"', "", r"falls: a claim of others needs a quote, its source and where"),
+        ('source = "paper"\n', "", r"falls: a claim of others needs a quote, its source and where"),
+        ('source = "paper"\n', 'source = "book"\n', r"claims.falls.source: there is no 'book'; there is paper"),
+        ('quote = "it falls"', f'quote = "{"it " * 26}"', rf"the quote has 26 words; quote at most {LONGEST_QUOTE}"),
+        ('needs = "first"', 'needs = "second"', r"claims.falls.needs: there is no 'second'"),
+        ('kind = "ReceivedAttention"', 'kind = "Mine"', r"kind = 'Mine': choose one of"),
+        ("draws = 3", "draws = 3\nrun = 'x'", r"runs.first.run: there is no such key here.*the keys are says, conditions"),
+        ('text = "/"', 'text = ["/", "?"]', r"conditions.slash: give one value for each option; a register has no sweeps"),
+        ("margin = 0.02", "margin = 0.02\noptions = { __class__ = 1 }", r"fall cannot be called like this"),
+        ("layers = [0]", "layers = [0]\nanswers = true", r"runs.first: give analyses, or answers = true"),
+        ('key = "falls"', 'key = "falls"\nkey = "rises"', r"is not TOML: .*[Cc]annot overwrite|twice|redefine"),
+        ('key = "falls"', 'key = "falls"\nfigure = "write_image"', r"claims.falls.figure: there is no 'write_image'"),
+        ("[register]", "[[arms]]\nform = 'odd'\nc = 1.0\np1 = 99.0\n[register]", r"arms\[0\]: form='odd': choose one of"),
     ],
-)
-def test_whatever_is_changed_changes_the_digest(change):
-    claims = (change(CLAIMS[0]), *CLAIMS[1:])
-    assert claims[0] != CLAIMS[0]
-    assert digest(claims) != digest()
+)  # fmt: skip
+def test_what_is_refused(tmp_path, old, new, why):
+    assert old in GOOD
+    with pytest.raises(OptionError, match=why) as error:
+        read(tmp_path, GOOD.replace(old, new, 1))
+    assert "mine.toml" in str(error.value)
 
 
-def test_the_protocol_and_the_order_are_in_it():
-    assert digest(CLAIMS[::-1]) != digest() != digest(CLAIMS[1:])
-    for changes in ({"count": 56}, {"draws": 4}, {"lengths": (10,)}, {"arms": PROTOCOL.arms[1:]}):
-        assert digest(protocol=replace(PROTOCOL, **changes)) != digest()
+def test_a_rule_without_a_range_is_refused(tmp_path, monkeypatch):
+    open_ended = replace(MEASURES["fall"], kind="share")
+    monkeypatch.setitem(MEASURES, "fall", open_ended)
+    with pytest.raises(OptionError, match="part 'change' has no range: give the smallest and the largest value"):
+        read(tmp_path, GOOD)
+    assert read(tmp_path, GOOD + "range = [-1.0, 1.0]\n").claims
+    with pytest.raises(OptionError, match=r"the line -0.02 has to lie within the range, 0.0 to 1.0"):
+        read(tmp_path, GOOD + "range = [0.0, 1.0]\n")
 
 
-def test_claims_are_of_what_there_is(tokenizer):
-    assert len(BY_KEY) == len(CLAIMS)
-    conditions = {"baseline", *attention_conditions(slash := slash_for(tokenizer)), *arm_conditions("LlamaForCausalLM")}
-    conditions |= {*length_conditions(slash, tokenizer), *place_conditions(slash)}
-    quantities = {"self_share", "self_mass", "first_share", "first_mass"}
-    for claim in CLAIMS:
-        assert claim.needs in {*WORDS, "activations"}
-        assert not claim.figure or inspect.isfunction(getattr(render, claim.figure.partition(":")[0]))
-        for measure in filter(None, (claim.control, *(part.measure for part in claim.parts))):
-            assert measure.of in {*measures.OF_PROMPTS, *measures.OF_ANSWERS}
-            assert set(measure.conditions) <= conditions | quantities
-        assert all(isinstance(part.rule, Rule) for part in claim.parts)
-        assert all(part.rule.margin >= 0 for part in claim.parts)
+def test_keys_are_given_once(tmp_path):
+    with pytest.raises(OptionError, match="the key 'falls' is given twice"):
+        read(tmp_path, GOOD + SECOND)
 
 
-def test_every_claim_of_the_issue_that_is_not_by_definition_has_a_margin_against_random_weights():
-    for claim in CLAIMS:
-        if claim.needs in ("attention", "activations") and not claim.by_definition:
-            assert all(part.rule.margin > 0 for part in claim.parts), claim.key
+def test_a_register_is_no_program(tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit")
+    with pytest.raises(OptionError, match=r"is no register: give a TOML file, or one of 2510\.01032"):
+        read_register(tmp_path / "mine.py")
+    with pytest.raises(OptionError, match="there is no register at"):
+        read_register(tmp_path / "nowhere.toml")
 
 
-def test_arm_is_that_of_the_family():
-    forms = {
-        name: arm_conditions(name)["arm"].intervention for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "GPT2")
-    }
-    assert [(one.form, one.c, one.p1) for one in forms.values()] == [
-        ("released_llama", 0.32, 90.0),
-        ("released_qwen2", 0.13, 99.5),
-        ("paper", 0.13, 99.5),
-    ]
-    assert arm_conditions("GPT2")["direction"].intervention.control == "random_direction"
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_shipped_is_sourced(name):
+    register = read_register(name)
+    assert register.about.name == name
+    for claim in register.claims:
+        assert claim.origin == "inferred" or 1 <= len(claim.quote.split()) <= LONGEST_QUOTE
+        assert claim.identity or claim.null, claim.key
+    text = register_markdown(register)
+    for claim in register.claims:
+        assert f"#### {claim.title}\n" in text
+        assert claim.quote.replace("|", "\\|") in text
+    assert register.digest in text
+
+
+def test_the_digest_covers_the_file_and_all_code_that_decides(tmp_path, monkeypatch):
+    one, other = read(tmp_path, GOOD), read_register(PAPER)
+    assert one.digest != other.digest
+    assert one.code == other.code
+    assert read(tmp_path, GOOD + "# a comment\n").digest != one.digest
+    modules = {measure.of.__module__ for measure in MEASURES.values()} | {rules.__name__, judged.__name__}
+    source = "mechattn.claims.register.inspect.getsource"
+    import inspect
+
+    getsource = inspect.getsource
+    for changed in modules:
+        monkeypatch.setattr(source, lambda m, changed=changed: getsource(m) + ("#" if m.__name__ == changed else ""))
+        assert read_register(PAPER).code != one.code, changed
+
+
+def arm_of(model, architecture, tokenizer):
+    found = conditions_for(read_register(PAPER), model, architecture, tokenizer)
+    (arm,) = found.made["arm"].interventions
+    return arm.form, arm.c, arm.p1, " ".join(found.deviations)
+
+
+def test_arm_is_that_of_the_model_by_name_else_of_its_family(tokenizer):
+    assert arm_of("Qwen/Qwen2.5-Math-7B", "Qwen2ForCausalLM", tokenizer)[1:] == (0.1, 95.0, "")
+    assert arm_of("Qwen/Qwen2.5-Math-1.5B", "Qwen2ForCausalLM", tokenizer)[1:] == (0.13, 99.5, "")
+    assert arm_of("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM", tokenizer)[:3] == (
+        "released_llama",
+        0.32,
+        90.0,
+    )
+    form, c, p1, said = arm_of("someone/gemma-3-1b", "Gemma3ForConditionalGeneration", tokenizer)
+    assert (form, c, p1) == ("gemma", 0.25, 85.0)
+    assert "ARM as for Gemma3" in said
+    assert arm_of("gpt2", "GPT2LMHeadModel", tokenizer)[0] == "paper"
+    direction = conditions_for(read_register(PAPER), "gpt2", "", tokenizer).made["direction"]
+    assert direction.interventions[0].control == "random_direction"
 
 
 def test_the_filler_is_what_the_tokenizer_can_make(tokenizer):
-    assert (slash_for(tokenizer).count, slash_for(tokenizer).separator) == (55, " ")
+    register = read_register(PAPER)
+    made = conditions_for(register, "toy", "", tokenizer).made
+    assert (made["slash"].count, made["slash"].separator, made["sentence"].count) == (55, " ", 55)
 
     def blanks_apart(text, add_special_tokens=True):
         return {"input_ids": [ord(letter) for letter in text]}
 
     blanks_apart.decode = lambda ids: "".join(map(chr, ids))
-    made = slash_for(blanks_apart)
-    assert (made.count, made.separator) == (55, " "), "28 of “/” and 27 blanks are 55 tokens"
+    slash = conditions_for(register, "toy", "", blanks_apart).made["slash"]
+    assert (slash.count, slash.separator) == (55, " "), "28 of “/” and 27 blanks are 55 tokens"
 
     def pairs(text, add_special_tokens=True):
         return {"input_ids": [0, 0] * text.count("/")}
 
     pairs.decode = lambda ids: "/"
-    assert (slash_for(pairs).count, slash_for(pairs).separator) == (56, " ")
+    found = conditions_for(register, "toy", "", pairs)
+    unshifted = found.made["unshifted"].condition
+    assert (found.made["slash"].count, found.made["sentence"].count, unshifted.count) == (56, 56, 56)
+    assert re.search("slash: 56 “/” tokens, with blanks, for 55", " ".join(found.deviations))
 
+    def forty(text, add_special_tokens=True):
+        return {"input_ids": [0] * 40 * text.count("/")}
 
-def test_the_documentation_has_every_claim_and_its_line():
-    text = register_markdown()
-    assert digest() in text
-    for claim in CLAIMS:
-        assert f"### {claim.title}" in text
-        assert claim.supported_by.replace("|", "\\|") in text
-    assert "| rule | change: below −2.0 % |" in text
-    assert "| further than random weights | by 2.0 % at least, and by more than they differ among themselves |" in text
-    assert register_markdown(CLAIMS[:1]) != text
+    forty.decode = lambda ids: "/"
+    with pytest.raises(ConditionError, match=r"toy: no whole number of '/' gives about 55 tokens"):
+        conditions_for(register, "toy", "", forty)

@@ -6,12 +6,12 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
-from mechattn.jobs import foretold as sizes
+from mechattn.jobs import size_estimate as sizes
 from mechattn.jobs.chunks import parts_folder
-from mechattn.jobs.foretold import announced, foretold, settled
 from mechattn.jobs.local import Local
-from mechattn.results.lazy import is_lazy
-from mechattn.results.regions import in_regions
+from mechattn.jobs.size_estimate import announced, foretold, settled
+from mechattn.results.lazy_arrays import is_lazy
+from mechattn.store.regions import in_regions
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
 

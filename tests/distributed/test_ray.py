@@ -16,8 +16,8 @@ import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.ray import Ray
 from mechattn.results.digest import digest
-from mechattn.results.large_store import attributes_of
-from mechattn.results.shards import merge_stored
+from mechattn.store.large_store import attributes_of
+from mechattn.store.shard_merging import merge_stored
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mechattn.commands.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, read_config
-from mechattn.commands.config_file import Condition, Config, EvaluationSection, Output, Prompts
+from mechattn.commands.config import FIGURES, read_config
+from mechattn.commands.config_file import Config, EvaluationSection, Output, Prompts
+from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS
+from mechattn.sections import Condition
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api" / "config.md").read_text(encoding="utf-8")
 SECTIONS = {

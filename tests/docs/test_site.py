@@ -3,42 +3,14 @@
 ``make docs`` builds it. Without it these tests are skipped with the reason, but fail in CI (CI=true).
 """
 
-import os
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-SITE = Path(__file__).parents[2] / "site"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MIB = 2**20
-
-
-def needed(there: object, sentence: str) -> None:
-    if not there:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(sentence)
-
-
-@pytest.fixture(scope="module")
-def site():
-    needed(
-        (SITE / "index.html").is_file(), "no site/index.html: run `make docs` first, these tests look at what it built"
-    )
-    return SITE
-
-
-@pytest.fixture(scope="module")
-def browser():
-    needed(CHROMIUM, "no Chromium: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 class Page(HTMLParser):

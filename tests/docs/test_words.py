@@ -61,7 +61,7 @@ def found(searched: re.Pattern, path: Path) -> list[str]:
 def files() -> list[Path]:
     docs = [path for kind in ("*.md", "*.py", "*.ipynb") for path in (ROOT / "docs").rglob(kind)]
     written = [path for path in docs if not {"hooks", "assets"} & set(path.parts)]
-    package = [path for path in (ROOT / "mechattn").rglob("*.py") if not path.match("claims/of_*.py")]  # under a digest
+    package = list((ROOT / "mechattn").rglob("*.py"))
     return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written, *package])
 
 

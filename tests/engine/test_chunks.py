@@ -13,7 +13,7 @@ from mechattn.jobs.chunks import parse_shard, parts_folder, shard_place
 from mechattn.jobs.job import Worker
 from mechattn.jobs.local import Local
 from mechattn.results.digest import digest
-from mechattn.results.packed import unpacked
+from mechattn.store.result_bytes import unpacked
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path,
 def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):
     path, left = tmp_path / "r.zarr", tmp_path / ".r.zarr.mechattn-abcd_123"
     stopped(job, path, 1)
-    (parts_folder(path) / "00001.new").write_bytes(b"half a chu")
+    (parts_folder(path) / "00001-0123456789abcdef.zip.new").write_bytes(b"half a chu")
     (left / "new.zarr").mkdir(parents=True)
     (left / "mechattn.json").write_text('{"writes": "r.zarr"}')
     stopped(job, path, 1)
@@ -232,7 +232,7 @@ def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
 
 
 def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
-    from mechattn.results.shards import merge_stored
+    from mechattn.store.shard_merging import merge_stored
 
     for number in (1, 2):
         ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/2")
@@ -247,7 +247,7 @@ def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
 
 def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path, monkeypatch):
     """A file system that gives back something else than it was given."""
-    from mechattn.results import storage
+    from mechattn.store import saving as storage
 
     path, write = tmp_path / "r.nc", storage._write_netcdf
 
@@ -408,10 +408,11 @@ def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch)
     path, write, written = tmp_path / "r.zarr", Path.write_bytes, []
 
     def full(self, content):
-        if self.suffix == ".new" and len(written) == 2:
-            write(self, content[:100])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(self)
+        if self.name.endswith(".zip.new"):
+            if len(written) == 2:
+                write(self, content[:100])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(self)
         return write(self, content)
 
     monkeypatch.setattr(Path, "write_bytes", full)

@@ -13,7 +13,7 @@ from mechattn.engine import check, plan
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
-from mechattn.model.verify.facts import facts_of
+from mechattn.model.model_facts import facts_of
 from tests.model.unusual import DYNAMIC, LONGROPE, UNUSUAL, unusual_model
 
 LENGTHS = (6, 20, 60)

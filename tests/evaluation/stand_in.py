@@ -65,6 +65,7 @@ class StandIn:
     longest: int | None = None
     fault: object = None
     change: object = None  # of what is replied
+    raw: object = None  # called with the handler, it replies in place of the server, where it returns True
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     address: str = ""
@@ -126,7 +127,7 @@ def _handler(server):
             return False
 
         def do_GET(self):
-            if not self.refused():
+            if not self.refused() and not (server.raw and server.raw(self)):
                 listed = {"id": server.name, "object": "model", "max_model_len": server.longest}
                 self.send(200, {"object": "list", "data": [listed]})
 
@@ -138,7 +139,7 @@ def _handler(server):
                 server.busy += 1
                 server.busiest = max(server.busiest, server.busy)
             try:
-                if not self.refused():
+                if not self.refused() and not (server.raw and server.raw(self)):
                     self.answer(body, number)
             finally:
                 with server.lock:
@@ -153,7 +154,7 @@ def _handler(server):
                 return
             fault = server.fault(number) if server.fault else None
             if fault in (429, 500, 503):
-                self.send(fault, {"error": "busy"}, retry_after_ms="1")
+                self.send(fault, {"error": "busy"}, retry_after="0.001")
             elif fault == "slow":
                 time.sleep(1.5)
                 self.send(200, server.reply(body))

@@ -280,6 +280,26 @@ def test_saved_and_loaded(evaluation, tmp_path):
         ma.load_evaluation(tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize("about", ["[]", '["groups"]', "null", '{"groups": []}', '{"conditions": 5}', "[" * 99_999])
+def test_a_provenance_of_another_form_is_told_in_words(evaluation, tmp_path, about):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"provenance": ' + about + "}\n")
+    with pytest.raises(OutputError, match="is not an evaluation"):
+        ma.load_evaluation(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", ["a"]), ("sample", None), ("text", 5), ("tokens", ["a"]), ("right", "yes"), ("logprob", "high")],
+)
+def test_an_answer_with_a_field_of_another_type_is_told_in_words(evaluation, tmp_path, field, value):
+    evaluation.save(path := tmp_path / "e.jsonl")
+    first, answer, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, json.dumps(json.loads(answer) | {field: value}), *rest, ""]))
+    with pytest.raises(OutputError, match=f"line 2 of .* is not an answer: its {field} is"):
+        ma.load_evaluation(path)
+
+
 def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
     """Mean log-softmax of each token of the answer, the end token too, in one pass over prompt and answer."""
     native, end = toy._mechattn.native, toy.tokenizer.eos_token_id

@@ -80,7 +80,7 @@ def test_answers_are_those_of_the_loop_here(toy, some, server, here, given):
         assert probe["logprob_difference"] < 1e-4
     else:
         assert probe["against"] == "a second run of itself"
-        assert probe["logprob_difference"] is None
+        assert probe["logprob_difference"] == 0
 
 
 def test_an_answer_that_ends_at_the_limit_is_finished(toy, some, server):
@@ -270,7 +270,11 @@ def test_a_run_goes_on_wherever_the_server_is_now(some, engine, tmp_path):
         asked = [b for b in server.asked if b["max_tokens"] == LIMIT]
         assert len(asked) == 16 - 6
         assert made.answers == whole.answers
-        assert path.read_text().splitlines()[0] == lines[0]
+        was, now = (json.loads(line)["provenance"] for line in (lines[0], path.read_text().splitlines()[0]))
+        again = was["probe"].pop("again"), now["probe"].pop("again")
+        assert [one["since"] for one in again[1][: len(again[0])]] == [one["since"] for one in again[0]]
+        assert len(again[1]) == len(again[0]) + 3  # before, within, after
+        assert now == was
         server.bodies.clear()
         assert there("toy:llama", some, server, {"slash": SLASH}, out=path).answers == whole.answers
         assert not server.asked  # all is there

@@ -9,7 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError, ServerError
-from mechattn.evaluation.served import connection
+from mechattn.evaluation.served import answering, connection
 from tests.evaluation.stand_in import StandIn, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -36,6 +36,12 @@ def there(prompts, server, **options):
     return ma.evaluate("toy:llama", prompts, {"slash": SLASH}, **given)
 
 
+def of_answers(server, number):
+    """How many answers were requested before this request, probes left out; None for a request of a probe."""
+    before = [body["max_tokens"] == 20 for body in server.asked[: number + 1]]
+    return sum(before) - 1 if before[-1] else None
+
+
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
@@ -55,7 +61,7 @@ def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_pat
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine, fault=lambda number: fault if number % often == 2 else None)) as server:
         made = there(some, server, out=path, server_timeout=1.0 if fault == "slow" else 60)
-        assert len(server.asked) > 1 + 2 * 6 + 12, "nothing was asked for again"
+        assert len(server.asked) > 1 + 4 * 12 + 12, "nothing was asked for again"
     assert as_told(made.answers) == as_told(here.answers)
     written = rows(path)
     assert len({(r["prompt"], r["condition"], r["sample"]) for r in written}) == len(written) == 12
@@ -76,8 +82,9 @@ def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_pat
 def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tmp_path):
     """It ends the run, what came before is kept, and the same call goes on."""
     path = tmp_path / "answers.jsonl"
-    start = 1 + 2 * 6 + 5  # one to find out, the probe twice, five answers
-    with running(StandIn(engine, fault=lambda number: fault if number >= start else None)) as server:
+    with running(
+        StandIn(engine, fault=lambda number: fault if (of_answers(server, number) or 0) >= 5 else None)
+    ) as server:
         with pytest.raises(ServerError, match=message):
             there(some, server, out=path, batch=1)
         assert len(rows(path)) == 5
@@ -88,13 +95,13 @@ def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tm
     assert as_told(made.answers) == as_told(here.answers)
 
 
-def test_answers_that_are_under_way_beside_a_failure_are_kept(some, engine, tmp_path):
+def test_answers_that_are_under_way_beside_a_failure_are_kept(some, engine, tmp_path, monkeypatch):
     """Four at once, one of which fails for good: the three others are written before the error is raised."""
     path = tmp_path / "answers.jsonl"
-    start = 1 + 2 * 6
+    monkeypatch.setattr(answering, "stretches", lambda todo, seed: [todo])
 
     def fault(number):
-        if number == start:
+        if of_answers(server, number) == 0:
             return "another"
         time.sleep(0.1)
         return None
@@ -130,7 +137,7 @@ def test_nothing_more_is_asked_for_where_nothing_can_be_written(some, engine, tm
     with running(StandIn(engine)) as server:
         with pytest.raises(OutputError, match="no room"):
             there(some, server, batch=2)
-        assert len(server.asked) < 1 + 2 * 6 + 6
+        assert sum(body["max_tokens"] == 20 for body in server.asked) < 6
 
 
 def test_nobody_is_there(some):

@@ -1,10 +1,12 @@
 """Attention while a model writes its own answers, right against wrong, in pairs of the same length."""
 
+import os
 from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 import mechattn as ma
@@ -13,16 +15,25 @@ from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.while_answering import WhileAnswering, matched_pairs
 from mechattn.stats.units import Units
+from tests.conftest import MODELS
 
+needs_models = pytest.mark.skipif(
+    not MODELS.is_dir() and not os.environ.get("CI"), reason=f"the models of others are not at {MODELS}"
+)
 QUESTION = SEGMENTS.index("question")
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
 TEXTS = ("9 + 4 = 13. Answer: 13", "Answer: 7", "9 + 4 = 12. Answer: 12", "Answer: 8", "", "1 + 1 = 2. Answer: 2")
 
 
+def ids_of(model, text):
+    """Each character's own token: a text that a model may well write, but that its tokenizer would cut otherwise."""
+    return tuple(token for c in text for token in model.tokenizer(c, add_special_tokens=False)["input_ids"])
+
+
 def evaluation(toy, prompts):
     """Answers written by hand: what they say decides nothing here."""
     answers = [
-        GradedAnswer(p.id, name, 0, text, tuple(toy.tokenizer(text)["input_ids"]), text, "1", bool(i % 2 == 0), True)
+        GradedAnswer(p.id, name, 0, text, ids_of(toy, text), text, "1", bool(i % 2 == 0), True)
         for name in ("baseline", "slash")
         for i, (p, text) in enumerate(zip(prompts, TEXTS, strict=False))
     ]
@@ -34,16 +45,26 @@ def measured(toy, prompts):
     return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, progress=False)
 
 
-def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts):
-    """Query by query, from the pattern of the hooked model."""
-    prompt = replace(prompts[2], answer=TEXTS[2])
-    sequence = SLASH["slash"].apply(prompt, toy)
-    _, cache = toy.run_with_cache(sequence.tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
-    queries = sequence.of_segment("answer").nonzero()[:, 0].tolist()
+@pytest.fixture(scope="module")
+def predicting(toy, prompts):
+    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, predicting=True, progress=False)
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["reading", "predicting"])
+def test_it_is_the_attention_of_the_answers_own_tokens(measured, predicting, toy, prompts, earlier):
+    """Query by query, from the pattern of the hooked model over the ids that were written."""
+    measured = predicting if earlier else measured
+    assert ("predict" if earlier else "read") in str(measured).splitlines()[0]
+    sequence = SLASH["slash"].apply(prompts[2], toy)
+    answer = torch.tensor(ids_of(toy, TEXTS[2]))
+    assert not answer.equal(torch.tensor(toy.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]))
+    tokens = torch.cat([sequence.tokens, answer])
+    _, cache = toy.run_with_cache(tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
+    queries = [q - earlier for q in range(len(sequence), len(tokens))]
     for layer, head in ((0, 1), (3, 5)):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, head].double().numpy()
         for segment in ("system", "question", "inserted"):
-            keys = sequence.of_segment(segment).numpy()
+            keys = np.append(sequence.of_segment(segment).numpy(), [False] * len(answer))
             expected = np.mean([pattern[q][keys].sum() for q in queries])
             found = [measured._to(measured.flow["slash"], segment)[2, layer, head]]
             assert found[0] == pytest.approx(expected, abs=1e-5), segment
@@ -51,6 +72,33 @@ def test_it_is_the_attention_of_the_answers_own_tokens(measured, toy, prompts):
             assert measured._to(measured.uniform["slash"], segment)[2, layer, head] == pytest.approx(uniform, abs=1e-6)
     assert np.isnan(measured.flow["slash"][4]).all(), "an empty answer looks nowhere"
     assert np.isnan(measured._to(measured.flow["baseline"], "inserted")).all()
+
+
+@needs_models
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_answers_of_a_real_model_are_those_that_it_wrote(temperature):
+    """Attention of plain transformers in float64 over the ids; some of these answers would be cut otherwise as texts."""
+    from transformers import AutoModelForCausalLM
+
+    place = str(MODELS / "stories260K")
+    model = ma.load_model(place)
+    native = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, attn_implementation="eager")
+    some = [
+        ma.Prompt(text, id=text, solution="1") for text in ("Once upon a time", "One day, Lily", "The big red ball")
+    ]
+    made = ma.evaluate(model, some, new_tokens=60, temperature=temperature, progress=False)
+    made = Evaluation((*made.answers[:2], replace(made.answers[2], tokens=ids_of(model, "Lily ran."))), made.provenance)
+    for predicting in (False, True):
+        measured = ma.while_answering(model, made, some, predicting=predicting, progress=False)
+        for i, (prompt, answer) in enumerate(zip(some, made.answers, strict=True)):
+            read = ma.Baseline().apply(prompt, model)
+            ids = torch.cat([read.tokens, torch.tensor(answer.tokens)])
+            keys = read.of_segment("question").nonzero()[:, 0]
+            queries = torch.arange(len(read), len(ids)) - int(predicting)
+            for layer, pattern in enumerate(native(ids[None], output_attentions=True).attentions):
+                expected = pattern[0][:, queries][:, :, keys].sum(-1).mean(-1).detach().numpy()
+                found = measured.flow["baseline"][i, layer, :, QUESTION]
+                np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_pairs_are_as_many_and_as_alike_as_can_be():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.results.large_store import Store
-from mechattn.results.large_writing import chunk_of, copied
-from mechattn.results.lazy import LazyArray
+from mechattn.results.lazy_arrays import LazyArray
 from mechattn.results.merge import merge_results
+from mechattn.store.large_store import Store
+from mechattn.store.large_writing import chunk_of, copied
 
 
 @pytest.fixture(scope="module")

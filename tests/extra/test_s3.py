@@ -9,9 +9,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.results.large_store import Store
-from mechattn.results.lazy import is_lazy
-from mechattn.results.shards import merge_stored
+from mechattn.results.lazy_arrays import is_lazy
+from mechattn.store.large_store import Store
+from mechattn.store.shard_merging import merge_stored
 
 
 @pytest.fixture(scope="module")

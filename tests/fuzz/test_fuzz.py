@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
-from mechattn.commands.config import ANALYSES, CONDITIONS, FIGURES, INTERVENTIONS, made_conditions, read_config
+from mechattn.commands.config import FIGURES, read_config
 from mechattn.commands.config_file import Config
 from mechattn.engine.plan import memory_bytes
 from mechattn.errors import MechattnError
 from mechattn.jobs.chunks import parse_shard
+from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.results.digest import digest
-from mechattn.results.packed import packed, unpacked
+from mechattn.store.result_bytes import packed, unpacked
 
 fuzz = settings(settings.get_profile("fuzz"))
 TEXT = st.text(max_size=12)
@@ -147,12 +148,16 @@ def test_configs(text, tmp_path_factory):
     config = refused_or(read_config, path)
     if config is not None:
         assert config.models
-        made_conditions(config)
+        made_conditions(config.conditions)
 
 
 def test_the_good_config_is_read(tmp_path):
     (tmp_path / "c.toml").write_text("\n".join(f"{k} = {toml(v)}" for k, v in GOOD.items()))
-    assert list(made_conditions(read_config(tmp_path / "c.toml"))) == ["slash, count=1", "slash, count=2", "arm"]
+    assert list(made_conditions(read_config(tmp_path / "c.toml").conditions)) == [
+        "slash, count=1",
+        "slash, count=2",
+        "arm",
+    ]
 
 
 @fuzz

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.forward import forward_in_blocks
-from mechattn.engine.measure import measure_batch
 from mechattn.errors import OptionError
 from mechattn.functional import affine as fn
 from mechattn.model import hooks

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.functional.keyed import keyed_uniform, token_keys
+from mechattn.functional.keyed_random import keyed_uniform, token_keys
 from mechattn.functional.redistribution import redistribute
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.model.toys import toy_names

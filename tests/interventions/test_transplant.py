@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.evaluation.generate import Request, _Padded, native_of
+from mechattn.evaluation.generate import Request, _Padded, answers, native_of
 from mechattn.interventions.intervention import Target
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.toys import toy_names
@@ -51,30 +51,69 @@ def hooked_logits(model, condition, prompt):
     with ExitStack() as stack, torch.no_grad():
         for intervention in sequence.interventions:
             stack.enter_context(intervention.acting(model, lambda: target))
+        model(sequence.tokens[None], return_type=None)  # the first of two passes, unchanged
         return model(sequence.tokens[None], return_type="logits")[0]
 
 
+@pytest.mark.parametrize("layers", [None, (1,)])
 @pytest.mark.parametrize("name", toy_names())
-def test_later_tokens_read_the_other_prompts_filler(name):
+def test_later_tokens_read_the_other_prompts_filler(name, layers):
     """The oracle: both prompts are read as far as the filler's end, cache entries exchanged, and one is read on."""
     model, condition = ma.load_model(name), OneToken()
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(ma.Transplant("inserted", recorded.from_other_prompts()))
+    swapped = condition.under(ma.Transplant("inserted", recorded.from_other_prompts(), layers))
     native, (first, second) = native_of(model), [condition.apply(p, model) for p in prompts]
     start = int(first.inserted.nonzero()[0])
     end = start + 10
     with torch.no_grad():
         caches = [native(s.tokens[None, :end], use_cache=True).past_key_values for s in (first, second)]
-        for layer, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        exchanged = slice(None) if layers is None else slice(1, 2)
+        for layer, other in zip(caches[0].layers[exchanged], caches[1].layers[exchanged], strict=True):
             layer.keys[:, :, start:end] = other.keys[:, :, start:end]
             layer.values[:, :, start:end] = other.values[:, :, start:end]
         expected = native(first.tokens[None, end:], past_key_values=caches[0]).logits[0]
     plain = native_logits(model, condition, prompts[0])
-    assert (plain[end:] - expected).abs().max() > 0.05, "nothing had to change"
+    assert (plain[end:] - expected).abs().max() > 0.01, "nothing had to change"
     for logits in (native_logits(model, swapped, prompts[0]), hooked_logits(model, swapped, prompts[0])):
         torch.testing.assert_close(logits[end:], expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(logits[:start], plain[:start], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits[:end], plain[:end], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "problems"), [("toy:relay", "recall"), ("toy:llama", "word-problems")])
+def test_answers_are_those_of_an_edited_cache(name, problems):
+    """Also the first token, which the last filler token predicts: it has read its own prompt's filler."""
+    model, condition = ma.load_model(name), ma.MeaninglessTokens("/", 6, "before_answer")
+    native, made = native_of(model), {p: condition.apply(p, model) for p in ma.load_prompts(problems, limit=60)}
+    lengths = [len(sequence) for sequence in made.values()]
+    prompts = [p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)][:8]
+    recorded = ma.record_keys_values(model, prompts, condition).from_other_prompts()
+    swapped = condition.under(ma.Transplant("inserted", recorded))
+    changed = 0
+    for prompt in prompts:
+        sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.donor(prompt.id))]
+        mine, other = sequences if sequences[0] is made[prompt] else sequences[::-1]
+        filler, answer = mine.inserted, []
+        with torch.no_grad():
+            edited, given = (native(each.tokens[None], use_cache=True) for each in (mine, other))
+            assert filler[-6:].all()
+            for layer, theirs in zip(edited.past_key_values.layers, given.past_key_values.layers, strict=True):
+                layer.keys[:, :, filler], layer.values[:, :, filler] = (
+                    theirs.keys[:, :, filler],
+                    theirs.values[:, :, filler],
+                )
+            logits = edited.logits
+            torch.testing.assert_close(native_logits(model, swapped, prompt)[-1], logits[0, -1], atol=1e-4, rtol=0)
+            for _ in range(4):
+                answer.append(int(logits[0, -1].argmax()))
+                logits = native(torch.tensor([answer[-1:]]), past_key_values=edited.past_key_values).logits
+        (got,), (plain,) = (
+            answers(native, [Request(prompt.id, each.apply(prompt, model), 0)], 4, frozenset())
+            for each in (swapped, condition)
+        )
+        assert list(got.tokens) == answer
+        changed += got.tokens != plain.tokens
+    assert changed, "nothing had to change"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What is known is found, what is wrong is noticed, and what is not there is not tried."""
 
-import os
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,34 +9,26 @@ from mechattn.commands.main import app
 from mechattn.errors import ModelError
 from mechattn.known_answers import handmade, heads, published, spans
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
-from tests.conftest import MODELS
-
-needs_models = pytest.mark.skipif(
-    not MODELS.is_dir() and not os.environ.get("CI"), reason=f"the models of others are not at {MODELS}"
-)
 
 
 def outcomes(answers):
     return [answer.outcome for answer in answers]
 
 
-@needs_models
 @pytest.mark.slow
-def test_every_answer_is_found():
+def test_every_answer_is_found(models):
     said = []
-    made = ma.selftest(MODELS, say=said.append)
+    made = ma.selftest(models, say=said.append)
     assert tuple(said) == made.answers
     assert outcomes(made.answers) == ["passed"] * 21, str(made)
 
 
-@needs_models
-def test_published_models():
-    assert outcomes(published.sorting(str(MODELS / "llm-viz-sort"))) == ["passed"] * 8
-    assert outcomes(published.story(str(MODELS / "stories260K"))) == ["passed"]
+def test_published_models(models):
+    assert outcomes(published.sorting(str(models / "llm-viz-sort"))) == ["passed"] * 8
+    assert outcomes(published.story(str(models / "stories260K"))) == ["passed"]
 
 
-@needs_models
-def test_another_models_activations_are_noticed(monkeypatch):  # negative control
+def test_another_models_activations_are_noticed(models, monkeypatch):  # negative control
     loaded = published.load_model
 
     def changed(place):
@@ -48,15 +38,14 @@ def test_another_models_activations_are_noticed(monkeypatch):  # negative contro
         return model
 
     monkeypatch.setattr(published, "load_model", changed)
-    found = {a.known.split(",")[0]: a.outcome for a in published.sorting(str(MODELS / "llm-viz-sort"))}
+    found = {a.known.split(",")[0]: a.outcome for a in published.sorting(str(models / "llm-viz-sort"))}
     assert found["q of layer 0"] == "failed"
     assert found["k of layer 0"] == "passed"
 
 
-@needs_models
-def test_another_text_is_noticed(monkeypatch):  # negative control
+def test_another_text_is_noticed(models, monkeypatch):  # negative control
     monkeypatch.setattr(published, "_TEXT", published._TEXT.replace("red ball", "blue ball"))
-    (answer,) = published.story(str(MODELS / "stories260K"))
+    (answer,) = published.story(str(models / "stories260K"))
     assert answer.outcome == "failed"
     assert "then 'red ball" in answer.found
 

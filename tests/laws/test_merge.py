@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.results.packed import packed, unpacked
 from mechattn.results.provenance import set_hash
+from mechattn.store.result_bytes import packed, unpacked
 
 CONDITIONS = ["baseline", "slash"]
 

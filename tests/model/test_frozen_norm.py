@@ -60,7 +60,14 @@ def test_parts_add_up(kind):
         assert alone != pytest.approx(expected, rel=0.05), "negative control: the scale of each part by itself"
 
 
-@pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity(), nn.Softmax(-1)])
+@pytest.mark.parametrize("module", [nn.Tanh(), nn.Softmax(-1)])
 def test_what_is_no_norm_over_the_width_is_refused(module):
     with pytest.raises(ModelError, match="a model: it is not a norm of the form"):
         frozen_norm(_Model(), module, "it")
+
+
+def test_a_model_without_norms_has_the_scale_1():
+    found = frozen_norm(_Model(), nn.Identity(), "it")
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    assert found.scale(x).tolist() == [1.0, 1.0, 1.0]
+    assert found.toward(x).equal(x)

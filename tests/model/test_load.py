@@ -9,7 +9,7 @@ from mechattn.errors import ModelError
 from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
 from mechattn.model.load import tokenizer_named
-from mechattn.model.verify.facts import facts_of
+from mechattn.model.model_facts import facts_of
 from tests.model.unusual import unusual_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
@@ -227,7 +227,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path):
     assert model.tokenizer is None
     result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]), progress=False)
     assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [[1, 2, 3, 2], [4, 5, 6, 0]]
-    with pytest.raises(ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids as prompts"):
+    with pytest.raises(ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids: as prompts"):
         ma.run(model, "1 2 3", progress=False)
     with pytest.raises(ModelError, match="has no tokenizer"):
         tokenizer_named(str(tmp_path))

@@ -5,8 +5,8 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.model_facts import facts_of
 from mechattn.model.verify import neighbours
-from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
 
 

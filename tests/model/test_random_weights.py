@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.fingerprint import weights_hash
+from mechattn.model.model_facts import facts_of
 from mechattn.model.toys import toy_folder, toy_names
-from mechattn.model.verify.facts import facts_of
 
 
 def parameters(model):

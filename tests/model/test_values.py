@@ -8,9 +8,9 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import values
 from mechattn.model.hooks import attention_layers, forward_with_patterns
+from mechattn.model.model_facts import facts_of
 from mechattn.model.values import as_mixed, clip_of, norm_before_output
 from mechattn.model.verify import mixed_values
-from mechattn.model.verify.facts import facts_of
 from tests.model.unusual import CLIPPED, GATED, unusual_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")

@@ -46,36 +46,54 @@ def test_marks_stand_at_their_numbers():
     assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%], uniform attention −50.0\u00a0%" in made.says
 
 
+MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
+RECEIVES = "each token of the question receives"
+BY = "the attention that each token of the question receives changes by +0.3\u00a0%, which cannot be distinguished from 0"
+
+
 @pytest.mark.parametrize(
-    ("null", "words"),
+    ("measured", "null", "first", "then"),
     [
-        (-0.5, "50.0\u00a0% less; it loses less."),
-        (-0.1, "10.0\u00a0% less; it loses more."),
-        (-0.2, "20.0\u00a0% less; the two cannot be distinguished."),
+        (LESS, -0.5, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 50.0\u00a0% less; it receives more than that"),
+        (LESS, -0.1, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 10.0\u00a0% less; it receives less than that"),
+        (LESS, 0.1, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 10.0\u00a0% more; it receives less than that"),
+        (MORE, -0.1, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 10.0\u00a0% less; it receives more than that"),
+        (MORE, 0.1, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 10.0\u00a0% more; it receives more than that"),
+        (MORE, 0.5, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 50.0\u00a0% more; it receives less than that"),
+        (LESS, -0.2, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 20.0\u00a0% less; the two cannot be distinguished"),
+        (LESS, 0.0, f"{RECEIVES} 20.0\u00a0% less attention than without it", "change by +0.0\u00a0%; it receives less than that"),
+        (UNSURE, -0.1, BY, "be 10.0\u00a0% less; it receives more than that"),
+        (UNSURE, 0.1, BY, "be 10.0\u00a0% more; it receives less than that"),
+        (UNSURE, 0.0, BY, "change by +0.0\u00a0%; the two cannot be distinguished"),
     ],
-)
-def test_the_sentence_says_on_which_side_of_the_null(null, words):
-    said = sentence([change("a", "slash", LESS, null)])
-    start = "With “slash”, each token of the question receives 20.0\u00a0% less attention than without it. "
-    assert said == f"{start}If heads attended uniformly, it would be {words}"
+)  # fmt: skip
+def test_the_sentence_is_true_of_each_change_and_null(measured, null, first, then):
+    """The first sentence of the page says neither "loses" of what gains, nor "more" of what cannot be told."""
+    said = sentence([change("a", "slash", measured, null)])
+    assert said == f"With “slash”, {first}. If heads attended uniformly, it would {then}."
 
 
 def test_a_sentence_of_several_models_says_where_they_differ():
     rows = [change("a", "x", LESS, -0.5), change("b", "x", (-0.4, -0.5, -0.3), -0.1), change("c", "x", LESS, -0.2)]
     said = sentence(rows)
     assert "receives 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
-    assert said.endswith("of 3 models 1 loses less, 1 loses more, 1 cannot be distinguished from it.")
-    assert sentence([*rows[:1], change("b", "x", LESS, -0.4)]).endswith("; all 2 models lose less.")
-    both = sentence([change("a", "x", LESS, 0.1), change("b", "x", (0.3, 0.2, 0.4), 0.1)])
-    assert (
-        "the attention that each token of the question receives changes by −20.0 to +30.0\u00a0%, in 2 models." in both
+    assert said.endswith(
+        "; in 1 of 3 models it receives more than that, in 1 of 3 models it receives less than that, "
+        "in 1 of 3 models the two cannot be distinguished."
     )
-    assert both.endswith("of 2 models 1 gains more, 1 gains less.")
+    alike = sentence([*rows[:1], change("b", "x", LESS, -0.4)])
+    assert alike.endswith("; in 2 of 2 models it receives more than that.")
+    both = sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
+    by = "changes by +0.3 to −20.0\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
+    assert f"the attention that each token of the question receives {by}" in both
+    assert both.endswith("; in 2 of 2 models it receives less than that.")
 
 
 def test_a_control_stands_beside_the_first_condition():
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)])
     assert said.endswith(" With “sentence”: 30.0\u00a0% less.")
+    said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", UNSURE, -0.5)])
+    assert said.endswith(" With “sentence”: +0.3\u00a0%.")
 
 
 def test_what_has_no_verdict_says_why():

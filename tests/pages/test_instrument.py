@@ -11,8 +11,8 @@ import mechattn as ma
 from mechattn.commands.report import report
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
-from mechattn.pages.instrument import instrument, model_data
-from mechattn.pages.packed import unpacked
+from mechattn.pages.map_data import instrument, model_data
+from mechattn.pages.packed_arrays import unpacked
 from mechattn.render.received_figures import line_and_band, moments_of
 from tests.pages.read import data_of
 

@@ -184,3 +184,27 @@ def test_each_head_of_the_sum(summed):
         if parts.alone[layer] is not delta and abs(parts.alone[layer] - delta).max() > 1e-12:
             alone = read(plain, parts.alone[layer], parts.stream, ids).T
             assert abs(mine[layer] - alone).max() > 0.1 * abs(expected).max(), "negative control: each head normed"
+
+
+def test_a_model_without_norms(tokenizer, prompts):
+    """Heads, embedding, MLPs and biases add up to the logit as they are."""
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge.sources import native
+
+    config = TransformerBridgeConfig(
+        n_layers=2, d_model=16, n_ctx=256, d_head=8, n_heads=2, d_vocab=len(tokenizer), act_fn="relu", d_mlp=24,
+        normalization_type=None, initializer_range=0.3, seed=0,
+    )  # fmt: skip
+    model = ma.load_model(native.boot(config, tokenizer=tokenizer))
+    result = ma.run(model, prompts[:1], analyses=ma.DirectLogits(per_query=True), positions="prompts", progress=False)
+    ids = ma.Baseline().apply(prompts[0], model).tokens
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(ids[None])
+    w_u = (model.W_U - model.W_U.mean(1, keepdim=True)).detach().double()
+    expected = (logits[0, :-1] - logits[0, :-1].mean(-1, keepdim=True)).double().gather(-1, ids[1:, None])[:, 0]
+    rest = cache["hook_embed"][0] + cache["hook_pos_embed"][0] + model.b_O.detach().sum(0)
+    rest = rest + sum(cache[f"blocks.{layer}.hook_mlp_out"][0] for layer in range(2))
+    rest = (rest[:-1].double() * w_u[:, ids[1:]].T).sum(-1)
+    heads = result["direct_logits"].next_token_logit_at_per_prompt[0, 0].sum(("layer", "head")).values[: len(ids) - 1]
+    np.testing.assert_allclose(heads + rest.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert np.abs(heads).mean() > 0.1 * float(expected.abs().mean()), "negative control: the heads add something"

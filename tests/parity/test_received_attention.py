@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mechattn as ma
 from mechattn.model.toys import toy_folder
 from mechattn.prompts.problems import SYSTEM
-from tests.conftest import GSM8K
 
 TOLERANCE = 2e-6
 
@@ -83,9 +82,8 @@ def test_segments_are_means_and_masses_of_the_oracle(plain, prompts, slash_resul
     assert np.allclose(got.mass_by_segment.sum("segment"), 1, atol=1e-5)
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="the data set ../shared/data/gsm8k_test.jsonl is not here")
-def test_real_questions_equal_the_oracle(toy, plain):
-    prompts = ma.load_prompts(str(GSM8K), limit=2, system=SYSTEM)
+def test_real_questions_equal_the_oracle(toy, plain, questions):
+    prompts = ma.load_prompts(str(questions), limit=2, system=SYSTEM)
     result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts", progress=False)
     ids, original = plain_tokens(plain[1], prompts[1], 55)
     got = measured(result, 1, "slash", len(ids))

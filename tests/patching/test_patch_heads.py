@@ -1,15 +1,23 @@
 """Patching across runs of other lengths, against plain forward passes of transformers with hooks written by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError
+from mechattn.model.hooks import attention_window
 from mechattn.model.toys import toy_folder, toy_names
 from mechattn.patching import head_patching
+from mechattn.patching.metrics import WORDS
 from mechattn.patching.runs import read
+from mechattn.render import words
+from mechattn.stats.paired import paired
+from mechattn.stats.units import Units
 
 SLASH = ma.MeaninglessTokens("/", count=9)
 HEADS = [(0, 1), (2, 0), (3, 3), (0, 2)]
@@ -200,8 +208,8 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
         np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
 
 
-def test_attribution_costs_two_passes_and_one_backward_a_prompt(monkeypatch):
-    """However many heads there are; and one pass for the first prompt's stranger."""
+def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
+    """However many heads there are; and one fewer for the longest prompt, for which no other is long enough."""
     model, some = ma.load_model("toy:llama"), prompts(4)
     passes, backwards = [], []
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
@@ -209,7 +217,7 @@ def test_attribution_costs_two_passes_and_one_backward_a_prompt(monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1])
     ma.patch_heads(model, some, SLASH, check=0, progress=False)
     handle.remove()
-    assert (len(passes), len(backwards)) == (2 * 4 + 1, 4)
+    assert (len(passes), len(backwards)) == (3 * 4 - 1, 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with():
@@ -282,7 +290,6 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
 
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
-    made = [{"condition": SLASH.apply(p, model, 0), "baseline": p} for p in some]
     run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
     one = head_patching._Prompt(model, None, [(1, 2)], "z", False, 4, 7)
     value = head_patching._aligned(run, source, (1, 2))
@@ -293,12 +300,54 @@ def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     assert not torch.equal(drawn, one._random("b", run, (1, 2), value))
     cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
     assert cosine.abs().mean() < 0.5
-    assert len(made) == 3
-    shorter = read(model, ma.Baseline().apply(some[1], model, 0), [1])
-    mixed = head_patching._aligned(run, shorter, (1, 2))
-    count = min(len(own), len(shorter.places))
-    torch.testing.assert_close(mixed[:count], shorter.z[1][:count, 2])
-    torch.testing.assert_close(mixed[count:], own[count:])
+
+
+def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
+    """And drawn whatever the order; the start that both share, such as a system text, is aligned with itself."""
+    model, some = ma.load_model("toy:llama"), prompts(6)
+    sequences = {prompt.id: ma.Baseline().apply(prompt, model, 0) for prompt in some}
+    lengths = {name: len(sequence) for name, sequence in sequences.items()}
+    by_length = sorted(lengths, key=lengths.get)
+    others, again = (
+        {own: None if other is None else list(some)[other] for own, other in zip(some, head_patching._others(some, 7))}
+        for some in (lengths, dict(reversed(lengths.items())))
+    )
+    assert others == again
+    assert head_patching._others(lengths, 7) != head_patching._others(lengths, 8)
+    assert others.pop(by_length[-1]) is None, "the longest prompt of this sample has no equal"
+    assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
+
+    short, long = sequences[by_length[0]], sequences[by_length[-1]]
+    run, source = read(model, SLASH.apply(some[int(by_length[0])], model, 0), [1]), read(model, long, [1])
+    same = next(i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b)
+    assert 0 < same < len(short) < len(long)
+    mixed = head_patching._aligned(run, source, (1, 2))
+    assert torch.equal(mixed[:same], source.z[1][:same, 2])
+    assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
+    rows = head_patching._aligned(*(read(model, each, [1], "pattern") for each in (short, long)), (1, 2), "pattern")
+    assert rows.shape == (len(short), len(short))
+    assert rows[-1, -1] == read(model, long, [1], "pattern").z[1][-1, 2, -1]
+
+    found, again = (ma.patch_heads(model, each, SLASH, heads=[(1, 2)], progress=False) for each in (some, some[::-1]))
+    each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
+    np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
+    assert each.isnull().sel(prompt=by_length[-1])
+    assert found.heads().other_prompt[0] == pytest.approx(float(each.mean()))
+    assert each.notnull().sum() == 5
+
+
+def test_the_random_pattern_stays_inside_the_window():
+    """And keeps each token's probabilities."""
+    model, prompt = ma.load_model("toy:gemma3"), prompts(1)[0]
+    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern") for c in (SLASH, ma.Baseline()))
+    window = attention_window(model, 0)
+    assert window < len(run.places)
+    value = head_patching._aligned(run, source, (0, 1), "pattern")
+    drawn = head_patching._Prompt(model, None, [(0, 1)], "pattern", False, 4, 7)._random("a", run, (0, 1), value)
+    back = run.places[:, None] - torch.arange(len(run.sequence))
+    assert (drawn[(back < 0) | (back >= window)] == 0).all()
+    torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
+    assert not torch.equal(drawn, value)
 
 
 def test_metrics_against_their_formulas():
@@ -330,7 +379,7 @@ def test_a_metric_of_ones_own():
 
 
 def test_the_table(tmp_path):
-    made = ma.patch_heads("toy:llama", prompts(8), SLASH, heads=HEADS, progress=False)
+    made = ma.patch_heads("toy:llama", prompts(8), SLASH, heads=HEADS, metric="margin", progress=False)
     table = made.heads()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
@@ -347,6 +396,70 @@ def test_the_table(tmp_path):
     assert halves.n[0] == 4
 
 
+def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
+    """Patching in which no head has an effect."""
+    dims, size = ("prompt", "layer", "head"), (n, heads // 8, 8)
+    effects = {name: (dims, rng.normal(size=size)) for name in ("effect", "other_prompt", "random")}
+    made = xr.Dataset(effects | {"whole": ("prompt", rng.normal(whole, 0.3, n))}).assign_coords(
+        {"prompt": [str(i) for i in range(n)], "layer": range(size[1]), "head": range(8)}
+    )
+    about = {"model": "toy", "metric": WORDS[metric], "direction": direction, "method": "attributed"}
+    return ma.HeadPatching(made, Units(n), about)
+
+
+def test_among_heads_without_effect_the_largest_are_seldom_findings():
+    """q is over all heads, and not over those that are printed, as the negative control has it."""
+    rng = np.random.default_rng(0)
+    tables, over_all, over_shown, halves = 30, 0, 0, 0
+    for _ in range(tables):
+        made = drawn(144, rng)
+        table = made.heads(top=8)
+        assert len(table) == 8
+        assert table.q.tolist() == made.heads().q[:8].tolist()
+        over_all += bool((table.q < 0.05).any())
+        halves += bool((made.heads(top=8, select="half").q < 0.05).any())
+        shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
+        over_shown += bool((paired(shown, None, bootstrap=False).q < 0.05).any())
+    assert over_all <= 5
+    assert halves <= 5
+    assert over_shown >= 15
+    assert table.attrs["family"] == "144 heads attributed"
+    assert "q of effect, over 144 heads attributed" in str(made)
+
+
+def test_no_share_of_a_whole_effect_that_may_be_nothing():
+    rng = np.random.default_rng(1)
+    assert drawn(32, rng).heads().share.notnull().all()
+    unsure = drawn(32, rng, whole=0.0)
+    assert unsure.heads().share.isnull().all()
+    figures = [ma.render.patched_heads(made) for made in (unsure, drawn(32, rng))]
+    assert ["of the whole effect" in f"{words.said(each)}{each.data[0].hovertemplate}" for each in figures] == [
+        False,
+        True,
+    ]
+
+
+def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
+    """Patching away from the baseline: every effect is above 0, whatever is put in."""
+    made = drawn(32, np.random.default_rng(2), metric="kl", direction="noising")
+    made = replace(made, effects=abs(made.effects))
+    table = made.heads()
+    assert (table.low > 0).all()
+    assert (paired(made.effects.effect.values, None, bootstrap=False).q < 0.05).all()
+    assert (table.q > 0.05).all()
+    assert "q of beyond_random, over 32 heads" in str(made)
+    other = replace(made, about={**made.about, "direction": "denoising"})
+    assert (other.heads().q < 0.05).all()
+
+
+def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
+    made = drawn(32, np.random.default_rng(3))
+    for groups, told in ((2, "2 groups of 24 prompts; give prompts of at least 3 groups$"), (1, "at least 3 groups$")):
+        few = replace(made, units=Units.grouped([str(i % groups) for i in range(24)]))
+        with pytest.raises(OptionError, match=told):
+            few.heads()
+
+
 def test_the_map_shows_the_means_and_leaves_the_others_empty():
     made = ma.patch_heads("toy:llama", prompts(4), SLASH, heads=HEADS, progress=False)
     heat, marks = ma.render.patched_heads(made).data
@@ -357,7 +470,7 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty():
 
 
 def test_the_table_of_layers():
-    made = ma.patch_residual("toy:llama", prompts(4), SLASH, layers=[1, 3], progress=False)
+    made = ma.patch_residual("toy:llama", prompts(4), SLASH, layers=[1, 3], metric="margin", progress=False)
     table = made.layers()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
@@ -378,6 +491,9 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         ({"heads": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
         ({"heads": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
         ({"heads": []}, OptionError, r"give \(layer, head\) pairs"),
+        ({"heads": [(1.0, 2)]}, OptionError, r"\(1.0, 2\) is not two whole numbers"),
+        ({"heads": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
+        ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
         ({"heads": 3}, OptionError, r"give \(layer, head\) pairs"),
         ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),

@@ -86,6 +86,7 @@ def test_a_model_without_bos_gets_none(toy):
     [
         ("start", ["bos", "inserted", "system", "template", "question", "template", "answer"]),
         ("before_question", ["bos", "system", "template", "inserted", "question", "template", "answer"]),
+        ("after_question", ["bos", "system", "template", "question", "inserted", "template", "answer"]),
         ("before_answer", ["bos", "system", "template", "question", "template", "inserted", "answer"]),
         ("random", ["bos", "system", "template", "question", "inserted", "question", "template", "answer"]),
     ],
@@ -137,11 +138,12 @@ CONTROLS = [
     ma.RandomTokens(20),
     ma.RandomSentence(20),
     ma.ShuffledSentence(20),
+    ma.Counting(20),
 ]
 
 
 @pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("place", ["before_question", "start", "before_answer", "random"])
+@pytest.mark.parametrize("place", ["before_question", "start", "after_question", "before_answer", "random"])
 def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     baseline, made = tokenize(PROMPT, toy), condition.apply(PROMPT, toy, seed=1)
@@ -152,7 +154,7 @@ def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     assert int(where[-1] - where[0]) == condition.count - 1, "one run"
 
 
-@pytest.mark.parametrize("condition", CONTROLS[3:], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("condition", CONTROLS[3:6], ids=lambda c: type(c).__name__)
 def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
     other = dataclasses.replace(PROMPT, id="b")
     drawn = {
@@ -300,23 +302,87 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     assert twice.origin[~twice.inserted].tolist() == list(range(len(once) - 3))
 
 
-def test_counting_is_cut_to_the_count(toy):
-    sequence = ma.Counting(count=11).apply(PROMPT, toy)
-    assert int(sequence.inserted.sum()) == 11
-    assert toy.tokenizer.decode(sequence.tokens[sequence.inserted]).strip().startswith("1 2 3 4")
-    assert int(sequence.inserted.nonzero()[0]) > int(sequence.of_segment("question").nonzero()[-1])
+def test_a_filler_of_another_length_than_its_count(toy):
+    @dataclasses.dataclass(frozen=True)
+    class Two(ma.Insertion):
+        count: int = 20
+
+        def filler(self, prompt, model, seed=0):
+            return [7, 8]
+
+    with pytest.raises(ma.MechattnError, match="Two: filler gives 2 tokens for prompt a, and count=20"):
+        Two().apply(PROMPT, toy)
+    assert runs(Two(count=2).apply(PROMPT, toy))[3:5] == ["inserted", "question"], "its place has a default"
+
+
+def test_an_insertion_that_is_no_dataclass():
+    class Dots(ma.Insertion):
+        def __init__(self, count):
+            self.count = count
+
+    with pytest.raises(ma.MechattnError, match="Dots is no dataclass: write @dataclass"):
+        Dots(3)
+
+
+class InDigits:
+    """Cuts a text into characters, as tokenizers cut numbers, and a number's digits with it."""
+
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, tokens, **options):
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize("place", ["before_question", "after_question", "middle", "before_answer"])
+@pytest.mark.parametrize("count", [5, 24, 25, 26, 27, 55])
+def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place):
+    model = SimpleNamespace(tokenizer=InDigits(), cfg=toy.cfg)
+    filler = ma.Counting(count, place).filler(PROMPT, model)
+    text = model.tokenizer.decode(filler)
+    numbers = text.split()
+    assert len(filler) == count
+    assert numbers == [str(n + 1) for n in range(len(numbers))]
+    following = f" {len(numbers) + 1}"
+    assert text.count("\n") <= len(following) + 1, "no further number would have fitted"
+    assert text.startswith("\n")
+    assert text.endswith("\n") == (place != "after_question"), "there the template follows"
+
+
+def test_counting_without_room_for_a_number(toy):
+    with pytest.raises(ma.MechattnError, match="counting needs room for a number and its line breaks"):
+        ma.Counting(1).apply(PROMPT, toy)
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_question_is_repeated_token_by_token(toy, times):
     sequence = ma.RepeatQuestion(times).apply(PROMPT, toy)
     question = sequence.tokens[sequence.of_segment("question")].tolist()
-    assert sequence.tokens[sequence.inserted].tolist() == question * times
+    line = toy.tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert sequence.tokens[sequence.inserted].tolist() == (line + question) * times
     assert sequence.tokens[~sequence.inserted].equal(ma.Baseline().apply(PROMPT, toy).tokens)
-    assert int(sequence.inserted.nonzero()[0]) > int(sequence.of_segment("question").nonzero()[-1])
+    ids = ma.Prompt(tokens=tuple(tokenize(PROMPT, toy).tokens.tolist()))
+    repeated = ma.RepeatQuestion(times).apply(ids, toy)
+    assert repeated.tokens[repeated.inserted].tolist() == list(ids.tokens[1:]) * times, "token ids have no lines"
+
+
+@pytest.mark.parametrize("condition", [ma.Counting(count=11), ma.RepeatQuestion()], ids=lambda c: type(c).__name__)
+def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
+    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
+    model.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    sequence = condition.apply(ma.Prompt(PROMPT.question, template="chat"), model)
+    at = sequence.inserted.nonzero().flatten()
+    before, filler, after = (
+        model.tokenizer.decode(sequence.tokens[some])
+        for some in (slice(0, at[0]), slice(at[0], at[-1] + 1), slice(at[-1] + 1, None))
+    )
+    assert before.endswith(PROMPT.question)
+    assert filler.startswith("\n")
+    assert not filler.endswith("\n")
+    assert after.replace(" ", "") == "</s>[assistant]"
 
 
 @pytest.mark.parametrize("times", [0, -1, True])
 def test_a_question_repeated_no_times(times):
-    with pytest.raises(OptionError, match="give a whole number, at least 1"):
+    with pytest.raises(OptionError, match="give a whole number from 1 to"):
         ma.RepeatQuestion(times)

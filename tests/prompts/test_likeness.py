@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 import mechattn as ma
-from mechattn.prompts.likeness import warn_of_likeness
 from mechattn.prompts.prompt import as_prompts
+from mechattn.prompts.similar_prompts import warn_of_likeness
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
 TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))]

@@ -77,6 +77,13 @@ def test_load_prompts_gives_segments():
     assert worked.question == prompt.question
 
 
+def test_only_word_problems_bring_a_system_text(tmp_path):
+    (tmp_path / "my.jsonl").write_text('{"question": "Why?"}')
+    for source, own in (("word-problems", problems.SYSTEM), ("recall", ""), (str(tmp_path / "my.jsonl"), "")):
+        for asked, given in ((None, own), ("", ""), ("Be brief.", "Be brief.")):
+            assert {prompt.system for prompt in ma.load_prompts(source, limit=2, system=asked)} == {given}
+
+
 def test_a_template_is_what_is_left_without_names_numbers_things_places_and_days():
     """Two problems have one template exactly where nothing else is different: told from their text alone."""
     things = [form for name in [*problems._COUNTED, *problems._MEASURED] for form in (name, name.removesuffix("s"))]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
-from mechattn.results.overall import overall_change
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_sweeps(swept):
     shown = lines(figure)
     measured = shown["received"]
     assert list(measured.x) == [0, 10, 25]
-    change, null = overall_change(swept, "count=25", "received")
+    change, null = Contrast(swept, "count=25").overall()
     assert measured.y[2] == pytest.approx(100 * float(change.estimate))
     assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
     assert measured.y[0] == 0

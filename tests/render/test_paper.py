@@ -1,15 +1,12 @@
 """Figures for a paper: their width, their colours, their files; a sentence where nothing can draw them."""
 
 import json
-import shutil
 from threading import Event
 
 import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +55,7 @@ def test_what_cannot_be_a_column(figure):
         ma.render.for_paper(figure, "triple")
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.usefixtures("chromium")
 @pytest.mark.parametrize(("suffix", "starts"), [("pdf", b"%PDF"), ("svg", b"<svg"), ("png", b"\x89PNG")])
 def test_files(slash_result, tmp_path, suffix, starts):
     path = ma.render.write_image(ma.render.change_map(slash_result), tmp_path / "a" / f"map.{suffix}", "single")
@@ -86,8 +82,8 @@ class Hangs:
 
 
 def test_chromium_that_does_not_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.render.paper._PATIENCE", 1)
-    monkeypatch.setattr("mechattn.render.paper.for_paper", lambda figure, *_, **__: figure)
+    monkeypatch.setattr("mechattn.render.print_size._PATIENCE", 1)
+    monkeypatch.setattr("mechattn.render.print_size.for_paper", lambda figure, *_, **__: figure)
     once = ma.render.write_image(Hangs(times=1), tmp_path / "once.svg")
     assert once.read_text() == "at scale 1", "the second attempt drew it"
     with pytest.raises(OutputError, match=r"has not drawn .*never\.svg within 2 s, in two attempts: try again"):

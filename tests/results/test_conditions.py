@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.engine.describe import condition_data
-from mechattn.results.identity import identity
+from mechattn.results.canonical import identity
 from mechattn.results.stored_conditions import from_words, stored_condition
 
 SLASH = ma.MeaninglessTokens("/", 5)

@@ -9,8 +9,8 @@ import pytest
 import mechattn as ma
 from mechattn.commands.report import summary
 from mechattn.results.digest import canonical, digest
-from mechattn.results.packed import packed, unpacked
 from mechattn.results.result import Result
+from mechattn.store.result_bytes import packed, unpacked
 
 QUANTITY = "received_by_segment"
 

@@ -9,7 +9,7 @@ from mechattn.analysis.registry import ANALYSES
 from mechattn.errors import OutputError
 from mechattn.results import digest as digests
 from mechattn.results.digest import digest, is_digest
-from mechattn.results.packed import packed, unpacked
+from mechattn.store.result_bytes import packed, unpacked
 
 SLASH = ma.MeaninglessTokens(count=3)
 KINDS = {

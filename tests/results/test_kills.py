@@ -19,10 +19,10 @@ from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.jobs.chunks import parts_folder
 from mechattn.render.html import GENERATOR, save_page
 from mechattn.results.digest import digest
-from mechattn.results.packed import packed
-from mechattn.results.schema import as_tree
-from mechattn.results.shards import merge_stored
-from mechattn.results.whole import write_whole
+from mechattn.store.atomic_writes import write_whole
+from mechattn.store.result_bytes import packed
+from mechattn.store.schema import as_tree
+from mechattn.store.shard_merging import merge_stored
 from tests.kills import each_kill
 
 
@@ -36,7 +36,7 @@ def smallest_results():
     """What a result must hold to be read is asked elsewhere: here each array more is ten file operations more."""
     with pytest.MonkeyPatch.context() as patch:
         for check in ("check_provenance", "check_datasets"):
-            patch.setattr(f"mechattn.results.schema.{check}", lambda *given: None)
+            patch.setattr(f"mechattn.store.schema.{check}", lambda *given: None)
         yield
 
 
@@ -333,14 +333,14 @@ import os, signal, sys
 from itertools import count
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from mechattn.results.packed import unpacked
-from mechattn.results.packed import packed
+from mechattn.store.result_bytes import unpacked
+from mechattn.store.result_bytes import packed
 from mechattn.results.digest import digest
-from mechattn.results.schema import as_tree
-from mechattn.results.reading import load_result
-from mechattn.results.storage import save_result
+from mechattn.store.schema import as_tree
+from mechattn.store.reading import load_result
+from mechattn.store.saving import save_result
 from tests.kills import killed_at
-from mechattn.results import schema
+from mechattn.store import schema
 
 schema.check_provenance = schema.check_datasets = lambda *given: None
 root = Path(sys.argv[1])

@@ -15,14 +15,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.jobs.chunks import parts_folder
-from mechattn.results.large_store import Store
-from mechattn.results.large_writing import copied
-from mechattn.results.lazy import is_lazy
-from mechattn.results.shards import merge_stored
+from mechattn.results.lazy_arrays import is_lazy
+from mechattn.store.large_store import Store
+from mechattn.store.large_writing import copied
+from mechattn.store.shard_merging import merge_stored
 from tests.kills import Killed, each_kill
 from tests.results.test_kills import Writing, emptied, names, numbers, one, smallest_results  # noqa: F401
 
-STORED = Path(__file__).parent / "stored" / "schema-4.zip"
+STORED = Path(__file__).parent / "stored" / "schema-5.zip"
 DIGEST = "1bf6a4a99623024cda07c7c60ac2a1f7"  # when it was stored, on 2026-11-23
 AT = "memory://killed"
 

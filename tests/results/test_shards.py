@@ -7,7 +7,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
 from mechattn.results.digest import digest
-from mechattn.results.shards import merge_stored
+from mechattn.store.shard_merging import merge_stored
 
 
 @pytest.fixture(scope="module")

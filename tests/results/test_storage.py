@@ -14,8 +14,8 @@ import xarray as xr
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.digest import digest
-from mechattn.results.packed import packed, unpacked
-from mechattn.results.schema import as_tree
+from mechattn.store.result_bytes import packed, unpacked
+from mechattn.store.schema import as_tree
 
 PLACES = ["result.zarr", "result.nc", "memory://tests/result.zarr"]
 
@@ -191,7 +191,7 @@ def test_what_a_change_with_the_right_tools_leaves_is_found(slash_result, tmp_pa
 
 def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch):
     address = "memory://tests/interrupted.zarr"
-    monkeypatch.setattr("mechattn.results.storage.COMPLETE", "begun")  # the last write never comes
+    monkeypatch.setattr("mechattn.store.saving.COMPLETE", "begun")  # the last write never comes
     with pytest.raises(OutputError, match=r"just written cannot be read back.*is incomplete"):
         slash_result.save(address)
     monkeypatch.undo()
@@ -259,7 +259,7 @@ def test_netcdf_without_its_package(slash_result, tmp_path, monkeypatch):
 
 
 def test_another_schema_is_refused(slash_result, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.results.schema.SCHEMA", 99)
+    monkeypatch.setattr("mechattn.store.schema.SCHEMA", 99)
     as_tree(slash_result, np.dtypes.StringDType()).to_zarr(tmp_path / "result.zarr", consolidated=False)
     monkeypatch.undo()
     with pytest.raises(OutputError, match="has schema 99"):

@@ -10,7 +10,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.results.size import Size
+from mechattn.store.unpacked_size import Size
 
 
 class Runs:

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shutil
 
 import plotly.graph_objects as go
 import pytest
@@ -12,9 +11,8 @@ import mechattn as ma
 from mechattn.commands.config import FIGURES
 from mechattn.commands.report import figures_of
 from mechattn.pages.page import results_page
-from mechattn.render.plain import as_heading, with_plain_names
+from mechattn.render.plain_names import as_heading, with_plain_names
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'
 OURS = re.compile(r"</?(?:br|sup|extra)>")
 
@@ -86,27 +84,21 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
     assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize("escaped", [True, False])
-def test_no_link_on_the_page(hostile, tmp_path, monkeypatch, escaped):
-    from playwright.sync_api import sync_playwright
-
+def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
     if not escaped:  # negative control
         monkeypatch.setattr("mechattn.render.words.with_plain_names", lambda figure: figure)
     figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
     place = results_page([hostile], tmp_path / "p.html", figures)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page()
-        page.goto(place.as_uri())
-        page.wait_for_function("document.documentElement.dataset.ready")
-        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-        page.wait_for_function("document.querySelectorAll('details.section > figure[data-drawn]').length === 1")
-        links = page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
-        assert (links == 0) == escaped
-        assert page.locator("b, img[src=x]").count() == 0
-        if escaped:
-            assert "<a href=" in page.locator(".section summary", has_text="received attention").inner_text()
-            assert "<a href=" in page.locator("#map-title").inner_text()
-        browser.close()
+    page = browser.new_page()
+    page.goto(place.as_uri())
+    page.wait_for_function("document.documentElement.dataset.ready")
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.wait_for_function("document.querySelectorAll('details.section > figure[data-drawn]').length === 1")
+    links = page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
+    assert (links == 0) == escaped
+    assert page.locator("b, img[src=x]").count() == 0
+    if escaped:
+        assert "<a href=" in page.locator(".section summary", has_text="received attention").inner_text()
+        assert "<a href=" in page.locator("#map-title").inner_text()
+    page.close()

@@ -14,10 +14,10 @@ from numcodecs.zstd import Zstd
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.results.files import files_at, files_in
-from mechattn.results.seal import seal
-from mechattn.results.size import ALWAYS, BYTES, TIMES, Size
-from mechattn.results.zarr_folder import check_folder, frame_size
+from mechattn.store.files import files_at, files_in
+from mechattn.store.netcdf_checksum import seal
+from mechattn.store.unpacked_size import ALWAYS, BYTES, TIMES, Size
+from mechattn.store.zarr_folder import check_folder, frame_size
 
 
 def unsealed(path):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from mechattn.errors import OptionError
-from mechattn.stats.comparison import against_null, relative_change
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, check_unit
@@ -101,23 +100,3 @@ def test_false_discoveries_over_groups_stay_at_the_nominal_rate(size):
     assert np.mean(found) < 0.06
     assert np.mean(apart) < 0.08
     assert size == 1 or np.mean(ignored) > 0.15, "negative control"
-
-
-def test_relative_changes_and_verdicts_are_of_groups():
-    generator = np.random.default_rng(0)
-    of = np.repeat(np.arange(8), 3)
-    units = Units.grouped([str(group) for group in of])
-    baseline = generator.uniform(0.5, 1.5, (24, 2, 3))
-    values = baseline * np.exp(-0.3 + 0.1 * generator.normal(size=(8, 2, 3))[of])
-    ones = np.ones((24, 2, 1))
-    made = against_null(values, baseline, ones, ones, units=units)
-    assert (made.n, made.unit) == (8, "groups (8 of 24 prompts)")
-    ratio = np.log(values.mean((1, 2)) / baseline.mean((1, 2)))
-    groups = np.array([np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)])
-    np.testing.assert_allclose(made.change, np.expm1(np.array(t_interval(groups))))
-    np.testing.assert_allclose(relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change)
-    each = np.log(values / baseline)
-    by_hand = paired(np.stack([each[of == group].mean(0) for group in range(8)]))
-    np.testing.assert_array_equal(made.beyond, (by_hand.q < 0.05) & (by_hand.difference < 0))
-    alone = against_null(values, baseline, ones, ones)
-    assert float(alone.change.high - alone.change.low) < 0.8 * float(made.change.high - made.change.low)

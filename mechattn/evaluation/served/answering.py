@@ -12,59 +12,70 @@ from typing import Any
 
 import torch
 
-from mechattn.errors import OptionError, PromptTooLong
+from mechattn.errors import OptionError, PromptTooLong, ServerError
 from mechattn.evaluation.generate import Answer, Request, until_end
 from mechattn.evaluation.served.connection import Connection, connected
-from mechattn.evaluation.served.probe import accepted, probed, takes_ids
+from mechattn.evaluation.served.probe import Probe, probed, some_of, stretches, takes_ids
 from mechattn.evaluation.served.reply import Asked, Reply
 from mechattn.evaluation.served.server import Server
 from mechattn.evaluation.served.text import texts_of
-from mechattn.model.unloaded import UnloadedModel
+from mechattn.model.without_weights import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
+Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
+
+
+class Exchanged(ServerError):
+    """A server no longer serves the model; these are the answers since it last did."""
+
+    since: Seq[Key] = ()
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model on a server, probed.
-
-    Args:
-        connection: The connection to the server.
-        model: Its tokenizer.
-        texts: The text of each prompt and condition, for a server that takes text only; None for token ids.
-        probe: The findings of the probe.
-    """
+    """A model on a server, probed; the texts of prompts and conditions for a server that takes text only."""
 
     connection: Connection
     model: UnloadedModel
     texts: Mapping[tuple[str, str], str] | None
-    probe: Mapping[str, Any]
+    probe: Probe
 
     def answered(
-        self, todo: Seq[Todo], new_tokens: int, at_once: int, temperature: float, seed: int, progress: bool
+        self, todo: Seq[Todo], new_tokens: int, temperature: float, seed: int, progress: bool
     ) -> Iterator[list[tuple[Todo, Answer, str]]]:
-        """Each answer with its text, in the order of arrival.
-
-        Raises:
-            ServerError: A request failed; the answers before it were yielded.
-        """
-        asked = ((one, self._asked(one, new_tokens, temperature, seed)) for one in todo)
-        doubtful: dict[tuple[str, str, int], tuple[Answer, str]] = {}
+        """Each answer with its text, in the order of arrival; within and after them the server is probed again."""
         with _bar(len(todo), progress) as advance:
-            for one, reply in self.connection.replies(asked, at_once):
-                answer, text = as_answer(reply, self.model)
-                if may_have_ended(reply, answer, new_tokens):
-                    doubtful[_key(one)] = answer, text
-                    continue
-                advance(len(answer.tokens))
-                yield [(one, answer, text)]
-            more = ((one, self._asked(one, new_tokens + 1, temperature, seed)) for one in todo if _key(one) in doubtful)
-            for one, reply in self.connection.replies(more, at_once):
-                answer, text = doubtful[_key(one)]
-                advance(len(answer.tokens))
-                yield [(one, replace(answer, finished=reply.stopped and reply.text == text), text)]
+            for some in stretches(todo, seed):
+                for one, answer, text in self._answered(some, new_tokens, temperature, seed):
+                    advance(len(answer.tokens))
+                    yield [(one, answer, text)]
+                if why := self.probe.again(len(some)):
+                    error = Exchanged(
+                        f"the server at {self.connection.server.address} no longer serves the model, {why}. Its "
+                        f"{len(some)} answers since it last did are dropped; serve the model, and call evaluate again "
+                        "with the same arguments"
+                    )
+                    error.since = [_key(one) for one in some]
+                    raise error
+
+    def _answered(
+        self, todo: Seq[Todo], new_tokens: int, temperature: float, seed: int
+    ) -> Iterator[tuple[Todo, Answer, str]]:
+        """The answers between two probes."""
+        asked = ((one, self._asked(one, new_tokens, temperature, seed)) for one in todo)
+        doubtful: dict[Key, tuple[Answer, str]] = {}
+        for one, reply in self.connection.replies(asked):
+            answer, text = as_answer(reply, self.model)
+            if may_have_ended(reply, answer, new_tokens):
+                doubtful[_key(one)] = answer, text
+            else:
+                yield one, answer, text
+        more = ((one, self._asked(one, new_tokens + 1, temperature, seed)) for one in todo if _key(one) in doubtful)
+        for one, reply in self.connection.replies(more):
+            answer, text = doubtful[_key(one)]
+            yield one, replace(answer, finished=reply.stopped and reply.text == text), text
 
     def _asked(self, one: Todo, new_tokens: int, temperature: float, seed: int) -> Asked:
         prompt, name, wanted = one
@@ -74,9 +85,9 @@ class Served:
             ids if self.texts is None else self.texts[prompt.id, name],
             len(ids),
             min(new_tokens, room),
+            self.model,
             temperature,
             seed_of(seed, prompt.id, wanted.sample),
-            self.model.end,
         )
 
 
@@ -87,40 +98,23 @@ def served(
     prompts: Seq[Prompt],
     sequences: Seq[Mapping[str, Sequence]],
     new_tokens: int,
+    at_once: int,
     temperature: float,
+    seed: int,
     before: Mapping[str, Any] | None,
 ) -> Iterator[Served]:
-    """A connection to a server that has been found to serve the model.
-
-    Args:
-        server: The server.
-        model: Its tokenizer, and the model itself if it is loaded.
-        prompts: The prompts.
-        sequences: The sequences of each prompt, by condition.
-        new_tokens: The largest number of tokens per answer.
-        temperature: The temperature of the sampling.
-        before: The findings of the probe of the earlier run that this run resumes.
-
-    Raises:
-        ServerError: The server cannot be reached, or it is not the model.
-        PromptError: The server takes text only, and a prompt would be read as different tokens.
-    """
-    with connected(server) as connection:
+    """A connection to a server that serves the model, as it did ``before`` if a run is resumed."""
+    with connected(server, at_once) as connection:
         if connection.longest is not None:
             check_room(prompts, sequences, new_tokens, connection.longest, f"the server at {server.address}")
-        ids = takes_ids(connection, sequences[0], model.end)
+        ids = takes_ids(connection, sequences[0], model)
         texts = None if ids else texts_of(model.tokenizer, prompts, sequences, server.address)
-        found = probed(connection, model, prompts, sequences, texts, temperature)
-        accepted(found, before, server)
-        yield Served(connection, model, texts, found)
+        some = some_of(prompts, sequences, seed)
+        yield Served(connection, model, texts, probed(connection, model, some, texts, temperature, before))
 
 
 def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
-    """Refuse conditions that act inside the model, which a server does not allow.
-
-    Raises:
-        OptionError: A condition intervenes, hides inserted tokens or keeps positions.
-    """
+    """Refuse conditions that act inside the model, which a server does not allow."""
     for made in sequences:
         for name, sequence in made.items():
             if sequence.interventions:
@@ -141,11 +135,7 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
 def check_room(
     prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int, longest: int, who: str
 ) -> None:
-    """Refuse prompts that are too long with their answers.
-
-    Raises:
-        PromptTooLong: A prompt is too long.
-    """
+    """Refuse prompts that are too long with their answers."""
     for prompt, made in zip(prompts, sequences, strict=True):
         for name, sequence in made.items():
             if len(sequence) + new_tokens > longest:
@@ -162,29 +152,21 @@ def seed_of(seed: int, prompt: str, sample: int) -> int:
 
 
 def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
-    """An answer and its text.
-
-    If a server gives no token ids, they are the tokenizer's ids for the text.
-    """
+    """An answer and its text."""
     logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
-    if reply.tokens is None:
-        tokens = tuple(model.tokenizer(reply.text, add_special_tokens=False)["input_ids"])
-        return Answer(tokens, reply.stopped, float(logprobs.mean())), reply.text
+    if not reply.tells_ids:
+        return Answer(reply.tokens, reply.stopped, float(logprobs.mean())), reply.text
     answer = until_end(list(reply.tokens), logprobs, model.end)
     text = model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
     return replace(answer, finished=answer.finished or reply.stopped), text
 
 
 def may_have_ended(reply: Reply, answer: Answer, new_tokens: int) -> bool:
-    """Whether the last allowed token may have ended the answer, although the server says "length".
-
-    transformers and SGLang check the limit first. Then the text has one token less than was generated; or the model
-    used more tokens for it than its tokenizer would. One more token shows which.
-    """
-    return reply.tokens is None and not reply.stopped and len(answer.tokens) < new_tokens
+    """Whether the last allowed token may have ended the answer, although the server says "length"."""
+    return not reply.tells_ids and not reply.stopped and len(answer.tokens) < new_tokens
 
 
-def _key(one: Todo) -> tuple[str, str, int]:
+def _key(one: Todo) -> Key:
     return one[0].id, one[1], one[2].sample
 
 

@@ -1,9 +1,10 @@
-"""A connection to a server: several completions at a time, with retries if the server is busy, slow or cut off."""
+"""A connection to a server: several completions at a time, each requested again if its reply is incomplete."""
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,53 +12,35 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from mechattn.errors import ServerError
-from mechattn.evaluation.served.reply import Asked, Garbled, Reply, reply_of
+from mechattn.evaluation.served.reply import Asked, Reply, reply_of
 from mechattn.evaluation.served.server import Server
+from mechattn.evaluation.served.wire import Garbled, Refused, client, exchanged
 
 Named = TypeVar("Named")
-_RETRIES = 8  # after 429, 5xx, time-outs and lost connections: 0.5, 1, 2, 4, 8, 8 … seconds, or as the server asks
+_RETRIES = 8  # after 408, 429, 5xx, time-outs and lost connections
 _GARBLED = 4  # retries after incomplete replies
 _FIRST_GARBLED_WAIT = 0.5  # seconds, doubled each time
 _HELLO = 10.0  # seconds in which a server must respond at first
-_LONGEST_REASON = 300  # characters
-
-
-class Refused(ServerError):
-    """The server answers with an error; ``status`` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+_LONGEST_LIST = 2**22  # bytes of a list of models
 
 
 @dataclass(frozen=True)
 class Connection:
-    """An open connection.
-
-    Args:
-        server: The server.
-        client: The client of the package openai.
-        portal: An anyio portal to the thread in which the client runs.
-        model: The model's name on the server.
-        longest: The longest sequence, prompt and answer together, if the server says so.
-    """
+    """An open connection: a client of httpx2, the portal to its thread, and what the server says of its model."""
 
     server: Server
     client: Any
     portal: Any
     model: str
     longest: int | None
+    at_once: int
 
-    def replies(self, asked: Iterable[tuple[Named, Asked]], at_once: int) -> Iterator[tuple[Named, Reply]]:
-        """Each reply in the order of arrival, with a bound on the requests in progress.
-
-        Raises:
-            ServerError: A request failed; raised after the others in progress have finished.
-        """
+    def replies(self, asked: Iterable[tuple[Named, Asked]]) -> Iterator[tuple[Named, Reply]]:
+        """Each reply in the order of arrival; if a request fails, its error after the others in progress."""
         left, running = iter(asked), dict[Future, Named]()
         failed: Exception | None = None
         while True:
-            for name, one in islice(left, 0 if failed else at_once - len(running)):
+            for name, one in islice(left, 0 if failed else self.at_once - len(running)):
                 running[self.portal.start_task_soon(self._reply, one)] = name
             if not running:
                 break
@@ -73,114 +56,64 @@ class Connection:
         if failed is not None:
             raise failed
 
-    def reply(self, asked: Asked) -> Reply:
-        """Request one reply."""
-        return next(reply for _, reply in self.replies([(None, asked)], 1))
+    def all(self, asked: Seq[Asked]) -> list[Reply]:
+        """The replies, in the order in which they were asked for."""
+        found = dict(self.replies(enumerate(asked)))
+        return [found[i] for i in range(len(asked))]
 
     async def _reply(self, asked: Asked) -> Reply:
         from anyio import sleep
 
+        body = {"model": self.model, **asked.body()}
         for attempt in range(_GARBLED + 1):
             try:
-                return reply_of(await self._sent(asked), asked, self.model, self.server.address)
+                data = await exchanged(
+                    self.client, self.server, "/completions", body, asked.most, self.server.timeout, _RETRIES
+                )
+                return reply_of(data, asked, self.model, self.server)
             except Garbled as error:
-                reason = str(error)
+                reason = self.server.without_key(str(error))
             if attempt < _GARBLED:
                 await sleep(_FIRST_GARBLED_WAIT * 2**attempt)
         raise ServerError(
             f"the server at {self.server.address} gives no readable answer ({reason}), {_GARBLED + 1} times in a row"
         )
 
-    async def _sent(self, asked: Asked) -> Any:
-        with _in_our_words(self.server):
-            raw = await self.client.completions.with_raw_response.create(model=self.model, **asked.body())
-            content = raw.http_response.content
-        try:
-            return json.loads(content)
-        except ValueError:
-            raise Garbled("its JSON is incomplete or invalid") from None
-
 
 @contextmanager
-def connected(server: Server) -> Iterator[Connection]:
-    """A connection inside a ``with`` block; requests in progress are dropped if the block raises.
-
-    Raises:
-        ServerError: The server cannot be reached, or does not have the model.
-    """
+def connected(server: Server, at_once: int) -> Iterator[Connection]:
+    """A connection inside a ``with`` block; requests in progress are dropped if the block raises."""
     from anyio.from_thread import start_blocking_portal
 
+    made, log = client(server), logging.getLogger("httpcore2.http11")  # where headers that a server sends are logged
+    hides = lambda record: not server.key or server.key not in record.getMessage()  # noqa: E731
+    log.addFilter(hides)
     with start_blocking_portal() as portal:
-        client = portal.call(_client, server, server.timeout, _RETRIES)
         try:
-            there = portal.call(_models, server)
+            there = portal.call(_models, made, server)
             model = server.model or _only(there, server)
-            longest = there.get(model)
-            yield Connection(server, client, portal, model, longest)
+            yield Connection(server, made, portal, model, there.get(model), at_once)
         finally:
-            portal.call(client.close)
+            portal.call(made.aclose)
+            log.removeFilter(hides)
 
 
-async def _client(server: Server, timeout: int | float, retries: int) -> Any:
-    from openai import AsyncOpenAI
-
-    made = AsyncOpenAI(base_url=server.address, api_key=server.key or "none", timeout=timeout, max_retries=retries)
-    made.organization = made.project = None  # from the environment, for an account with OpenAI: not for this server
-    return made
-
-
-async def _models(server: Server) -> dict[str, int | None]:
+async def _models(client: Any, server: Server) -> dict[str, int | None]:
     """The models that a server lists, and how many tokens each takes; none from a server without a list."""
-    hello = await _client(server, min(_HELLO, server.timeout), 1)
     try:
-        with _in_our_words(server):
-            raw = await hello.models.with_raw_response.list()
-        listed = json.loads(raw.http_response.content)["data"]
-        return {one["id"]: one.get("max_model_len") for one in listed}
+        listed = await exchanged(client, server, "/models", None, _LONGEST_LIST, min(_HELLO, server.timeout), 1)
+        limits = {one["id"]: one.get("max_model_len") for one in listed["data"] if isinstance(one["id"], str)}
+        return {name: limit if type(limit) is int and limit > 0 else None for name, limit in limits.items()}
     except Refused as error:
-        if error.status in (401, 403):
+        if error.status < 400 or error.status in (401, 403):
             raise
         return {}  # `transformers serve` lists its cache, and fails if there is none
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (Garbled, KeyError, TypeError, AttributeError):
         return {}
-    finally:
-        await hello.close()
 
 
 def _only(there: dict[str, int | None], server: Server) -> str:
     if len(there) != 1:
-        some = f"it has {', '.join(map(repr, islice(there, 10)))}" if there else "it lists none"
+        some = f"it has {', '.join(repr(name[:200]) for name in islice(there, 10))}" if there else "it lists none"
         raise ServerError(f"which model of the server at {server.address}? {some}: give served_model=…")
     return next(iter(there))
-
-
-@contextmanager
-def _in_our_words(server: Server) -> Iterator[None]:
-    """The client's error as one of ours, without the request, which contains the key."""
-    from openai import APIConnectionError, APIStatusError, APITimeoutError
-
-    try:
-        yield
-    except APIStatusError as error:
-        said = " ".join(server.without_key(error.response.text).split())[:_LONGEST_REASON]
-        words = f"the server at {server.address} answers {error.status_code}: {said}{_hint(error.status_code)}"
-        raise Refused(words, error.status_code) from None
-    except APITimeoutError:
-        raise ServerError(
-            f"the server at {server.address} gives no answer within {server.timeout:g} s (server_timeout); send fewer "
-            f"requests at a time (batch=…), or allow more time"
-        ) from None
-    except APIConnectionError as error:
-        cause = server.without_key(f"{type(error.__cause__).__name__}: {error.__cause__}")[:_LONGEST_REASON]
-        raise ServerError(
-            f"the server at {server.address} cannot be reached, or closed the connection ({cause})"
-        ) from None
-
-
-def _hint(status: int) -> str:
-    hints = {
-        401: ". It needs a key: put the key into an environment variable, and name the variable: "
-        'server_key="SERVER_KEY"',
-        404: '. Is the address right ("http://host:8000/v1"), and does it have the served_model?',
-    }
-    return hints.get(status, "")

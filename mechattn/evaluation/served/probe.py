@@ -1,38 +1,114 @@
-"""Compares a server with the model: a few greedy answers and their log-probabilities."""
+"""Compares a server with the model, or with itself, by a few greedy answers: before, within and after a run."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import takewhile
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from mechattn.errors import ModelError, ServerError
 from mechattn.evaluation.generate import Request, answers, native_of
-from mechattn.evaluation.served.connection import Connection, Refused
+from mechattn.evaluation.served.connection import Connection
 from mechattn.evaluation.served.reply import Asked, Reply
-from mechattn.evaluation.served.server import Server
+from mechattn.evaluation.served.wire import Refused
 from mechattn.model.fingerprint import weights_hash
-from mechattn.model.unloaded import UnloadedModel
+from mechattn.model.lock import alone
+from mechattn.model.without_weights import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.results.provenance import name_of
+from mechattn.stats.intervals import wilson_interval
 
-PROMPTS, TOKENS = 8, 32
-ALIKE = 0.8  # the least share of an answer's text up to the first difference
+T = TypeVar("T")
+ANSWERS, TOKENS = 16, 32
+ALIKE = 0.9  # the least share of answers that are the local model's: on the toys bfloat16 has 1, 30 % noise .75 at most
+ITSELF, WORSE = 0.6, 0.2  # the same against the server itself, at first; and how many fewer are alike later
 LOGPROB = 0.05  # the largest mean difference in nats; on the toys bfloat16 gives 0.005, 8 bits 0.016, 4 bits 0.35
+_TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
+_EVERY, _MOST = 256, 8  # one probe within so many answers, and the most of them in a run
 _HOT = 2.0  # a temperature at which no two answers are equal
 
 
-def takes_ids(connection: Connection, made: Mapping[str, Sequence], end: frozenset[int]) -> bool:
+@dataclass(frozen=True)
+class Known:
+    """An answer with which a server's is compared; of the local model also the text and the gap after each token."""
+
+    text: str
+    logprobs: tuple[float, ...] | None
+    prompt_logprobs: tuple[float, ...] | None
+    steps: tuple[str, ...] = ()
+    gaps: tuple[float, ...] = ()
+
+    def agrees(self, text: str) -> bool:
+        """Whether another answer is this one; where the local model is undecided, either token is right."""
+        mine, text = self.text.rstrip("�"), text.rstrip("�")  # which is half a character
+        if text == mine or not self.steps:
+            return text == mine
+        apart = next((i for i, step in enumerate(self.steps) if not text.startswith(step)), len(self.steps))
+        return self.gaps[apart - 1] < _TIE
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Questions to a server, their known answers, and the findings."""
+
+    connection: Connection
+    asked: Seq[Asked]
+    known: Seq[Known]
+    about: dict[str, Any]
+
+    def compared(self, replies: Seq[Reply]) -> dict[str, Any]:
+        """Compare answers with the known ones."""
+        pairs = list(zip(self.known, replies, strict=True))
+        same = sum(known.agrees(reply.text) for known, reply in pairs)
+        low, high = wilson_interval(same, len(pairs))
+        figures = {"alike": same / len(pairs), "alike_low": low, "alike_high": high}
+        for of, told in (
+            ("prompts", [(known.prompt_logprobs, reply.prompt_logprobs) for known, reply in pairs]),
+            ("answers", [(known.logprobs, reply.logprobs) for known, reply in pairs if known.text == reply.text]),
+        ):
+            far = [abs(a - b) for mine, theirs in told if mine and theirs for a, b in zip(mine, theirs, strict=False)]
+            if far:
+                return {**figures, "logprob_difference": sum(far) / len(far), "logprobs_of": of}
+        return {**figures, "logprob_difference": None, "logprobs_of": None}
+
+    def doubt(self, figures: Mapping[str, Any], least: float = ITSELF) -> str | None:
+        """Why a server with these figures is refused, if it is; ``least`` is against the server itself."""
+        least = ALIKE if self.known[0].steps else least
+        far = figures["logprob_difference"] or 0.0
+        if not self.connection.server.verify or (figures["alike"] >= least and far <= LOGPROB):
+            return None
+        alike, low, high = (round(100 * figures[name]) for name in ("alike", "alike_low", "alike_high"))
+        logprobs = f", log-probabilities of {figures['logprobs_of']} are {far:.3f} nats apart" if far else ""
+        return (
+            f"against {self.about['against']}: {alike} % [{low}, {high}] of {len(self.asked)} greedy answers are alike"
+            f"{logprobs} (at least {100 * least:.0f} %, at most {LOGPROB} nats)"
+        )
+
+    def again(self, since: int) -> str | None:
+        """Ask again after some answers, and record the figures; why the server is now refused, if it is."""
+        figures = self.compared(self.connection.all(self.asked))
+        self.about["again"].append({"since": since, **figures})
+        return self.doubt(figures, self.about["alike"] - WORSE)
+
+
+def stretches(todo: Seq[T], seed: int) -> list[Seq[T]]:
+    """What is asked for between two probes: the ends are drawn by seed, one in each part of the run."""
+    parts, draw = min(_MOST, -(-len(todo) // _EVERY)), random.Random(f"{seed} probe")
+    ends = [draw.randrange(*part) for part in pairwise(i * len(todo) // parts for i in range(parts + 1))]
+    return [todo[slice(*some)] for some in pairwise([0, *ends, len(todo)])]
+
+
+def takes_ids(connection: Connection, made: Mapping[str, Sequence], model: UnloadedModel) -> bool:
     """Whether a server takes token ids; one that doesn't rejects the request."""
     ids = tuple(next(iter(made.values())).tokens.tolist())
     try:
-        connection.reply(Asked(ids, len(ids), 1, end=end))
+        connection.all([Asked(ids, len(ids), 1, model)])
     except Refused as error:
         if error.status not in (400, 422):
             raise
@@ -43,147 +119,104 @@ def takes_ids(connection: Connection, made: Mapping[str, Sequence], end: frozens
 def probed(
     connection: Connection,
     model: UnloadedModel,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
+    some: Seq[tuple[str, str, Sequence]],
     texts: Mapping[tuple[str, str], str] | None,
     temperature: float,
-) -> dict[str, Any]:
-    """Probe the server with a few answers; return figures, and the answers, with which a resumed run is compared.
-
-    Returns:
-        "model", its name there; "sent" (token ids or text); "against" what; "alike", the mean share of an answer's
-        text up to the first difference; "logprob_difference", the mean |difference| in nats of the log-probabilities
-        of the prompts' tokens, or of those of the answers where the server tells no others, which are so sure that
-        they tell little (None where there are none to compare), and "logprobs_of" which; "texts"; where answers are
-        sampled "same_seed", the share of answers that a second run with the same seeds repeats.
-
-    Raises:
-        ServerError: The server should sample but does not.
-    """
-    some = _some(prompts, sequences)
+    before: Mapping[str, Any] | None,
+) -> Probe:
+    """Ask a server some questions; refuse it if it is not the model, or no longer that of the run that is resumed."""
+    longest = min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx)
     asked = [
         Asked(
             tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name],
             len(sequence),
-            min(TOKENS, min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx) - len(sequence)),
-            end=model.end,
+            min(TOKENS, longest - len(sequence)),
+            model,
             prompt_logprobs=True,
         )
         for prompt, name, sequence in some
     ]
-    replies = _all(connection, asked)
-    sent = "token ids" if texts is None else "text"
-    found: dict[str, Any] = {"model": name_of(connection.model), "sent": sent, "prompts": len(some)}
-    native, found["against"] = _here(model)
-    if native is None:
-        others = [reply.text for reply in _all(connection, asked)]
-        found |= {"logprob_difference": None, "logprobs_of": None}
-    else:
-        wanted = [Request(prompt, sequence, 0) for prompt, _, sequence in some]
-        made = answers(native, wanted, TOKENS, model.end)
-        others = [model.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in made]
-        found |= _logprob_difference(native, [sequence for _, _, sequence in some], replies)
-    found["texts"] = [reply.text for reply in replies]
-    found["alike"] = _alike(found["texts"], others)
+    first = connection.all(asked)
+    known, against = _here(model, some, asked)
+    found: dict[str, Any] = {
+        "model": name_of(connection.model),
+        "sent": "token ids" if texts is None else "text",
+        "answers": len(some),
+        "against": against,
+        "counted": all(reply.counted for reply in first),
+        "texts": [reply.text for reply in first],
+        "again": [],
+    }
+    known = known or [Known(reply.text, reply.logprobs, reply.prompt_logprobs) for reply in first]
+    probe = Probe(connection, asked, known, found)
+    figures = probe.compared(first if known[0].steps else connection.all(asked))
+    found |= figures
+    _check(probe, before)
     if temperature > 0:
         found["same_seed"] = _same_seed(connection, asked, found["texts"])
-    return found
+    if before is None:
+        return probe
+    return replace(probe, about={**before, "again": [*before.get("again", []), {"since": 0, **figures}]})
 
 
-def accepted(found: Mapping[str, Any], before: Mapping[str, Any] | None, server: Server) -> None:
-    """Refuse a server whose answers are not the model's, or no longer those of the run that is resumed.
-
-    Raises:
-        ServerError: With the figures.
-    """
-    difference = found["logprob_difference"]
-    far = difference is not None and difference > LOGPROB
-    figures = f"{100 * found['alike']:.0f} % of the text of {found['prompts']} greedy answers is the same"
-    figures += (
-        "" if difference is None else f", log-probabilities of {found['logprobs_of']} {difference:.3f} nats apart"
-    )
-    if server.verify and (far or found["alike"] < ALIKE):
+def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
+    """Refuse a server whose answers are not the model's, or no longer those of the run that is resumed."""
+    server, found = probe.connection.server, probe.about
+    if why := probe.doubt(found):
         raise ServerError(
-            f"the server at {server.address} is not the model, against {found['against']}: {figures} (at least "
-            f"{100 * ALIKE:.0f} %, at most {LOGPROB} nats). Is it quantised, another revision, or does it change the "
-            "prompt? With verify_server=False its answers are accepted, and these figures are recorded with them"
+            f"the server at {server.address} is not the model, {why}. Is it quantised, another revision, or does it "
+            "change the prompt? With verify_server=False its answers are accepted, and these figures are recorded"
         )
-    same = 1.0 if before is None else _alike(found["texts"], before["texts"])
-    if server.verify and same < ALIKE:
+    same = [a == b for a, b in zip(found["texts"], (before or found)["texts"], strict=False)]
+    if server.verify and sum(same) < ITSELF * len(same):
         raise ServerError(
-            f"the server at {server.address} gives other answers than when this run began ({100 * same:.0f} % of the "
-            "text up to the first difference), so it now serves another model. Serve the first one, or use a new file"
+            f"the server at {server.address} gives other answers than when this run began ({sum(same)} of {len(same)} "
+            "are the same), so it now serves another model. Serve the first one, or use a new file"
         )
 
 
-def _some(prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> list[tuple[str, str, Sequence]]:
-    """A few sequences, spread over the prompts, with each condition in turn."""
-    names = list(sequences[0])
-    places = sorted({i * len(prompts) // PROMPTS for i in range(PROMPTS)})
-    named = [(at, names[i % len(names)]) for i, at in enumerate(places)]
-    return [(prompts[at].id, name, sequences[at][name]) for at, name in named]
+def some_of(prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], seed: int) -> list[tuple[str, str, Sequence]]:
+    """The sequences for a probe: prompts in an order drawn by seed, with each condition in turn."""
+    names, order = list(sequences[0]), list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    pairs = [(at, names[(i + turn) % len(names)]) for turn in range(len(names)) for i, at in enumerate(order)]
+    return [(prompts[at].id, name, sequences[at][name]) for at, name in pairs[:ANSWERS]]
 
 
-def _all(connection: Connection, asked: Seq[Asked]) -> list[Reply]:
-    found = dict(connection.replies(enumerate(asked), len(asked)))
-    return [found[i] for i in range(len(asked))]
-
-
-def _here(model: UnloadedModel) -> tuple[Any, str]:
-    """The model without hooks, if it is loaded, and a description of what the server is compared with."""
-    if model.loaded is None:
-        return None, "a second run of itself"
+def _here(model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq[Asked]) -> tuple[list[Known], str]:
+    """The local model's answers, if it is loaded, and a description of what the server is compared with."""
     try:
-        native = native_of(model.loaded)
+        native = None if model.loaded is None else native_of(model.loaded)
     except ModelError:
-        return None, "a second run of itself"
+        native = None
+    if native is None:
+        return [], "a second run of itself"
+    made = answers(native, [Request(prompt, sequence, 0) for prompt, _, sequence in some], TOKENS, model.end)
+    known = [
+        _known(native, model.tokenizer, sequence.tokens.tolist(), list(answer.tokens[: one.new_tokens]))
+        for (_, _, sequence), answer, one in zip(some, made, asked, strict=True)
+    ]
     dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
-    return native, f"the model here ({dtype}, weights {weights_hash(model.loaded)})"
+    return known, f"the model here ({dtype}, weights {weights_hash(model.loaded)})"
 
 
-def _alike(one: Seq[str], other: Seq[str]) -> float:
-    """The mean fraction of the texts before the first difference; 1 if they are equal."""
-    shares = []
-    for a, b in zip(one, other, strict=False):
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-        shares.append(same / max(len(a), len(b)) if a or b else 1.0)
-    return sum(shares) / len(shares)
-
-
-def _logprob_difference(native: Any, sequences: Seq[Sequence], replies: Seq[Reply]) -> dict[str, Any]:
-    """The mean |difference| of log-probabilities between server and model, of prompt tokens or generated tokens."""
-    differences: dict[str, list[Float[Tensor, " token"]]] = {"prompts": [], "answers": []}
-    for sequence, reply in zip(sequences, replies, strict=True):
-        here = _logprobs(native, [*sequence.tokens.tolist(), *(reply.tokens or ())])
-        split = len(sequence) - 1
-        for of, mine, told in (
-            ("prompts", here[:split], reply.prompt_logprobs),
-            ("answers", here[split:], reply.logprobs),
-        ):
-            if told is not None and len(mine) == len(told):
-                differences[of].append((mine - torch.tensor(told, dtype=torch.float64)).abs())
-    for of, some in differences.items():
-        if some:
-            return {"logprob_difference": float(torch.cat(some).mean()), "logprobs_of": of}
-    return {"logprob_difference": None, "logprobs_of": None}
-
-
+@alone
 @torch.no_grad()
-def _logprobs(native: Any, ids: list[int]) -> Float[Tensor, " token"]:
-    """The log-probability of each token after the first, in one pass."""
-    tokens = torch.tensor([ids], device=next(native.parameters()).device)
-    logits = native(input_ids=tokens).logits[0, :-1].double()
-    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].cpu()
+def _known(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Known:
+    """The local model's answer, with its log-probabilities in one pass."""
+    tokens = torch.tensor([prompt + answer], device=next(native.parameters()).device)
+    likely = native(input_ids=tokens).logits[0].double().log_softmax(-1)
+    told = tuple(likely[:-1].gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    split = len(prompt) - 1
+    gaps = tuple((-likely[split:].topk(2).values.diff()[:, 0]).tolist())
+    steps = [tokenizer.decode(answer[:i], skip_special_tokens=True) for i in range(len(answer) + 1)]
+    return Known(steps[-1], told[split:], told[:split], tuple(step.rstrip("�") for step in steps), gaps)
 
 
 def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> float:
-    """The fraction of answers that the same seed reproduces.
-
-    Raises:
-        ServerError: No answer differs from the greedy one, even at a high temperature.
-    """
-    hot = [Asked(a.prompt, a.read, a.new_tokens, _HOT, seed, a.end) for seed, a in enumerate(asked)]
-    first, second = ([reply.text for reply in _all(connection, hot)] for _ in range(2))
+    """The fraction of answers that the same seed repeats; refuses a server that does not sample."""
+    hot = [replace(one, temperature=_HOT, seed=seed) for seed, one in enumerate(asked)]
+    first, second = ([reply.text for reply in connection.all(hot)] for _ in range(2))
     if first == list(greedy):
         raise ServerError(
             f"the server at {connection.server.address} does not sample: {len(hot)} answers at temperature {_HOT:g} "

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from mechattn.errors import ServerError
+from mechattn.evaluation.served.server import Server
+from mechattn.evaluation.served.wire import Garbled
+from mechattn.model.without_weights import UnloadedModel
 
 # vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option is sent.
 _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
-_PLAIN_BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-
-
-class Garbled(Exception):
-    """An incomplete reply; it is requested again."""
+_BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+_BYTES, _BYTES_A_TOKEN = 2**16, 2**10  # vLLM writes about 180 bytes a token: text, id, log-probability, alternatives
+_TOKENS_A_TOKEN = 3  # in its text again, at most: a byte that is no character is read as the three of "�"
+_UNLIKELY = 1e6  # nats
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A requested completion.
-
-    Args:
-        prompt: Token ids, or a text that gives them.
-        read: The number of tokens that the model has to read.
-        new_tokens: The largest number of tokens per answer.
-        temperature: 0 for the likeliest token.
-        seed: The seed of the sampling.
-        end: Tokens that end an answer.
-        prompt_logprobs: Whether to request the log-probabilities of the prompt's own tokens.
-    """
+    """A requested completion of token ids, or of a text that gives them; ``read`` is their number."""
 
     prompt: tuple[int, ...] | str
     read: int
     new_tokens: int
+    reader: UnloadedModel
     temperature: float = 0.0
     seed: int | None = None
-    end: frozenset[int] = frozenset()
     prompt_logprobs: bool = False
+
+    @property
+    def most(self) -> int:
+        """The largest reply, in bytes."""
+        return _BYTES + _BYTES_A_TOKEN * (self.read + self.new_tokens)
 
     def body(self) -> dict[str, Any]:
         """What is sent, in addition to the model's name."""
@@ -46,39 +42,26 @@ class Asked:
             made["seed"] = self.seed
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt, **made}
-        beside = {**_PLAIN_BESIDE_OPENAI, "stop_token_ids": sorted(self.end)}
+        beside = {**_BESIDE_OPENAI, "stop_token_ids": sorted(self.reader.end)}
         beside |= {"prompt_logprobs": 0} if self.prompt_logprobs else {}  # not of alternatives
-        return {"prompt": list(self.prompt), **made, "extra_body": beside}
+        return {"prompt": list(self.prompt), **made, **beside}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A server's completion.
-
-    Args:
-        text: The text, without special tokens.
-        tokens: Its token ids, if the server gives them.
-        logprobs: The log-probability of each token, if the server gives them.
-        stopped: Whether the model ended the text itself.
-        written: The number of generated tokens, including the end token, if the server gives it.
-        prompt_logprobs: The log-probability of each prompt token except the first, if requested and given.
-    """
+    """A server's completion, with what the server tells of its tokens."""
 
     text: str
-    tokens: tuple[int, ...] | None
+    tokens: tuple[int, ...]
+    tells_ids: bool
     logprobs: tuple[float, ...] | None
     stopped: bool
-    written: int | None
+    counted: bool
     prompt_logprobs: tuple[float, ...] | None = None
 
 
-def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
-    """Read a reply.
-
-    Raises:
-        Garbled: The reply is incomplete.
-        ServerError: It comes from another model, or the model has not read what was sent.
-    """
+def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
+    """Read a reply; refused if it is another model's, or too long, or if the model has not read what was sent."""
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         raise Garbled("it has no choices")
     if len(data["choices"]) != 1 or not isinstance(data["choices"][0], dict):
@@ -86,39 +69,60 @@ def reply_of(data: Any, asked: Asked, model: str, address: str) -> Reply:
     choice = data["choices"][0]
     if not isinstance(choice.get("text"), str) or choice.get("finish_reason") not in ("stop", "length"):
         raise Garbled(f"it was not finished: finish_reason is {str(choice.get('finish_reason'))[:40]!r}")
-    _check_model(data.get("model"), model, address)
+    _check_model(data.get("model"), model, server)
     usage = data["usage"] if isinstance(data.get("usage"), dict) else {}
-    _check_read(usage.get("prompt_tokens"), choice.get("prompt_token_ids"), asked, address)
+    counted = _check_read(usage.get("prompt_tokens"), choice.get("prompt_token_ids"), asked, server)
+    ids = _ids(choice.get("token_ids"), asked)
+    if ids is not None and server.key:  # its text has been checked
+        server.check_hides_key(asked.reader.tokenizer.decode(list(ids)))
+    tokens = asked.reader.tokenizer(choice["text"], add_special_tokens=False)["input_ids"] if ids is None else ids
+    _check_length([usage.get("completion_tokens"), len(tokens) // _TOKENS_A_TOKEN, len(ids or ())], asked, server)
     logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
-    tokens, written = _whole_numbers(choice.get("token_ids")), usage.get("completion_tokens")
     return Reply(
         choice["text"],
-        tokens,
+        tuple(tokens),
+        ids is not None,
         _numbers(logprobs.get("token_logprobs")),
         choice["finish_reason"] == "stop",
-        written if isinstance(written, int) else None if tokens is None else len(tokens),
+        counted,
         _of_prompt(choice.get("prompt_logprobs"), asked),
     )
 
 
-def _check_model(said: Any, model: str, address: str) -> None:
+def _check_model(said: Any, model: str, server: Server) -> None:
     """Refuse a reply from another model; transformers adds the revision to the name."""
     if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):
+        other = server.without_key(said)[:200]
         raise ServerError(
-            f"the server at {address} answers as {said[:200]!r}, but served_model is {model!r}. If that is the model, "
-            f"give its name: served_model={said[:200]!r}"
+            f"the server at {server.address} answers as {other!r}, but served_model is {model!r}. If that is the "
+            f"model, give its name: served_model={other!r}"
         )
 
 
-def _check_read(count: Any, ids: Any, asked: Asked, address: str) -> None:
-    if isinstance(count, int) and count != asked.read:
+def _check_read(said: Any, ids: Any, asked: Asked, server: Server) -> bool:
+    """Whether the server says what it has read; refuses other tokens than were sent, and a server that doesn't say."""
+    count, read = said if type(said) is int else None, None if isinstance(asked.prompt, str) else _ids(ids, asked)
+    if count is not None and count != asked.read:
         raise ServerError(
-            f"the server at {address} has read {count} tokens of a prompt that has {asked.read}: it adds a BOS token "
-            "or a template, cuts prompts short, or has another tokenizer, so its answers are not to this prompt"
+            f"the server at {server.address} has read {count} tokens of a prompt that has {asked.read}: it adds a BOS "
+            "token or a template, cuts prompts short, or has another tokenizer, so its answers are not to this prompt"
         )
-    read = _whole_numbers(ids)
-    if read is not None and not isinstance(asked.prompt, str) and read != asked.prompt:
-        raise ServerError(f"the server at {address} has read other tokens than those of the prompt")
+    if read is not None and read != asked.prompt:
+        raise ServerError(f"the server at {server.address} has read other tokens than those of the prompt")
+    if count is None and read is None and server.verify:
+        raise ServerError(
+            f"the server at {server.address} says neither how many tokens it has read (usage.prompt_tokens) nor which, "
+            "so a prompt that it changes or cuts short would not be noticed. With verify_server=False its answers are "
+            "accepted, and that nothing was counted is recorded with them"
+        )
+    return count is not None or read is not None
+
+
+def _check_length(counts: list[Any], asked: Asked, server: Server) -> None:
+    if (most := max(count for count in counts if type(count) is int)) > asked.new_tokens:
+        raise ServerError(
+            f"the server at {server.address} has generated {most:,} tokens where {asked.new_tokens:,} were allowed"
+        )
 
 
 def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
@@ -131,11 +135,15 @@ def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
         return None
 
 
-def _whole_numbers(given: Any) -> tuple[int, ...] | None:
-    return tuple(given) if isinstance(given, list) and all(isinstance(one, int) for one in given) else None
+def _ids(given: Any, asked: Asked) -> tuple[int, ...] | None:
+    """Token ids, if there are some; they must be of the model's vocabulary."""
+    size = asked.reader.cfg.d_vocab * (1 if asked.reader.loaded else 2)  # a model may have more ids than its tokenizer
+    if given is not None and not (isinstance(given, list) and all(type(i) is int and 0 <= i < size for i in given)):
+        raise Garbled(f"its token ids are not whole numbers below {size:,}")
+    return None if given is None else tuple(given)
 
 
 def _numbers(given: Any) -> tuple[float, ...] | None:
-    if not isinstance(given, list) or not all(isinstance(one, (int, float)) and math.isfinite(one) for one in given):
+    if not isinstance(given, list) or not all(type(one) in (int, float) and abs(one) < _UNLIKELY for one in given):
         return None
     return tuple(map(float, given)) or None

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, ServerError
+
+_SHORT = 8  # characters: a shorter key may stand in an answer by chance
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server with an endpoint for completions.
-
-    Args:
-        address: Such as "http://host:8000/v1".
-        model: The model's name on the server; None for the only one that it has.
-        timeout: Seconds that one answer may take before it is requested again.
-        verify: Whether a server whose answers are not the model's is refused.
-        key: The key that the server requires, from the environment.
-    """
+    """A server with an endpoint for completions: its address, the model there (None: the only one), and the key."""
 
     address: str
     model: str | None
@@ -33,16 +28,16 @@ class Server:
         """A server's message, with the key removed in case it is repeated there."""
         return text.replace(self.key, "…") if self.key else text
 
+    def check_hides_key(self, reply: str) -> None:
+        """Refuse a reply that repeats the key, before any of it is shown or stored."""
+        if self.key and len(self.key) >= _SHORT and (self.key in reply or json.dumps(self.key)[1:-1] in reply):
+            raise ServerError(f"the server at {self.address} repeats the key in its reply, which is therefore not kept")
+
 
 def server_given(
     address: str | None, model: str | None, key_name: str | None, timeout: int | float, verify: bool
 ) -> Server | None:
-    """The server that the arguments of ``evaluate`` name; None if they name none.
-
-    Raises:
-        OptionError: The address is invalid or contains a key, the key is not in the environment, or a package is
-            missing.
-    """
+    """The server that the arguments of ``evaluate`` name; None if they name none."""
     if address is None:
         for name, value in (("served_model", model), ("server_key", key_name)):
             if value is not None:
@@ -53,8 +48,8 @@ def server_given(
         raise OptionError(f"served_model={model!r}: give the model's name on the server")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise OptionError(f"server_timeout={timeout!r}: give a number of seconds")
-    if find_spec("openai") is None or find_spec("anyio") is None:
-        raise OptionError('requests to a server need the package openai: pip install "mechattn[server]"')
+    if find_spec("httpx2") is None or find_spec("anyio") is None:
+        raise OptionError('requests to a server need the package httpx2: pip install "mechattn[server]"')
     return Server(address.rstrip("/"), model, float(timeout), bool(verify), _key(key_name))
 
 
@@ -86,4 +81,10 @@ def _key(name: str | None) -> str | None:
         hint = "export it" if len(name) < 24 else "if this is the key itself, put it into a variable"
         shown = name if len(name) < 24 else f"{name[:4]}…"
         raise OptionError(f"server_key={shown!r}: there is no such environment variable, or it is empty; {hint}")
-    return os.environ[name].strip()
+    key = os.environ[name].strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise OptionError(
+            f"server_key={name!r}: the key in this environment variable holds a space, a line break or a character "
+            "outside ASCII, which no header can carry; export the key alone"
+        )
+    return key

@@ -26,11 +26,7 @@ def text_of(tokenizer: Any, ids: Seq[int]) -> str | None:
 def texts_of(
     tokenizer: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], address: str
 ) -> dict[tuple[str, str], str]:
-    """The text of each prompt under each condition.
-
-    Raises:
-        PromptError: A prompt would be read as different tokens; the message shows the first.
-    """
+    """The text of each prompt under each condition; refused if one would be read as different tokens."""
     made: dict[tuple[str, str], str] = {}
     refused: list[tuple[Prompt, str, list[int]]] = []
     for prompt, by_name in zip(prompts, sequences, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
-from mechattn.model.attributes import attribute_set
+from mechattn.model.attribute_setting import attribute_set
 from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.hooks import sinks_of
 from mechattn.model.values import clip_of

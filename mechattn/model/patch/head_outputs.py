@@ -19,15 +19,7 @@ ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batc
 
 @contextmanager
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> Iterator[None]:
-    """Call a function with each head's output before W_O; what it returns replaces the output.
-
-    Args:
-        model: A hooked model, or a transformers model, where the input of the output projection is changed.
-        layers: The function for each layer.
-
-    Raises:
-        ModelError: A layer has no hook_z, or no known output projection.
-    """
+    """Call a function with each head's output before W_O; what it returns replaces the output."""
     with ExitStack() as stack:
         for layer, change in layers.items():
             changed = _Changed(change, layer, heads_of(model))
@@ -46,11 +38,7 @@ def heads_of(model: Any) -> int:
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
-    """Refuse layers that don't exist or have no attention.
-
-    Raises:
-        OptionError: Names the layer.
-    """
+    """Refuse layers that don't exist or have no attention."""
     if hasattr(model, "hook_dict"):
         chosen_layers(model, layers)
         return

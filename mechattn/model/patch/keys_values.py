@@ -26,15 +26,7 @@ _BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, thei
 
 @contextmanager
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> Iterator[None]:
-    """Call functions with the keys and the values of a layer; what they return replaces them.
-
-    Args:
-        model: A hooked model or a transformers model.
-        layers: The function for each layer.
-
-    Raises:
-        ModelError: The model makes keys and values in an unknown way.
-    """
+    """Call functions with the keys and the values of a layer; what they return replaces them."""
     with ExitStack() as stack:
         for layer, change in layers.items():
             put = _put_in_hooked if hasattr(model, "hook_dict") else _put_in_plain

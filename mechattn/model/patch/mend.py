@@ -27,11 +27,7 @@ ROTATED = (
 
 
 def mend(model: Any) -> tuple[str, ...]:
-    """Correct known faults of a booted bridge, in place.
-
-    Returns:
-        One sentence per correction; empty for most models.
-    """
+    """Correct known faults of a booted bridge, in place."""
     fault = particulars_of(model).fault
     if fault == "rotated in float32" and next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
         for block in model.blocks:
@@ -71,10 +67,7 @@ def _count_alibi_once(attention: Any) -> None:
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is.
-
-    So nothing changes with a version of transformers that keeps the two separate.
-    """
+    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is."""
 
     def once(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")

@@ -63,11 +63,7 @@ class _Watched:
         return self.mixture.act(gate) * self.mixture.weights(at.x, at)
 
     def compare(self, activations: Float[Tensor, "token channel"], whole: Tensor, at: Given) -> None:
-        """Refuse a mixture whose output does not follow from these activations, tried on the first token.
-
-        Raises:
-            ModelError: Names the layer.
-        """
+        """Refuse a mixture whose output does not follow from these activations, tried on the first token."""
         first = Given(at.x[:1], at.experts[:1], at.weights[:1])
         hidden = activations[:1] * self.mixture.into(first.x, first, second=True)
         got = self.mixture.out(hidden.to(first.x.dtype), first) + self.mixture.biases(first)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.attributes import attribute_set
+from mechattn.model.attribute_setting import attribute_set
 from mechattn.model.experts import Mixture, mixture_in
 from mechattn.model.hooks import blocks_of
 from mechattn.model.patch.mixtures import watching
@@ -27,19 +27,7 @@ SeeActivations = Callable[
 
 @contextmanager
 def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
-    """Call a function with ``pre`` and ``act(pre)`` of a layer's MLP at each forward pass; ``act(gate)`` in gated MLPs.
-
-    What the function returns replaces ``act(pre)``. If nested, outer functions are called first. The model is restored
-    at the end, also after an exception. For a mixture of experts, the function receives the gates and the weighted
-    activations of each token's experts, concatenated (:mod:`mechattn.model.experts`).
-
-    Args:
-        model: A hooked model or a transformers model.
-        layers: The function for each layer.
-
-    Raises:
-        ModelError: A layer has no MLP with a known nonlinearity, or has run without calling it.
-    """
+    """Call a function with ``pre`` and ``act(pre)`` (gated: ``act(gate)``) of a layer's MLP at each forward pass."""
     with ExitStack() as stack:
         for layer, see in layers.items():
             if (mixture := mixture_of(model, layer)) is not None:
@@ -53,11 +41,7 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 
 
 def mixture_of(model: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None if it has an MLP instead.
-
-    Raises:
-        ModelError: The layer does not exist, has a mixture in an unknown form, or has both a mixture and an MLP.
-    """
+    """The mixture of experts of a layer; None if it has an MLP instead."""
     block = _block(model, layer)
     mixture = mixture_in(block, layer)
     if mixture is not None and any(True for _ in _nonlinearities(block, beside=mixture)):
@@ -66,11 +50,7 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
 
 
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
-    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute.
-
-    Raises:
-        ModelError: There is no such module, or there are several.
-    """
+    """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute."""
     found: dict[int, tuple[Any, str]] = {}
     for place in _nonlinearities(_block(model, layer)):
         found.setdefault(id(getattr(*place)), place)
@@ -88,11 +68,7 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
 
 
 def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
-    """The nonlinearity itself, even while it is being watched.
-
-    Raises:
-        ModelError: There is no known nonlinearity.
-    """
+    """The nonlinearity itself, even while it is being watched."""
     if (mixture := mixture_of(model, layer)) is not None:
         return mixture.act
     found = getattr(*nonlinearity_of(model, layer))

@@ -87,23 +87,7 @@ def streaming(
     edge_masks: Mapping[int, EdgeMask] | None = None,
     fused: bool = False,
 ) -> Iterator[None]:
-    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers.
-
-    hook_q, hook_k, hook_v, hook_z, and the hooks of the residual stream and of MLPs fire as before; hook_attn_scores
-    and hook_pattern don't, nor do some others (:func:`fires_while_streamed`). The model is restored at the end, also
-    after an exception and when nested.
-
-    Args:
-        model: A hooked model.
-        layers: For each layer to measure, its window.
-        see: Called with a layer and a block of its rows.
-        block: Rows in a block.
-        edge_masks: For some layers, edges that are cut.
-        fused: Whether to hand over a whole layer instead of blocks if a fused kernel can compute it.
-
-    Raises:
-        ModelError: The model cannot be streamed.
-    """
+    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers."""
     attending = hooks.attention_layers(model)  # once, as it takes a millisecond
     if reason := why_not(model, attending):
         raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")

@@ -16,6 +16,7 @@ from mechattn.functional.received import visible_keys
 from mechattn.model import hooks
 from mechattn.model.heads import output_projection, positions_first, split_heads
 from mechattn.model.hooked import HookedModel
+from mechattn.model.model_facts import ModelFacts
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.differences import (
     PROBABILITY,
@@ -25,7 +26,6 @@ from mechattn.model.verify.differences import (
     dtype_of,
     limited,
 )
-from mechattn.model.verify.facts import ModelFacts
 from mechattn.model.verify.kernel import check_kernel, run_native
 from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
 from mechattn.model.verify.native import attention_of
@@ -52,11 +52,6 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     rows of the pattern sum to 1; no mass on keys that a query cannot see, some mass at every distance that it can see;
     softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts = residual;
     padded = unpadded; alone = batched with a longer row; BOS; every declared hook fires.
-
-    Args:
-        model: A hooked model.
-        about: What is known about it.
-        length: The number of tokens in the probe; more if needed to exceed a window of at most 128.
     """
     tokens = probe_tokens(model, length)
     dtype = dtype_of(model)

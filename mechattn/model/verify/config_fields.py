@@ -80,11 +80,7 @@ _LENGTHS = ("chunked_attention",)  # the layer types for which attention_chunk_s
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The configuration fields that may mean an unsupported kind of attention, each with what is known about it.
-
-    Args:
-        config: The configuration of the transformers text model.
-    """
+    """The configuration fields that may mean an unsupported kind of attention, each with what is known about it."""
     found = {}
     for name, value in _fields(config):
         if name in REFUSED:

@@ -32,11 +32,7 @@ def compare(
     remedy: str,
     scale: float | None = None,
 ) -> Check:
-    """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
-
-    A failed check shows the figures where the two differ most. For a passed check that place depends on rounding, and
-    so on the CPU; it shows the largest entry of the last layer instead.
-    """
+    """The largest difference over layers; relative to the root mean square unless ``scale`` is given."""
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
     apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
@@ -56,11 +52,7 @@ def compare_positions(
     detail: str,
     remedy: str,
 ) -> Check:
-    """The largest root mean square of a position's differences.
-
-    A failed check shows the worst logit of that position; a passed one the largest logit of the last position, as in
-    :func:`compare`.
-    """
+    """The largest root mean square of a position's differences."""
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
     hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
     apart = (hooked - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)

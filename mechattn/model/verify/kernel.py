@@ -31,10 +31,6 @@ def run_native(
     If the model calls SDPA, the same call, with whichever kernel torch chooses, is repeated with blocks of identity
     matrices as values. Since ``A · I = A``, the output is the pattern of that kernel; this takes ⌈keys / d_value⌉ calls
     per layer. If the model computes attention eagerly, it returns the weights that it uses.
-
-    Args:
-        twin: A transformers model.
-        tokens: Token ids.
     """
     eager = attention_of(twin) == "eager"
     with torch.no_grad(), _ThroughIdentity() as seen:
@@ -86,15 +82,7 @@ def check_kernel(
     how: str,
     dtype: torch.dtype,
 ) -> Check:
-    """Compare the pattern of each layer at the hooks with that of the model's own attention.
-
-    Args:
-        model: A hooked model.
-        shown: The values of its hooks on the probe.
-        patterns: The patterns of the model itself, in the order of its layers.
-        how: How these were obtained.
-        dtype: The dtype of the weights.
-    """
+    """Compare the pattern of each layer at the hooks with that of the model's own attention."""
     layers = attention_layers(model)
     if len(patterns) != len(layers):
         calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"

@@ -11,13 +11,7 @@ _PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.g
 
 
 def native_twin(bridge: Any) -> tuple[Any | None, str]:
-    """A transformers model that shares the parameters of ``bridge`` and runs its default attention (usually SDPA).
-
-    Hooked models run eager attention, so only this comparison shows a fault of the eager path.
-
-    Returns:
-        The twin and "", or None and the reason why there is none.
-    """
+    """A transformers model that shares the parameters of ``bridge`` and runs its default attention (usually SDPA)."""
     hooked = getattr(bridge, "original_model", None)
     if hooked is None:
         return None, f"a {type(bridge).__name__} has no transformers model behind it"
@@ -67,11 +61,7 @@ def attention_of(twin: Any) -> str:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795).
-
-    Booting a Llama replaces ``eager_attention_forward`` in the modules of Gemma 2 and 3 for the rest of the process.
-    The hooked model doesn't need it: its attention is computed by TransformerLens.
-    """
+    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795)."""
     import importlib
 
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]

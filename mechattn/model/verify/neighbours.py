@@ -27,17 +27,7 @@ def check_neighbours(
     alone: Float[Tensor, "1 pos d_vocab"],
     tolerance: float,
 ) -> Check:
-    """Compare the probe alone with the probe batched with a row half as long again and, if possible, at far positions.
-
-    If a model has a boundary, the other row is on the probe's side: no batch of ``run`` or ``evaluate`` crosses it.
-
-    Args:
-        model: A hooked model.
-        native: The same model without hooks, which is faster; None if there is none.
-        tokens: The probe.
-        alone: The logits of the probe alone, from the same model.
-        tolerance: The tolerance for logits.
-    """
+    """Compare the probe alone with the probe beside a row half as long again and, if possible, at far positions."""
     asked: Any = native or model
     device = next(asked.parameters()).device
     boundary, length, most = boundary_of(model), tokens.shape[1], _most(model)

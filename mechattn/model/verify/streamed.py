@@ -27,11 +27,7 @@ _SILENT = "its attention function cannot be replaced"
 
 
 def check_streaming(model: HookedModel) -> Check:
-    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on the probe.
-
-    Done before a model is streamed for the first time. Streaming drops the causal mask, so a module that never calls
-    the function that computes blocks would attend to later tokens.
-    """
+    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on the probe."""
     blocks: dict[int, list[Rows]] = {layer: [] for layer in hooks.attention_layers(model)}
 
     def see(layer: int, rows: Rows | Fused) -> None:
@@ -42,10 +38,7 @@ def check_streaming(model: HookedModel) -> Check:
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over queries, on the probe.
-
-    For each key, two sums are compared: over all queries, and over every second one.
-    """
+    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over queries, on the probe."""
     sums: dict[int, Tensor] = {}
 
     def see(layer: int, seen: Rows | Fused) -> None:

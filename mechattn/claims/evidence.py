@@ -1,0 +1,242 @@
+"""Measures one model: the runs of a register, random weights for them, and answers; resumes an interrupted call."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.axes import BASELINE
+from mechattn.claims.conditions import Conditions
+from mechattn.claims.judged import Evidence, units
+from mechattn.claims.register import RunSection
+from mechattn.claims.rules import NotApplicable, Outcome
+from mechattn.claims.settings import Settings
+from mechattn.engine.run import make_plan, run
+from mechattn.errors import ConditionError, ModelError, OptionError
+from mechattn.evaluation.evaluate import evaluate
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.jobs.chunks import WHOLE, Shard, run_job
+from mechattn.jobs.executor import Executor
+from mechattn.jobs.job import Job
+from mechattn.jobs.kinds import made_analyses
+from mechattn.model.load import dtype_named, load_model
+from mechattn.model.random_weights import random_weights
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt
+from mechattn.results import provenance
+from mechattn.results.merge import merge_results
+from mechattn.results.result import Result
+from mechattn.store.atomic_writes import write_whole
+
+_CHUNK = 16  # prompts
+_DRAWS = 1000  # the first seed of random weights: far from those that a user takes; each seed has a thousand
+
+
+@dataclass
+class Work:
+    """Everything that measures one model, with the conditions of the register for it; its files go to a folder."""
+
+    name: str
+    folder: Path
+    settings: Settings
+    conditions: Conditions
+    executor: Executor
+    shard: Shard = WHOLE
+    fresh: bool = False
+
+    @cached_property
+    def model(self) -> Any:
+        """The hooked model; ``del`` frees it."""
+        return load_model(self.name, dtype=dtype_named(self.settings.dtype), device=self.settings.device)
+
+    @cached_property
+    def refused(self) -> dict[str, str]:
+        """The conditions that this model cannot have, and why."""
+        found, prompt = {}, self.settings.prompts[:1]
+        for name, condition in self.conditions.made.items():
+            try:
+                make_plan(self.model, {name: condition}, ReceivedAttention()).sequences(prompt)
+            except (ConditionError, ModelError, OptionError) as error:
+                found[name] = str(error)
+        return found
+
+    def conditions_of(self, section: RunSection) -> dict[str, Condition]:
+        """Those of a run that the model can have."""
+        return {name: self.conditions.made[name] for name in section.conditions if name not in self.refused}
+
+    def missing(self, name: str) -> str:
+        """Why a run of analyses cannot be made with this model; empty where it can."""
+        section = self.settings.runs[name]
+        try:
+            make_plan(self.model, self.conditions_of(section), made_analyses(section.analyses), layers=section.layers)
+        except (ModelError, OptionError) as error:
+            return str(error)
+        return ""
+
+
+def measured(work: Work) -> Evidence:
+    """All evidence about one model, or about the part of the prompts that a shard measures."""
+    runs = work.settings.runs
+    missing = {
+        name: Outcome("cannot be told", f"{name} was left out, as asked for")
+        for name in work.settings.register.runs
+        if name not in runs
+    }
+    measures = {name: section for name, section in runs.items() if not section.answers}
+    for name in measures:
+        if why := work.missing(name):
+            missing[name] = Outcome("not applicable", why)
+    there = [name for name in measures if name not in missing]
+    prompts = {name: work.settings.prompts_of(measures[name], work.model) for name in there}
+    conditions = {name: work.conditions_of(measures[name]) for name in there}
+    draws = _draws(work, there)
+    answers, out = _answers(work)
+    missing |= out
+    del work.model
+    gc.collect()  # hooked models hold themselves, and a worker loads its own
+    results = {name: _job(work, name, prompts[name], conditions[name]) for name in there}
+    drawn = frozenset(name for name in there if measures[name].draws)
+    return Evidence({**results, **answers}, draws, drawn, missing)
+
+
+def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, Condition]) -> Result | None:
+    """A run in chunks; shards that other processes have computed are merged."""
+    settings, section = work.settings, work.settings.runs[name]
+    job = Job(
+        model=work.name, prompts=prompts, conditions=conditions, analyses=made_analyses(section.analyses),
+        layers=section.layers, seed=settings.seed, positions=section.positions, dtype=settings.dtype,
+        device=settings.device, chunk=_CHUNK,
+    )  # fmt: skip
+    place = work.folder / f"{name}.zarr"
+    of = _shards(work.folder, rf"{name}-\d+-of-(\d+)\.zarr(\.parts)?")
+    if work.shard != WHOLE:
+        number, many = work.shard
+        if number > len(job.chunks):  # a share of the answers alone
+            return None
+        return run_job(job, place, shard=f"{number}/{many}", executor=work.executor, fresh=work.fresh)
+    if of is None or work.fresh:
+        return run_job(job, place, executor=work.executor, fresh=work.fresh)
+    parts = [
+        run_job(job, place, shard=f"{number}/{of}", executor=work.executor)
+        for number in range(1, min(of, len(job.chunks)) + 1)
+    ]
+    return merge_results(parts)
+
+
+def _draws(work: Work, there: list[str]) -> dict[str, list[np.ndarray]]:
+    """The values of every part with random weights; none for a model whose weights cannot be drawn again."""
+    settings, (number, of) = work.settings, work.shard
+    runs = settings.runs
+    found: dict[str, list[np.ndarray]] = {}
+    for draw in range(number - 1, max((runs[name].draws for name in there), default=0), of):
+        key = provenance.digest(
+            [work.settings.decides(), work.settings.register.code, work.name, provenance.versions()]
+        )
+        place = work.folder / f"random-{draw}.json"
+        values = None if work.fresh else _stored(place, key)
+        if values is None:
+            try:
+                drawn = random_weights(work.model, seed=_DRAWS * (1 + settings.seed) + draw)
+            except ModelError:
+                return {}
+            values = _of_draw(work, drawn, [name for name in there if runs[name].draws > draw])
+            del drawn
+            gc.collect()
+            text = json.dumps({"key": key, "values": values})
+            write_whole(place, lambda new, text=text: new.write_text(text))  # type: ignore[misc]
+        for part, some in values.items():
+            found.setdefault(part, []).append(np.array(some, dtype=np.float64))
+    return found
+
+
+def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]:
+    """The values of all parts that these runs decide; none of a part that this draw has not got."""
+    values: dict[str, list[float]] = {}
+    for name in names:
+        section = work.settings.runs[name]
+        options: dict[str, Any] = {"seed": work.settings.seed, "positions": section.positions, "progress": False}
+        prompts = work.settings.prompts_of(section, drawn)
+        analyses = made_analyses(section.analyses)
+        result = run(drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options)
+        for claim in work.settings.register.claims:
+            for i, part in enumerate(claim.parts if claim.needs == name and not claim.identity else ()):
+                try:
+                    values[f"{claim.key}/{i}"] = units(part, result).tolist()
+                except NotApplicable:
+                    continue
+    return values
+
+
+def _stored(place: Path, key: str) -> dict[str, list[float]] | None:
+    """What an earlier call has kept of this very draw."""
+    try:
+        there = json.loads(place.read_text())
+        return there["values"] if there["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:
+    """The evaluations of all runs that answer, and the verdict of those that cannot.
+
+    Runs with one answer to each problem share one evaluation under all of their conditions.
+    """
+    runs = {name: section for name, section in work.settings.runs.items() if section.answers}
+    if not runs:
+        return {}, {}
+    greedy = [name for name, section in runs.items() if not section.sampled]
+    first = runs[(greedy or list(runs))[0]]
+    alone = _evaluated(work, "baseline", first, {})
+    right, of = int(alone.right(BASELINE).any(1).sum()), len(alone.right(BASELINE))
+    if work.shard == WHOLE and not right:
+        why = f"it solves none of {of} problems without inserted tokens, so it cannot do worse"
+        return {}, dict.fromkeys(runs, Outcome("not testable here", why))
+    found: dict[str, Evaluation] = {}
+    if greedy:
+        conditions = {key: one for name in greedy for key, one in work.conditions_of(runs[name]).items()}
+        found = dict.fromkeys(greedy, _evaluated(work, "answers", first, conditions))
+    for name in set(runs) - set(greedy):
+        options = {"samples": work.settings.samples, "temperature": 1.0}
+        found[name] = _evaluated(work, name, runs[name], work.conditions_of(runs[name]), **options)
+    return found, {}
+
+
+def _evaluated(
+    work: Work, name: str, section: RunSection, conditions: Mapping[str, Condition], **options: Any
+) -> Evaluation:
+    """Answers to the problems of a shard, each stored as it comes; those of all shards are combined."""
+    prompts = work.settings.prompts_of(section, work.model)
+    options |= {"seed": work.settings.seed, "new_tokens": work.settings.new_tokens}
+
+    def share(number: int, many: int) -> Evaluation:
+        out = work.folder / (f"{name}.jsonl" if many == 1 else f"{name}-{number}-of-{many}.jsonl")
+        if work.fresh:
+            out.unlink(missing_ok=True)
+        return evaluate(work.model, prompts[number - 1 :: many], conditions, out=out, **options)
+
+    if work.shard != WHOLE:
+        return share(*work.shard)
+    many = None if work.fresh else _shards(work.folder, rf"{name}-\d+-of-(\d+)\.jsonl")
+    parts = [share(number, many or 1) for number in range(1, (many or 1) + 1)]
+    groups = {prompt: group for part in parts for prompt, group in part.provenance.get("groups", {}).items()}
+    order = {prompt.id: place for place, prompt in enumerate(prompts)}
+    answers = sorted((a for part in parts for a in part.answers), key=lambda a: (order[a.prompt], a.sample))
+    about = {**parts[0].provenance, "groups": groups} if groups else parts[0].provenance
+    return Evaluation(tuple(answers), about)
+
+
+def _shards(folder: Path, pattern: str) -> int | None:
+    """Of how many shards a folder holds some."""
+    found = {int(read[1]) for path in folder.glob("*") if (read := re.fullmatch(pattern, path.name))}
+    if len(found) > 1:
+        raise OptionError(f"{folder} holds shards of {' and of '.join(map(str, sorted(found)))}; remove those of one")
+    return found.pop() if found else None

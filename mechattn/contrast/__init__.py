@@ -1,0 +1,1 @@
+"""One object for every comparison of two conditions, and what else is read off a result."""

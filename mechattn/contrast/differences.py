@@ -1,0 +1,197 @@
+"""The differences between two conditions, prompt by prompt, and the differences that the null expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from mechattn.contrast.quantities import (
+    FURTHER,
+    NULLS,
+    absent,
+    check_condition,
+    check_present,
+    chosen,
+    values_of,
+    variable_of,
+)
+from mechattn.errors import OptionError, warn
+from mechattn.results.stored_conditions import stored_condition
+from mechattn.stats.paired import ROUNDING
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.contrast.contrast import Contrast
+    from mechattn.results.result import Result
+
+Scale = Literal["log-ratio", "difference"]
+Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
+Four = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
+NO_NULL = "no null is known; a change may be there by definition"
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """Differences by prompt; arrays are [prompt, *cells].
+
+    Args:
+        ours: The values of a condition.
+        theirs: The values of the condition that it is compared with.
+        difference: ``log(ours / theirs)``, or ``ours − theirs``.
+        expected: The difference under the null; None if no null is known.
+        null: The null, in words.
+        cells: Which cells have a difference in every prompt [*cells].
+        scale: "log-ratio" or "difference".
+    """
+
+    ours: xr.DataArray
+    theirs: xr.DataArray
+    difference: xr.DataArray
+    expected: np.ndarray | None
+    null: str
+    cells: np.ndarray
+    scale: Scale
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of the cells without a difference."""
+        dims = self.difference.dims[1:]
+        labels = [self.difference[dim].values for dim in dims]
+        return [
+            " ".join(f"{dim} {label[i]}" for dim, label, i in zip(dims, labels, at)) for at in np.argwhere(~self.cells)
+        ]
+
+    def rounding(self, units: Units, some: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """The largest mean difference that counts as none [*cells]: the float32 error between two equal numbers."""
+        if self.scale == "log-ratio":
+            return np.full(self.cells.shape, ROUNDING)
+        return ROUNDING * units.means(abs(self.theirs.values))[some].mean(0)
+
+
+def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
+    """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
+    parts = aligned(asked, labels_of([asked]) if labels is None else labels)
+    variable = variable_of(asked.result, asked.quantity, asked.by)
+    # The ratio, or the difference if the baseline may be 0.
+    own: Scale = "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
+    scale = asked.scale or own
+    ours, theirs, null, their_null = parts
+    difference = ours.copy(data=_between(ours.values, theirs.values, scale))
+    if null is not None and their_null is not None:
+        expected, words = _expected(null.values, their_null.values, scale), NULLS[asked.null]
+    elif _alike(asked):
+        expected, words = np.zeros(ours.shape), "no difference"
+    else:
+        expected, words = None, NO_NULL
+    return Differences(ours, theirs, difference, expected, words, _compared(parts, scale), scale)
+
+
+def labels_of(blocks: Iterable[Contrast]) -> Labels:
+    """The labels of a quantity's further dimensions that both conditions have, in any of some blocks of layers."""
+    have: dict[str, list[set[object]]] = {}
+    order: dict[str, list[object]] = {}
+    for asked in blocks:
+        sides = ((asked.result, asked.condition), (asked.reference, asked.to))
+        for result, condition in sides:
+            check_condition(result, condition)
+        variables = [variable_of(result, asked.quantity, asked.by) for result, _ in sides]
+        dims = [dim for dim in FURTHER if dim in variables[0].dims and (dim != "segment" or asked.segment is None)]
+        if not dims:
+            break  # and nothing is read
+        values = [chosen(variable, name, asked.segment) for variable, (_, name) in zip(variables, sides)]
+        for dim in dims:
+            order[dim] = values[0][dim].values.tolist()
+            sets = have.setdefault(dim, [set(), set(), set()])
+            for found, one in zip(sets, values):
+                found |= set(one[dim].values[_there(one, dim)].tolist())
+                if dim == "to_segment":  # attention to what comes later is 0 in every prompt and condition
+                    others = [other for other in one.dims if other != dim]
+                    sets[2] |= set(one[dim].values[(one.fillna(0) != 0).any(others).values].tolist())
+    both = {dim: ours & theirs & (read if dim == "to_segment" else ours) for dim, (ours, theirs, read) in have.items()}
+    return {dim: [label for label in order[dim] if label in both[dim]] for dim in have}
+
+
+def _there(values: xr.DataArray, dim: str) -> np.ndarray:
+    """Which labels of a dimension have values: of a band every prompt's, as short prompts don't reach as far back."""
+    others = [other for other in values.dims if other != dim]
+    if dim != "band":
+        return values.notnull().any(others).values
+    return values.notnull().all("prompt").any([other for other in others if other != "prompt"]).values
+
+
+def aligned(asked: Contrast, labels: Labels) -> Four:
+    """Values and references, and the nulls of both, with the same coordinates."""
+    quantity, by, segment = asked.quantity, asked.by, asked.segment
+    sides = [(asked.result, asked.condition), (asked.reference, asked.to)]
+    made = []
+    for result, condition in sides:
+        values, null = values_of(result, condition, quantity, by, segment, asked.null)
+        values = values.sel({dim: of for dim, of in labels.items() if of != values[dim].values.tolist()})
+        check_present(values, quantity, segment, condition)
+        if null is not None:
+            shared = [dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)]
+            null = null.sel({dim: values[dim] for dim in shared}).broadcast_like(values).transpose(*values.dims)
+        made.append((values, null))
+    (ours, null), (theirs, their_null) = made
+    for dim in ("prompt", "layer", "head"):
+        if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
+            raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
+    options = [variable_of(result, quantity, by).attrs.get("options") for result, _ in sides]
+    if options[0] != options[1]:
+        raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
+    return ours, theirs, null, their_null
+
+
+def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], lacking: str = "") -> None:
+    """Refuse a comparison without cells (``lacking``: the condition without the quantity); warn of missing ones."""
+    if len(left_out) == cells and lacking:
+        prompts = asked.result["sequences"].sizes["prompt"]
+        raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
+    if len(left_out) == cells:
+        raise OptionError(
+            f"{asked.quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
+            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
+        )
+    if left_out:
+        shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
+        warn(
+            f"{len(left_out)} of {cells} cells are left out ({shown}): {asked.quantity!r} is not there, or it is 0 or "
+            'negative in some prompt and has no ratio, which scale="difference" does not need',
+        )
+
+
+def _compared(parts: Four, scale: Scale) -> np.ndarray:
+    """The cells that have a difference in every prompt: a value that is 0 or negative has no ratio."""
+    cells = np.ones(parts[0].shape[1:], dtype=bool)
+    for part in parts:
+        if part is not None:
+            least = part.values.min(0)  # NaN if a prompt has none
+            cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
+    return cells
+
+
+def _between(one: np.ndarray, other: np.ndarray, scale: Scale) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
+        made = one / other if scale == "log-ratio" else one - other
+        return np.log(made, out=made) if scale == "log-ratio" else made
+
+
+def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndarray:
+    """The difference of the nulls, computed once where all heads share a number."""
+    strides = zip(null.strides, their_null.strides)
+    one = tuple(slice(None) if any(each) else slice(1) for each in strides)
+    return np.broadcast_to(_between(null[one], their_null[one], scale), null.shape)
+
+
+def _alike(asked: Contrast) -> bool:
+    """Whether two conditions differ only in which tokens they insert, so no change between them is by definition."""
+    sides: list[tuple[Result, str]] = [(asked.result, asked.condition), (asked.reference, asked.to)]
+    if not all(stored_condition(result, name).inserts_only for result, name in sides):
+        return False
+    return np.array_equal(*(result["sequences"].origin.sel(condition=name).values for result, name in sides))

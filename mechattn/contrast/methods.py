@@ -1,0 +1,135 @@
+"""Writes the methods paragraph of a result; every number in it comes from the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.quantities import NULLS
+from mechattn.errors import OptionError
+from mechattn.results.units import units_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mechattn.results.result import Result
+
+
+def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
+    """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments."""
+    about = result.provenance
+    for number, table in enumerate(tables):
+        if not {"condition", "quantity", "family", "level", "unit"} <= set(getattr(table, "attrs", {})):
+            raise OptionError(f"table {number} has no record of how it was made; give tables from Result.compare")
+    sentences = [
+        _model(about["model"], about["versions"], about["engine"]),
+        _verified(about["model"]),
+        _prompts(result),
+        _conditions(result),
+        _analyses(about),
+        _nulls(result),
+        *(_compared(table) for table in tables),
+        f"The random seed was {about['seed']}.",
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -> str:
+    revision = f", revision {model['revision']}" if model.get("revision") else ""
+    by = [f"{name} {_several(versions[name])}" for name in ("mechattn", "transformer-lens", "transformers", "torch")
+          if name in versions]  # fmt: skip
+    how = {
+        "streaming": "in blocks of query rows, without storing the pattern",
+        "fused": "by two calls of a fused kernel",
+        "hooks": "through the model's hooks",
+    }
+    return (
+        f"The attention of {model['name']} ({model['parameters']:,} parameters, {model['layers']} layers of "
+        f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}."
+    )
+
+
+def _verified(model: Mapping[str, Any]) -> str:
+    if not model["verified"]:
+        return "The hooked model was not verified against the model's own attention."
+    left = _several(model.get("not_verified") or [])
+    mended = _several(model.get("mended") or [])
+    said = "The hooked model was verified against the model's own attention when it was loaded"
+    return f"{said}{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}."
+
+
+def _prompts(result: Result) -> str:
+    prompts = result.provenance["prompts"]
+    units = units_of(result, result["sequences"].sizes["prompt"])
+    each = "prompt" if units.of is None else "group"
+    over = f"The run used {units.words} (hash {prompts['hash']}"
+    template = f", template “{prompts['template']}”" if "template" in prompts else ""
+    return f"{over}{template}), and the unit of replication was the {each}."
+
+
+def _conditions(result: Result) -> str:
+    """What each condition does, and how many tokens it inserts."""
+    stored = result.provenance["conditions"]
+    parts = []
+    for name in result.conditions:
+        if name == BASELINE:
+            continue
+        about = stored.get(name, {})
+        counts = (result["sequences"].origin.sel(condition=name).values == -1).sum(-1)
+        low, high = int(np.min(counts)), int(np.max(counts))
+        tokens = "no tokens" if not high else f"{low} tokens" if low == high else f"{low} to {high} tokens"
+        parts.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
+    if not parts:
+        return "The prompts were read unchanged."
+    return f"Each prompt was read unchanged and under {_and(parts)}, in one pass."
+
+
+def _analyses(about: Mapping[str, Any]) -> str:
+    parts = []
+    for name, options in about["analyses"].items():
+        given = ", ".join(f"{key} {value}" for key, value in options.items())
+        parts.append(name.replace("_", " ") + (f" ({given})" if given else ""))
+    layers = about["measured_layers"]
+    every = layers == list(range(about["model"]["layers"]))
+    return f"The analyses were {_and(parts)}, in {'all layers' if every else 'layers ' + _and(list(map(str, layers)))}."
+
+
+def _nulls(result: Result) -> str:
+    """The nulls of the result's quantities."""
+    found = {
+        words
+        for kind, words in NULLS.items()
+        for dataset in result.datasets.values()
+        if any(str(name).endswith(f"_{kind}") for name in dataset)
+    }
+    return f"Each quantity is reported with its value under {_and(sorted(found))}." if found else ""
+
+
+def _compared(table: pd.DataFrame) -> str:
+    """How one table was computed, from its attributes."""
+    about = table.attrs
+    of = "" if about["segment"] == "all" else f" of the {about['segment']}"
+    n = f" (n = {table.n.iloc[0]})" if len(table) else ""
+    half = ", found on one half and reported on the other" if about["select"] == "half" else ""
+    scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
+    tried = about["patterns"]
+    patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
+    bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
+    return (
+        f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
+        f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
+        f"({patterns}{bags}) against {about['null']}; "
+        f"Benjamini-Hochberg over {about['family']}; seed {about['seed']}."
+    )
+
+
+def _several(value: Any) -> str:
+    return _and([str(part) for part in value]) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _and(parts: Seq[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""

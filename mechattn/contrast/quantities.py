@@ -1,0 +1,121 @@
+"""Where the numbers of a quantity are in a result, and those of its null."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+Null = Literal["uniform", "blind"]
+NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
+FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
+
+
+def variable_of(result: Result, quantity: str, by: str = "segment") -> xr.DataArray:
+    """The variable that holds a quantity."""
+    at, name = dataset_of(result, quantity, by)
+    return result[at][name]
+
+
+def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str, str]:
+    """The name of the dataset that has a quantity for each prompt, and the variable's name."""
+    if not isinstance(quantity, str):
+        raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
+    names = (f"{quantity}_by_{by}", quantity)
+    found = [(at, name) for at in result.datasets for name in names if name in result[at]]
+    found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
+    if not found:
+        have = sorted(
+            str(name).removesuffix(f"_by_{by}")
+            for at in result.datasets
+            for name, variable in result[at].data_vars.items()
+            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
+        )
+        from mechattn.analysis.registry import ANALYSES
+
+        others = [kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)]
+        raise OptionError(
+            f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}: name one with "
+            f"quantity=…{''.join(f', or run it with ma.{other}()' for other in others)}"
+        )
+    return found[0]
+
+
+def _is_null(name: str) -> bool:
+    return name.endswith(tuple(f"_{kind}" for kind in NULLS))
+
+
+def values_of(
+    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null = "uniform"
+) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent."""
+    check_condition(result, condition)
+    at, name = dataset_of(result, quantity, by)
+    dataset = result[at]
+    values = chosen(dataset[name], condition, segment)
+    of_null = f"{name}_{kind}"
+    null = chosen(dataset[of_null], condition, segment) if of_null in dataset else None
+    if null is None and kind == "blind":
+        raise OptionError(
+            f'{quantity!r} has no null="blind": it exists only in models that add something to their scores (ALiBi, '
+            'learned sinks), for quantities made of attention; otherwise use null="uniform"'
+        )
+    return values, null
+
+
+def check_present(values: xr.DataArray, quantity: str, segment: str | None, condition: str) -> None:
+    """Refuse values that some prompts lack, in a cell that others have."""
+    if not np.isnan(values.values.min(initial=np.inf)):
+        return
+    missing = values.isnull()
+    missing &= ~missing.all("prompt")
+    if missing.any():
+        bad = missing.any([dim for dim in values.dims if dim != "prompt"])
+        raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
+
+
+def absent(some: int, prompts: int, quantity: str, segment: str | None, condition: str) -> OptionError:
+    """The error where some prompts lack a quantity."""
+    return OptionError(
+        f"{some} of {prompts} prompts have no {quantity!r} in the segment {segment!r} "
+        f"with {condition!r}; compare a segment that all prompts have, in both conditions"
+    )
+
+
+def check_condition(result: Result, condition: str) -> None:
+    """Refuse a condition that the result doesn't have."""
+    if condition not in result.conditions:
+        raise OptionError(
+            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+        )
+
+
+def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
+    """A variable's float64 values in a condition and a segment."""
+    made = variable.sel(condition=condition)
+    if "segment" in made.dims and segment is not None:
+        if segment not in made.segment.values:
+            raise OptionError(
+                f"segment={segment!r}: choose one of {', '.join(map(repr, made.segment.values.tolist()))}"
+            )
+        made = made.sel(segment=segment)
+    made = made.astype(np.float64, copy=False)
+    first = [dim for dim in ("prompt", "layer", "head") if dim in made.dims]
+    return made.transpose(*first, ...).reset_coords(drop=True)
+
+
+def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
+    """Refuse a layer that does not exist or was not measured."""
+    have = dataset.layer.values.tolist()
+    if isinstance(layer, bool) or not isinstance(layer, Integral):
+        raise OptionError(f"layer={layer!r}: give one whole number, from 0")
+    if layer not in have:
+        raise OptionError(f"layer {layer} was not measured; the result has {have}")

@@ -1,0 +1,236 @@
+"""The table of a comparison, layer by layer and head by head, some layers at a time where memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import layer_blocks, of
+from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
+from mechattn.contrast.quantities import check_layer, variable_of
+from mechattn.contrast.random_weights import BesideRandom, check_random
+from mechattn.errors import OptionError
+from mechattn.results.units import shared_units, units_of
+from mechattn.stats.bags import Bags
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import EXACT, RESAMPLES, Paired, PairedStream, enough, without_rounding
+from mechattn.stats.resolution import resolution
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mechattn.contrast.contrast import Contrast
+    from mechattn.results.result import Result
+
+FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
+_COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """The level of intervals, the numbers of resamples and their seed, and whether there are bootstrap intervals."""
+
+    level: float = 0.95
+    resamples: int = RESAMPLES
+    seed: int = 0
+    bootstrap: bool = True
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """What was found in all blocks: coordinates and means of the cells, their statistics, masks of blocks, the rest."""
+
+    means: pd.DataFrame
+    numbers: Paired
+    masks: list[np.ndarray]
+    left_out: list[str]
+    last: Differences
+    bags: Bags | None
+    lacking: str
+
+
+def table(
+    asked: Contrast, draws: Resampling, select: Literal["half"] | None, random: Seq[Result] | None
+) -> pd.DataFrame:
+    """See :meth:`mechattn.contrast.contrast.Contrast.table`."""
+    check_options(select, draws.level)
+    _check_alike(asked)
+    if random is not None:
+        check_random(random, asked)
+    prompts = variable_of(asked.result, asked.quantity, asked.by).sizes["prompt"]
+    units = shared_units(asked.result, asked.reference, prompts, asked.unit)
+    finding, shown = _halves(units, select)
+    blocks = layers_of(asked, draws.resamples if draws.bootstrap else 0, draws.resamples)
+    masks = None
+    if select:
+        first = _gone_through(asked, blocks, replace(draws, bootstrap=False), units, finding)
+        masks = _taken_apart(first.numbers.q < 0.05, first.masks)
+    beside = None if random is None else BesideRandom(random, asked, units, shown)
+    found = _gone_through(asked, blocks, draws, units, shown, masks, None if beside is None else beside.see)
+    check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
+    made = _as_table(found)
+    made.attrs = _about(asked, draws, select, found, units)
+    return made if beside is None else beside.table(made, np.concatenate(found.masks))
+
+
+def layers_of(asked: Contrast, bootstrap: int = 0, signs: int = 0) -> Callable[[], Iterator[Differences]]:
+    """A function that yields the differences of a comparison, some layers at a time."""
+    some = layer_blocks(asked.result, asked.quantity, asked.by, asked.segment, bootstrap, signs)
+    cut = [asked.with_results(of(asked.result, "layer", s), of(asked.reference, "layer", s)) for s in some]
+    if len(cut) == 1:
+        cut = [asked]
+    labels = labels_of(cut)
+    return lambda: (differences(one, labels) for one in cut)
+
+
+def check_options(select: str | None, level: float) -> None:
+    """Refuse an unknown way to select, or a level that is no probability."""
+    if select not in (None, "half"):
+        raise OptionError(
+            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
+        )
+    if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+        raise OptionError(f"level={level!r}: give a probability such as 0.95")
+
+
+def _gone_through(
+    asked: Contrast,
+    blocks: Callable[[], Iterator[Differences]],
+    draws: Resampling,
+    units: Units,
+    some: np.ndarray,
+    masks: Seq[np.ndarray] | None = None,
+    see: Callable[[Differences], None] | None = None,
+) -> _Cells:
+    """The statistics of some units, over all cells with a difference or over chosen ones."""
+    import pandas as pd
+
+    stream = PairedStream(len(some), draws.level, draws.resamples, draws.seed, draws.bootstrap)
+    rows, cells, left_out = [], [], []
+    lacking = {"ours": asked.condition, "theirs": asked.to}
+    for number, made in enumerate(blocks()):
+        wanted = made.cells if masks is None else masks[number]
+        expected = None if made.expected is None else units.means(made.expected)[some][:, wanted]
+        stream.add(units.means(made.difference.values)[some][:, wanted], expected, made.rounding(units, some)[wanted])
+        rows.append(_means_of(made, units, wanted, some))
+        cells.append(wanted)
+        left_out += made.left_out
+        for name in [name for name in lacking if made.cells.any() or not getattr(made, name).isnull().all()]:
+            lacking.pop(name)
+        if see is not None:
+            see(made)
+    if not any(mask.any() for mask in cells) and masks is None:
+        check_cells(asked, made.scale, len(left_out), left_out, next(iter(lacking.values()), ""))
+    means = rows[0] if len(rows) == 1 else pd.concat(rows, ignore_index=True)
+    return _Cells(means, stream.made(), cells, left_out, made, stream.bags, next(iter(lacking.values()), ""))
+
+
+def _means_of(made: Differences, units: Units, cells: np.ndarray, some: np.ndarray) -> pd.DataFrame:
+    """One row per cell: its coordinates, and its means over some units in both conditions."""
+    import pandas as pd
+
+    index = np.argwhere(cells)
+    labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
+    sides = (("value", made.ours), ("reference", made.theirs))
+    return pd.DataFrame(labels | {name: units.means(side.values)[some][:, cells].mean(0) for name, side in sides})
+
+
+def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
+    """Split a mask over all included cells into one mask per block."""
+    made, start = [], 0
+    for mask in cells:
+        some = mask.copy()
+        some[some] = every[start : start + int(mask.sum())]
+        start += int(mask.sum())
+        made.append(some)
+    return made
+
+
+def _as_table(found: _Cells) -> pd.DataFrame:
+    """Combine the means with all statistics, the columns first that a truncated table should still show."""
+    labels = [str(name) for name in found.means if name not in ("value", "reference")]
+    made = found.means.assign(**{name: getattr(found.numbers, name) for name in _COLUMNS}, n=found.numbers.n)
+    first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
+    return made[[*first, *(name for name in made if name not in first)]].assign(scale=found.last.scale)
+
+
+def _about(asked: Contrast, draws: Resampling, select: str | None, found: _Cells, units: Units) -> dict[str, Any]:
+    """What a table records about its question, its null and its tests."""
+    tests, n = len(found.numbers.p), found.numbers.n
+    can = resolution(n, max(1, tests), resamples=draws.resamples, unit=units.unit)
+    names = sorted({str(result.provenance["model"]["name"]) for result in (asked.result, asked.reference)})
+    made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
+    made |= {"segment": asked.segment or "all", "select": select or "none", "level": draws.level}
+    made |= {"resamples": draws.resamples, "seed": draws.seed, "models": ", ".join(names)}
+    return (
+        made
+        | ({} if found.bags is None else {"resampled": found.bags.words})
+        | {
+            "null": found.last.null,
+            "left_out": found.left_out,
+            "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
+            "unit": units.unit,
+            "smallest_q": can.smallest_p,  # if all tests reach it
+            "resolution": str(can),
+            "patterns": None if n <= EXACT else enough(draws.resamples, tests),
+        }
+    )
+
+
+def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> tuple[np.ndarray, Units]:
+    """What the table tests [unit, cell], differences minus those of the null, NaN for missing cells; and the units."""
+    if layer is not None:
+        variable = variable_of(asked.result, asked.quantity, asked.by)
+        check_layer(layer, variable)
+        at = variable.layer.values.tolist().index(layer)
+        some = slice(at, at + 1)
+        asked = asked.with_results(of(asked.result, "layer", some), of(asked.reference, "layer", some))
+    units = units_of(asked.result, asked.result["sequences"].sizes["prompt"], asked.unit)
+    in_bags = None if bags is None else Bags.drawn(units.n, bags)
+    found, left_out = [], []
+    for made in layers_of(asked, signs=0 if bags is None else 1)():
+        d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
+        d = np.where(made.cells, without_rounding(d, made.rounding(units)), np.nan).reshape(units.n, -1)
+        found.append(d if in_bags is None else in_bags.means(d))
+        left_out += made.left_out
+    check_cells(asked, made.scale, sum(d.shape[1] for d in found), left_out)
+    return np.concatenate(found, axis=1), units
+
+
+def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """The units on which cells are found, and the units on which they are reported."""
+    every = np.arange(units.n)
+    if select is None:
+        units.refuse_below(FEWEST)
+    else:
+        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
+    return (every, every) if select is None else (every[::2], every[1::2])
+
+
+def _check_alike(asked: Contrast) -> None:
+    """Require the same prompts, and the same number of inserted tokens in each unless the baseline is compared."""
+    one, other = asked.result, asked.reference
+    if one is not other and one.provenance["prompts"] != other.provenance["prompts"]:
+        raise OptionError(
+            "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
+            f"same load_prompts (hashes {one.provenance['prompts']['hash']} and {other.provenance['prompts']['hash']})"
+        )
+    if not asked.matched or BASELINE in (asked.condition, asked.to):
+        return
+    counts = [
+        (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
+        for result, name in ((one, asked.condition), (other, asked.to))
+        if name in result.conditions
+    ]
+    if len(counts) == 2 and all(count.any() for count in counts) and (counts[0] != counts[1]).any():
+        where = int(np.flatnonzero(counts[0] != counts[1])[0])
+        raise OptionError(
+            f"{asked.condition!r} inserts {int(counts[0][where])} tokens, {asked.to!r} {int(counts[1][where])} (prompt "
+            f"{where}), so their difference would be one of length too. Give both the same count, or say matched=False"
+        )

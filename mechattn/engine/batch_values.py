@@ -1,0 +1,359 @@
+"""One forward pass of a batch, in which analyses reduce each block of rows as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import (
+    ActivationAnalysis,
+    Activations,
+    Analysis,
+    AttentionRows,
+    CaptureAnalysis,
+    Captures,
+    FinalAnalysis,
+    PairAnalysis,
+    RowAnalysis,
+    Sums,
+    WholeAnalysis,
+    WholeAttention,
+)
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.axes import BASELINE
+from mechattn.engine.collect import check_values
+from mechattn.engine.forward import Forward, PairedLayer, paired_layer
+from mechattn.engine.null import Nulls
+from mechattn.errors import ModelError, OptionError, RowError
+from mechattn.functional.activation_statistics import minimum_of
+from mechattn.functional.fused import Fused
+from mechattn.functional.rows import Rows
+from mechattn.interventions.intervention import Intervention, Target, read_first
+from mechattn.model.hooked import HookedModel
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+from mechattn.model.score_terms import BlindScores
+from mechattn.prompts.pairs import Pairs, pairs_of
+from mechattn.prompts.sequences import Batch
+from mechattn.results.canonical import is_ours
+
+LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer
+
+
+def measure_batch(
+    model: HookedModel,
+    batch: Batch,
+    forward: Forward,
+    windows: Mapping[int, int | None],
+    analyses: Seq[Analysis],
+    prompt_ids: Seq[str] = (),
+    blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
+) -> list[LayerValues]:
+    """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
+    placed = batch.to(next(model.parameters()).device)
+    pairs = pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None
+    one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
+    sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
+    rows = _Rows(one, sums)
+    again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
+    try:
+        with ExitStack() as stack:
+            mlps = _Mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees the result
+            acting = _acting(placed, prompt_ids)
+            for intervention, target in acting:
+                stack.enter_context(intervention.acting(model, partial(_same, target)))
+            if read_first(intervention for intervention, _ in acting):
+                forward(model, placed, {}, rows.see, sums.last_layer)
+            stack.enter_context(mlps.looking())
+            stack.enter_context(_captured(one, sums))
+            with suppress(_Enough):
+                forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
+    except RowError as error:
+        raise ModelError(f"{one.name(error.row)}: {error}") from error
+    except Exception:
+        _refuse_nan(one, sums.finite, again)  # the cause, if there is one
+        raise
+    return sums.checked(again)
+
+
+class _Enough(BaseException):
+    """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch it."""
+
+
+def _needs_pairs(analyses: Seq[Analysis]) -> bool:
+    return any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
+
+
+def _same(target: Target) -> Target:
+    return target
+
+
+def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Target]]:
+    """Each intervention of each condition of a batch, in order, with the tokens that it acts on."""
+    found: dict[tuple[str, int], tuple[Intervention, list[int]]] = {}
+    for row, interventions in enumerate(batch.interventions):
+        for order, intervention in enumerate(interventions):
+            found.setdefault((batch.rows[row][1], order), (intervention, []))[1].append(row)
+    place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    positions = torch.where(batch.origin >= 0, batch.origin, -1 - place)
+    made = []
+    for intervention, rows in found.values():
+        index = torch.tensor(rows, device=batch.tokens.device)
+        ids = tuple(prompt_ids[batch.rows[row][0]] for row in rows)
+        made.append((intervention, Target(index, ids, positions[index], batch.segment[index])))
+    return made
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass of a batch: the batch as given and on the model's device, with the layers to measure."""
+
+    model: HookedModel
+    batch: Batch
+    placed: Batch
+    windows: Mapping[int, int | None]
+    pairs: Pairs | None
+    prompt_ids: tuple[str, ...] = ()
+
+    def name(self, row: int) -> str:
+        """A row of the batch, for messages."""
+        prompt, condition = self.batch.rows[row]
+        known = self.prompt_ids[prompt] if prompt < len(self.prompt_ids) else f"number {prompt}"
+        return f'prompt {known} with the condition "{condition}"'
+
+
+class _Sums:
+    """The sums of each analysis for each layer; they become values once all that the analysis needs has arrived."""
+
+    # The model decides in which order the parts of a layer arrive: rows mostly before the layer's output, in some
+    # bridges after it, MLP activations last. So a reduction that needs the rows is stored as a call until they arrive,
+    # and sums stay open until no part is missing. The last value ends the pass (_Enough), so later layers and logits
+    # are not computed.
+    def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
+        self.one, self.analyses, self.nulls = one, analyses, nulls
+        protocols = {
+            "rows": RowAnalysis,
+            "pairs": PairAnalysis,
+            "mlps": ActivationAnalysis,
+            "hooks": CaptureAnalysis,
+            "final": FinalAnalysis,
+        }
+        self.parts = [  # once, because isinstance is slow for a protocol
+            {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis in analyses
+        ]
+        self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
+        self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
+        self.values: list[LayerValues] = [{} for _ in analyses]
+        self.finite: list[tuple[Analysis, int, Tensor]] = []  # finite rows of whose sums; read once, at the end
+
+    @property
+    def last_layer(self) -> int:
+        """The last layer that has to be computed."""
+        return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
+
+    def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
+        """The analyses that need a part, with their indices."""
+        return [(i, analysis) for i, analysis in enumerate(self.analyses) if part in self.parts[i]]
+
+    def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
+        """The sums of an analysis."""
+        if (number, layer) not in self.open:
+            made = self.analyses[number].start(self.one.placed, heads or int(self.one.model.cfg.n_heads))
+            self.open[number, layer] = made, set(self.parts[number])
+        return self.open[number, layer][0]
+
+    def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
+        """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern after hook_z."""
+        self.of(number, layer)
+        if "rows" in self.open[number, layer][1]:
+            self.waiting[number, layer] = reduce
+        else:
+            reduce()
+
+    def seen(self, number: int, layer: int, part: str) -> None:
+        """Note that a part is complete; after the last part, the sums become values."""
+        made, missing = self.open[number, layer]
+        missing.discard(part)
+        if part == "rows" and (number, layer) in self.waiting:
+            self.waiting.pop((number, layer))()
+            return
+        if missing:
+            return
+        del self.open[number, layer]
+        analysis, window = self.analyses[number], self.one.windows[layer]
+        self.finite += [
+            (analysis, layer, v.isfinite().reshape(len(v), -1).all(1)) for v in made.values() if v.is_floating_point()
+        ]
+        values = analysis.values(made, self.one.placed.at(layer), window)
+        if not self.values[number]:
+            check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
+        found = values | self.nulls.of(number, layer, window)
+        self.values[number][layer] = {name: _on_the_way_to_cpu(value) for name, value in found.items()}
+        if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
+            raise _Enough
+
+    def checked(self, again: Callable[[], object]) -> list[LayerValues]:
+        """The values of each analysis, once everything has arrived."""
+        for number, analysis in enumerate(self.analyses):
+            for layer in self.one.windows:
+                if layer not in self.values[number]:
+                    missing = self.open[number, layer][1] if (number, layer) in self.open else self.parts[number]
+                    raise ModelError(
+                        f"layer {layer} has run, but {analysis.name} has not received everything it needs "
+                        f"({', '.join(sorted(missing))}), so there is nothing to report"
+                    )
+        _refuse_nan(self.one, self.finite, again)  # the only place in a batch that waits for the GPU
+        return self.values
+
+
+class _Rows:
+    """Receives blocks of attention rows, layer by layer."""
+
+    def __init__(self, one: _Pass, sums: _Sums) -> None:
+        self.one, self.sums = one, sums
+        self.by_row, self.by_pair = sums.looking_at("rows"), sums.looking_at("pairs")
+        self.wanted = bool(self.by_row or self.by_pair)
+        self.paired: dict[int, PairedLayer] = {}
+
+    def see(self, layer: int, rows: Rows | Fused) -> None:
+        """Receive a block of a layer, or a whole layer."""
+        if isinstance(rows, Fused):
+            self._see_whole(layer, rows)
+        else:
+            self._see_block(layer, rows)
+
+    def _see_whole(self, layer: int, fused: Fused) -> None:
+        whole = WholeAttention(layer, fused, self.one.placed, self.one.windows[layer])
+        for number, analysis in self.by_row:
+            cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, fused.out.shape[1]), whole)
+            self.sums.seen(number, layer, "rows")
+
+    def _see_block(self, layer: int, rows: Rows) -> None:
+        one, window, heads = self.one, self.one.windows[layer], rows.pattern.shape[1]
+        if self.by_pair and layer not in self.paired:
+            self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
+        v = None if rows.attention is None else rows.attention.v
+        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
+        for number, analysis in self.by_row:
+            cast(RowAnalysis, analysis).add(self.sums.of(number, layer, heads), block)
+        if self.by_pair:
+            both = self.paired[layer].rows(rows)
+            for number, analysis in self.by_pair:
+                cast(PairAnalysis, analysis).add_pairs(self.sums.of(number, layer, heads), both)
+        if rows.queries.stop == one.batch.tokens.shape[1]:
+            self.paired.pop(layer, None)
+            for part, looking in (("rows", self.by_row), ("pairs", self.by_pair)):
+                for number, _ in looking:
+                    self.sums.seen(number, layer, part)
+
+
+@contextmanager
+def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has fired."""
+    found = sums.looking_at("hooks")
+    named = one.model.hook_dict if found else {}
+    with ExitStack() as stack:
+        for number, analysis in found:
+            for layer in one.windows:
+                held: dict[str, Tensor] = {}
+                for name in cast(CaptureAnalysis, analysis).captures:
+                    take = partial(_take, one, sums, (number, layer), held, name)
+                    stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
+        if finals := sums.looking_at("final"):
+            take_final = partial(_take_final, one, sums, [number for number, _ in finals])
+            name = f"blocks.{sums.last_layer}.hook_resid_post"
+            stack.callback(one.model.hook_dict[name].register_forward_hook(take_final).remove)
+        yield
+
+
+def _take_final(
+    one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]
+) -> None:
+    for number in numbers:
+        for layer in one.windows:
+            cast(FinalAnalysis, sums.analyses[number]).add_final(sums.of(number, layer), out.detach())
+            sums.seen(number, layer, "final")
+
+
+def _take(
+    one: _Pass, sums: _Sums, where: tuple[int, int], held: dict[str, Tensor], name: str,
+    module: Any, given: Any, out: Tensor,
+) -> None:  # fmt: skip
+    number, layer = where
+    analysis = cast(CaptureAnalysis, sums.analyses[number])
+    shape = one.placed.tokens.shape
+    flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
+    held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
+    if len(held) < len(analysis.captures):
+        return
+    captures = Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
+    held.clear()
+
+    def reduce() -> None:
+        analysis.add_captures(sums.of(number, layer), captures)
+        sums.seen(number, layer, "hooks")
+
+    sums.after_rows(number, layer, reduce)
+
+
+class _Mlps:
+    """Receives the activations of the MLPs, layer by layer."""
+
+    def __init__(self, one: _Pass, sums: _Sums) -> None:
+        self.one, self.sums, self.taken = one, sums, sums.looking_at("mlps")
+        layers = one.windows if self.taken else {}
+        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in layers}
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Watch every MLP inside a ``with`` block."""
+        return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
+
+    def see(self, layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
+        """Receive all activations of a layer."""
+        shape = (*self.one.placed.tokens.shape, pre.shape[-1])
+        if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
+            raise ModelError(
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
+            )
+        passed = Activations(
+            layer,
+            pre.detach().reshape(shape),
+            post.detach().reshape(shape),
+            self.minimum[layer],
+            self.one.placed,
+            cast(Pairs, self.one.pairs),
+        )
+        for number, analysis in self.taken:
+            cast(ActivationAnalysis, analysis).add_activations(self.sums.of(number, layer), passed)
+            self.sums.seen(number, layer, "mlps")
+
+
+def _on_the_way_to_cpu(value: Tensor) -> Tensor:
+    """Copy to the CPU without waiting; valid once the GPU has done the work queued so far. GPU copies are pinned."""
+    return value.to("cpu", non_blocking=value.is_cuda)
+
+
+def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:
+    """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if ``again`` is finite."""
+    rows = torch.stack([each for *_, each in finite]).cpu() if finite else torch.ones(1)
+    if rows.all():
+        return
+    at, row = (~rows).nonzero()[0].tolist()
+    analysis, layer, _ = finite[at]
+    if is_ours(type(analysis)):
+        raise ModelError(
+            f"layer {layer} of {one.model.cfg.model_name} gives NaN or infinity for {one.name(row)}; try "
+            "another dtype, such as float32"
+        )
+    again()
+    raise OptionError(
+        f"the analysis {analysis.name} gives NaN or infinity in layer {layer} for {one.name(row)}, where the attention "
+        "itself is finite; does it divide by 0, or take the logarithm of 0, at this prompt or at padding?"
+    )

@@ -1,0 +1,38 @@
+"""The hub: which names it can have, and whether it answers, asked once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+
+_ONE_AT_A_TIME = RLock()
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether a name has the form "name" or "owner/name"; no absolute path has, nor one of several folders."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
+@contextmanager
+def asked_once(place: str) -> Iterator[None]:
+    """Within it only what was downloaded before is found if the hub does not answer; otherwise each file is asked for
+    six times, for 24 s. A directory needs no hub.
+    """
+    if os.path.isdir(place):
+        yield
+        return
+    from huggingface_hub import constants, get_session
+
+    with _ONE_AT_A_TIME:
+        offline = constants.HF_HUB_OFFLINE
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5)  # by the hub's own client, with its proxies
+        except Exception:  # of httpx or another client; also where the user has chosen to be offline
+            constants.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = offline

@@ -1,0 +1,122 @@
+"""A result as bytes, for parts of a run that are stored or sent one by one: a JSON header and the raw arrays.
+
+Zarr would work, but takes some tenths of a second per part, and a long run has thousands. No pickles are used.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.errors import OutputError
+from mechattn.results.digest import TEXT, digest, is_digest
+from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
+from mechattn.results.result import Result
+from mechattn.store.schema import read_errors
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_FORMAT = 1
+_LARGE = 2**16  # bytes
+
+
+def packed(result: Result) -> bytes:
+    """The bytes of a result, which :func:`unpacked` takes."""
+    about = json.dumps(result.provenance)
+    arrays: list[bytes] = []
+    header = {
+        "mechattn_packed": _FORMAT,
+        "provenance": about,
+        "digest": digest(result.datasets, about),
+        "datasets": {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()},
+    }
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as out:
+        for name, content in (("header", json.dumps(header).encode()), *((str(i), a) for i, a in enumerate(arrays))):
+            out.writestr(zipfile.ZipInfo(name), content)
+    return made.getvalue()
+
+
+def unpacked(content: bytes, where: object = "these bytes") -> Result:
+    """The result from which :func:`packed` made these bytes."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as stored:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.infolist()):
+                raise OutputError(
+                    f"{where} is compressed, which mechattn never does: a few bytes could unpack to fill the memory"
+                )
+            header = json.loads(stored.read("header"))
+            if header["mechattn_packed"] != _FORMAT:
+                raise OutputError(f"{where} was written by another version of mechattn")
+            datasets = {name: _unpacked_dataset(one, stored) for name, one in header["datasets"].items()}
+        if not is_digest(header["digest"], datasets, header["provenance"]):
+            raise OutputError(f"{where} is damaged: its numbers are not those that were written")
+        return Result(datasets, json.loads(header["provenance"]))
+    except Exception as error:  # zip, JSON and xarray have their own errors
+        raise read_errors(where, error) from error
+
+
+def opened(path: Path) -> Result:
+    """Like :func:`unpacked`, for a file known to be intact; large variables without prompts are read on demand."""
+    try:
+        with zipfile.ZipFile(path) as stored:
+            header = json.loads(stored.read("header"))
+            if header["mechattn_packed"] != _FORMAT:
+                raise OutputError(f"{path} was written by another version of mechattn")
+            datasets = {name: _unpacked_dataset(one, stored, path) for name, one in header["datasets"].items()}
+        return Result(datasets, json.loads(header["provenance"]))
+    except Exception as error:
+        raise read_errors(path, error) from error
+
+
+def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
+    variables = {}
+    for name, variable in dataset.variables.items():
+        about = {"dims": variable.dims, "shape": variable.shape, "attrs": variable.attrs, "at": len(arrays)}
+        if variable.dtype.kind in TEXT:
+            arrays.append(json.dumps([str(text) for text in variable.values.flat]).encode())
+            variables[name] = about | {"dtype": "text"}
+        else:
+            values = np.ascontiguousarray(variable.values)
+            values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+            arrays.append(values.tobytes())
+            variables[name] = about | {"dtype": values.dtype.str}
+    return {"variables": variables, "coords": list(dataset.coords), "attrs": dataset.attrs}
+
+
+def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None) -> xr.Dataset:
+    import xarray as xr
+
+    made: dict[str, Any] = {}
+    for name, one in about["variables"].items():
+        if later is not None and _is_large(one, stored):
+            made[name] = _read_later(one, later)
+            continue
+        content = stored.read(str(one["at"]))
+        if one["dtype"] == "text":
+            values = np.array(json.loads(content), dtype=np.dtypes.StringDType())
+        else:
+            values = np.frombuffer(content, dtype=np.dtype(one["dtype"])).copy()
+        made[name] = (one["dims"], values.reshape(one["shape"]), one["attrs"])
+    coords = {name: made.pop(name) for name in about["coords"]}
+    return xr.Dataset(made, coords, about["attrs"])
+
+
+def _is_large(one: dict[str, Any], stored: zipfile.ZipFile) -> bool:
+    alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1
+    return alone and stored.getinfo(str(one["at"])).file_size > _LARGE
+
+
+def _read_later(one: dict[str, Any], path: Path) -> xr.Variable:
+    def read(key: Key) -> np.ndarray:
+        with zipfile.ZipFile(path) as stored:
+            values = np.frombuffer(stored.read(str(one["at"])), dtype=np.dtype(one["dtype"]))
+        return values.reshape(one["shape"])[key].copy()
+
+    return lazy_variable(LazyArray(tuple(one["shape"]), np.dtype(one["dtype"]), read), one["dims"], one["attrs"])

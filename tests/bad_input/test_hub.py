@@ -1,0 +1,61 @@
+"""Names that no hub has, and a hub that does not answer."""
+
+import socket
+import time
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+import mechattn as ma
+from mechattn.errors import ModelError, PromptError
+from mechattn.model.load import text_config, tokenizer_named
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """An address where nothing listens in place of the hub's; gives the pauses between attempts."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    waits = []
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+@pytest.mark.parametrize("ask", [ma.load_model, ma.load_prompts, text_config, tokenizer_named])
+def test_a_hub_that_does_not_answer_is_asked_once(ask, nobody):
+    with pytest.raises((ModelError, PromptError), match="no/such-thing"):
+        ask("no/such-thing")
+    assert nobody == []
+    assert not constants.HF_HUB_OFFLINE, "it is asked again next time"
+
+
+def test_toys_and_directories_need_no_hub(nobody, monkeypatch, checkpoint):
+    monkeypatch.setattr("mechattn.hub._ONE_AT_A_TIME", None)
+    assert ma.load_model(str(checkpoint), verify=False).cfg.n_layers == 3
+    assert tokenizer_named("toy:llama")
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./here/there/model", "~/model", "C:\\model", "a/b/c"])
+def test_a_path_is_not_a_name_on_the_hub(name):
+    with pytest.raises(ModelError, match=r"it is not a directory here, and models on the hub are named owner/name$"):
+        ma.load_model(name)
+    with pytest.raises(PromptError, match=r"^there is no file of prompts at "):
+        ma.load_prompts(name)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="it is a file, not the directory of a checkpoint"):
+        ma.load_model(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_table_of_prompts_says_how_to_convert_it(tmp_path, ending):
+    (tmp_path / f"p.{ending}").write_text("question,answer\nWhy?,So\n")
+    with pytest.raises(PromptError, match=rf"is a table; give a \.jsonl file, .*pandas\.read_{ending}.*to_json"):
+        ma.load_prompts(str(tmp_path / f"p.{ending}"))

@@ -1,0 +1,236 @@
+"""The comparison table: the right cells, the right null, the right prompts; and what it refuses."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy import stats
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.results.result import Result
+from mechattn.stats.paired import paired
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {
+        "slash": ma.MeaninglessTokens("/", 20),
+        "sentence": ma.RandomSentence(20),
+        "long": ma.RandomTokens(25),
+        "masked": ma.MeaninglessTokens("/", 20).masked(),
+    }
+    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+    return ma.run(toy, prompts, conditions, analyses, progress=False)
+
+
+def made_up(values, names=("baseline", "other"), prompts="a", compared="difference"):
+    """A result with one quantity [prompt, condition, layer, head] and no tokens."""
+    n, c, layers, heads = values.shape
+    coords = {"condition": list(names), "layer": range(layers), "head": range(heads)}
+    variable = (("prompt", "condition", "layer", "head"), values, {"compared": compared})
+    data = xr.Dataset({"quantity": variable}, coords)
+    origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((n, c, 2)))}, {"condition": list(names)})
+    about = {"model": {"name": "m"}, "prompts": {"hash": prompts}}
+    return Result({"analysis": data, "sequences": origin}, about)
+
+
+def test_the_table_is_that_of_loops(result):
+    table = result.compare("slash", quantity="scale")
+    dataset = result["affine_shift"].sel(segment="question")
+    assert len(table) == 4 * 8
+    assert (table.scale == "log-ratio").all()
+    for row in table.itertuples():
+        at = dict(layer=row.layer)
+        ours = np.log(dataset.scale.sel(at).sel(condition="slash", head=row.head).values.astype(float))
+        null = np.log(dataset.scale_uniform.sel(at).sel(condition="slash").values.astype(float))
+        assert row.difference == pytest.approx(ours.mean(), abs=1e-9)
+        assert row.null == pytest.approx(null.mean(), abs=1e-9)
+        assert row.beyond == pytest.approx((ours - null).mean(), abs=1e-9)
+        low, high = stats.ttest_1samp(ours, 0).confidence_interval()
+        assert (row.low, row.high) == (pytest.approx(low), pytest.approx(high))
+        low, high = stats.ttest_1samp(ours - null, 0).confidence_interval()
+        assert (row.beyond_low, row.beyond_high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+    assert table.attrs["null"] == "uniform attention"
+    assert table.attrs["family"] == "32 tests: layer × head"
+    np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
+
+
+def test_other_quantities_and_other_conditions(result):
+    flow = result.compare("slash", quantity="flow")
+    assert set(flow.to_segment) == {"bos", "template", "system", "question"}, "the baseline has no inserted segment"
+    assert len(flow) == 32 * 4
+    every = result.compare("slash", quantity="received", segment=None)
+    assert set(every.segment) == {"bos", "template", "system", "question"}
+    against = result.compare("slash", to="sentence", quantity="total_variation")
+    assert against.attrs["to"] == "sentence"
+    assert against.attrs["null"] == "uniform attention"
+    opposite = result.compare("sentence", to="slash", quantity="total_variation")
+    np.testing.assert_allclose(against.difference, -opposite.difference)
+    ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share")
+    assert (ranks.difference > 0)[ranks.layer == 0].all(), "one repeated text has a shift of lower rank than a sentence"
+    plain = result.compare("slash", quantity="total_variation")
+    assert len(plain) == 32
+    assert (plain.scale == "difference").all(), "0 in the baseline by definition"
+    assert plain.null.abs().max() < 1e-6, "as uniform attention is only diluted"
+
+
+def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
+    table = result.compare("slash", quantity="output_norm")
+    assert table.attrs["null"] == "no null is known; a change may be there by definition"
+    assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
+    dataset = result["affine_shift"].output_norm.sel(segment="question", layer=1, head=3).astype(float)
+    log = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline")).values
+    row = table.set_index(["layer", "head"]).loc[(1, 3)]
+    assert row.effect_size == pytest.approx(log.mean() / log.std(ddof=1))
+    assert row.p == pytest.approx(paired(log[:, None], 0.0).p[0])
+    control = result.compare("slash", to="sentence", quantity="output_norm")
+    assert control.attrs["null"] == "no difference", "as many tokens at the same place: nothing is there by definition"
+    np.testing.assert_allclose(control.beyond, control.difference)
+    masked = result.compare("masked", to="sentence", quantity="output_norm")
+    assert masked.attrs["null"].startswith("no null is known"), "one is masked, the other is not"
+
+
+@dataclass(frozen=True)
+class Sevens(ma.Insertion):
+    count: int = 20
+    place: str = "before_question"
+
+    def filler(self, prompt, model, seed=0):
+        return [7] * self.count
+
+
+class Hidden:
+    """A condition of one's own that hides what it inserts."""
+
+    def apply(self, prompt, model, seed=0):
+        return Sevens().masked().apply(prompt, model, seed)
+
+
+def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, prompts):
+    conditions = {"sevens": Sevens(), "slash": ma.MeaninglessTokens("/", 20), "more": Sevens(21), "hidden": Hidden()}
+    result = ma.run(toy, prompts[:6], conditions, ma.AffineShift(), layers=0, progress=False)
+
+    def null(one, other):
+        return result.compare(one, to=other, quantity="output_norm", matched=False).attrs["null"]
+
+    assert null("sevens", "slash") == null("slash", "sevens") == "no difference"
+    assert null("more", "slash").startswith("no null is known"), "one token more"
+    assert null("sevens", "hidden").startswith("no null is known"), "hidden tokens take no attention"
+
+
+def test_a_cell_without_a_ratio_is_left_out_and_named():
+    values = np.exp(np.random.default_rng(0).normal(size=(8, 2, 2, 3)))
+    values[3, 1, 1, 2] = 0
+    result = made_up(values, compared="ratio")
+    with pytest.warns(UserWarning, match=r"1 of 6 cells are left out \(layer 1 head 2\)"):
+        table = result.compare("other", quantity="quantity")
+    assert (table.scale == "log-ratio").all()
+    assert len(table) == 5
+    assert table.attrs["left_out"] == ["layer 1 head 2"]
+    assert table.attrs["family"] == "5 tests: layer × head"
+    whole = result.compare("other", quantity="quantity", scale="difference")
+    assert len(whole) == 6
+    assert (whole.scale == "difference").all()
+    expected = (values[:, 1] - values[:, 0]).mean(0).flatten()
+    np.testing.assert_allclose(whole.difference, expected)
+    with pytest.raises(OptionError, match=r"has no ratio in any cell.*scale="):
+        made_up(-values, compared="ratio").compare("other", quantity="quantity")
+
+
+def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused():
+    values = np.random.default_rng(0).normal(size=(6, 2, 2, 3))
+    values[:, :, 0] = np.nan
+    with pytest.warns(UserWarning, match="3 of 6 cells are left out"):
+        assert set(made_up(values).compare("other", quantity="quantity").layer) == {1}
+    values[2, 1, 1, 0] = np.nan
+    with pytest.raises(OptionError, match="1 of 6 prompts have no 'quantity'"):
+        made_up(values).compare("other", quantity="quantity")
+
+
+@pytest.mark.parametrize(("heads", "covered"), [(32, 0.35), (256, 0.05)])
+def test_double_dipping_is_cured_by_halves(heads, covered):
+    """The interval of the largest of heads that do nothing: chosen on the same prompts, it lies."""
+    dipped, halved = [], []
+    for seed in range(200):
+        d = np.random.default_rng(seed).normal(size=(40, heads))
+        same, first, second = paired(d, resamples=99), paired(d[::2], resamples=99), paired(d[1::2], resamples=99)
+        top, chosen = abs(same.difference).argmax(), abs(first.difference).argmax()
+        dipped.append(same.low[top] < 0 < same.high[top])
+        halved.append(second.low[chosen] < 0 < second.high[chosen])
+    assert np.mean(dipped) < covered
+    assert 0.90 < np.mean(halved) <= 0.99
+
+
+def test_select_half_reports_what_the_other_half_says():
+    """Heads with an effect in the first half's prompts alone are chosen, and shown to have none."""
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(24, 2, 2, 16)) * 0.1
+    values[:, 1, 0, 3] += 1.0
+    values[::2, 1, 1, 5] += 1.0
+    result = made_up(values)
+    table = result.compare("other", quantity="quantity", select="half").set_index(["layer", "head"])
+    assert {(0, 3), (1, 5)} <= set(table.index)
+    assert len(table) < 6
+    assert table.loc[(0, 3)].q < 0.01
+    assert table.loc[(1, 5)].q > 0.01
+    assert (table.n == 12).all()
+    nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare("other", quantity="quantity", select="half")
+    assert len(nothing) == 0
+
+
+def test_two_results_of_the_same_prompts():
+    values = np.random.default_rng(0).normal(size=(6, 2, 1, 3))
+    one, two = made_up(values), made_up(values + 1)
+    table = two.compare("other", to="other", quantity="quantity", other=one)
+    np.testing.assert_allclose(table.difference, 1)
+    with pytest.raises(OptionError, match="different prompts"):
+        made_up(values).compare("other", to="other", quantity="quantity", other=made_up(values, prompts="b"))
+    with pytest.raises(OptionError, match="other heads"):
+        two.compare("other", to="other", quantity="quantity", other=made_up(values[..., :2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(condition="dash"), "no condition 'dash'.*'slash'"),
+        (dict(condition="slash", quantity="weight"), "has 'weight'.*there are .*scale"),
+        (dict(condition="slash", segment="middle"), "segment='middle': choose one of"),
+        (dict(condition="slash", segment="inserted"), "12 of 12 prompts have no .received."),
+        (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
+        (dict(condition="slash", select="third"), "select='third'"),
+        (dict(condition="slash", level=95), "level=95"),
+        (dict(condition="slash", scale="ratio"), "scale='ratio': choose one of 'log-ratio', 'difference'"),
+        (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),
+        (dict(condition="slash", null="blind"), "has no null=.blind.*ALiBi"),
+    ],
+)
+def test_what_it_refuses(result, options, message):
+    with pytest.raises(OptionError, match=message):
+        result.compare(**options)
+
+
+def test_different_lengths_can_be_compared_on_purpose(result):
+    assert len(result.compare("slash", to="long", matched=False)) == 32
+
+
+def test_few_prompts_are_refused():
+    with pytest.raises(OptionError, match="2 prompts"):
+        made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity")
+    with pytest.raises(OptionError, match="at least 12"):
+        made_up(np.ones((11, 2, 1, 3))).compare("other", quantity="quantity", select="half")
+
+
+def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
+    """Two results of which one was changed by hand: the null's difference is that of each head."""
+    name = "received_by_segment_uniform"
+    data = slash_result["received_attention"]
+    heads = xr.DataArray(np.arange(1.0, data.sizes["head"] + 1), dims="head")
+    other = replace(
+        slash_result, datasets=slash_result.datasets | {"received_attention": data.assign({name: data[name] * heads})}
+    )
+    found = slash_result.compare("slash", other=other).set_index(["layer", "head"]).null
+    expected = slash_result.compare("slash").set_index(["layer", "head"]).null
+    minus = np.log(np.arange(1.0, data.sizes["head"] + 1))[expected.index.get_level_values("head")]
+    np.testing.assert_allclose(found, expected - minus, atol=1e-6)

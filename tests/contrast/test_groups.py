@@ -1,0 +1,205 @@
+"""Groups of prompts from the prompt to every statistic: stored, merged, and taken as the unit."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pandas.testing import assert_frame_equal
+
+import mechattn as ma
+from mechattn.contrast.contrast import Contrast
+from mechattn.errors import OptionError, OutputError, PromptError
+from mechattn.prompts.prompt import as_prompts
+from mechattn.results.result import Result
+from mechattn.stats.intervals import t_interval
+from mechattn.stats.paired import paired
+
+GROUPS = [f"template {i % 6}" for i in range(18)]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    made = ma.load_prompts("word-problems", limit=18)
+    return [replace(prompt, group=group) for prompt, group in zip(made, GROUPS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20), "dots": ma.MeaninglessTokens("?", 20)}
+    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
+    return ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
+
+
+@pytest.fixture(scope="module")
+def ungrouped(result):
+    """As it was stored before there were groups."""
+    return Result(dict(result.datasets) | {"sequences": result["sequences"].drop_vars("group")}, result.provenance)
+
+
+def by_group(values):
+    """Means of the rows of each group, by a loop."""
+    names = list(dict.fromkeys(GROUPS))
+    return np.array([np.mean([values[i] for i in range(18) if GROUPS[i] == name], axis=0) for name in names])
+
+
+def test_the_table_is_that_of_group_means(result):
+    table = result.compare("slash")
+    assert set(table.n) == {6}
+    assert table.attrs["unit"] == "groups (6 of 18 prompts)"
+    at = result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", ...)
+    ratio = [
+        np.log(at[name].sel(condition="slash").values.astype(float) / at[name].sel(condition="baseline").values)
+        for name in ("received_by_segment", "received_by_segment_uniform")
+    ]
+    d, null = ratio[0].reshape(18, -1), np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
+    expected = paired(by_group(d), by_group(null))
+    for column in ("difference", "low", "high", "null", "beyond", "beyond_low", "effect_size", "p", "q"):
+        np.testing.assert_allclose(table[column], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column)
+    value = at.received_by_segment.sel(condition="slash").values.astype(float).reshape(18, -1)
+    np.testing.assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
+
+
+def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
+    for made in (result.compare("slash", unit="prompt"), ungrouped.compare("slash")):
+        assert made.attrs["unit"] == "prompts"
+        assert set(made.n) == {18}
+    assert_frame_equal(result.compare("slash", unit="prompt"), ungrouped.compare("slash"), check_exact=True)
+    assert not np.allclose(result.compare("slash").low, ungrouped.compare("slash").low), "negative control"
+    one, other = result.verdict("slash", unit="prompt"), ungrouped.verdict("slash")
+    assert repr(one) == repr(other)
+    np.testing.assert_array_equal(one.change, other.change)
+
+
+def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
+    verdict = result.verdict("slash")
+    assert "6 groups (6 of 18 prompts))" in repr(verdict)
+    at = result["received_attention"].received_by_segment.sel(segment="question").astype(float)
+    each = at.mean(["layer", "head"])
+    ratio = np.log(each.sel(condition="slash") / each.sel(condition="baseline")).values
+    expected = np.expm1(np.array(t_interval(by_group(ratio))))
+    np.testing.assert_allclose(verdict.change, expected)
+    np.testing.assert_allclose(Contrast(result, "slash").overall()[0], expected)
+    heads = result.heads("entropy", top=None)
+    focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
+    for row in heads.itertuples():
+        values = focus.sel(layer=row.layer, head=row.head).values.astype(float)
+        np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(by_group(values)), rtol=1e-9)
+    assert (heads.attrs["unit"], set(heads.n)) == ("groups (6 of 18 prompts)", {6})
+    alike = result.agreement("slash", "dots")
+    assert set(alike.n) == {6}
+    assert alike.attrs["unit"] == "groups (6 of 18 prompts)"
+    assert set(result.agreement("slash", "dots", unit="prompt").n) == {18}
+
+
+def test_a_notebook_shows_how_many_groups(result, ungrouped):
+    assert ">6</td>" in result._repr_html_().split("groups")[1][:60]
+    assert "groups" not in ungrouped._repr_html_()
+
+
+def test_halves_never_share_a_group(result, prompts, toy):
+    half = result.heads("entropy", select="half")
+    assert set(half.n) == {3}
+    focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
+    row = next(half.itertuples())
+    values = by_group(focus.sel(layer=row.layer, head=row.head).values.astype(float))[1::2]
+    np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(values), rtol=1e-9)
+    with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
+        result.compare("slash", select="half")
+    figure = ma.render.received_attention(result, 0, choose=2)
+    assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
+
+
+def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
+    from mechattn.render.words import mean_words, said
+
+    assert "6 groups of 18 prompts; " in ma.render.verdict_words(result, "slash")
+    assert "18 prompts; " in ma.render.verdict_words(ungrouped, "slash")
+    assert "n = 6 groups (6 of 18 prompts)" in ma.render.change_map(result, "slash").layout.title.text
+    values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
+    interval = t_interval(by_group(values.mean(["layer", "head"]).values.astype(float)))
+    assert mean_words(result, values).startswith(f"{float(interval.estimate):.3g} [{float(interval.low):.3g}, ")
+    assert mean_words(result, values) != mean_words(ungrouped, values), "negative control"
+    figure = ma.render.by_layer(result, "entropy")
+    assert "n = 6 groups of 18 prompts" in figure.layout.title.text
+    assert said(figure) != said(ma.render.by_layer(ungrouped, "entropy"))
+
+
+@pytest.mark.parametrize("name", ["result.zarr", pytest.param("result.nc", marks=pytest.mark.slow)])
+def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, tmp_path, name):
+    for made in (result, ungrouped):
+        ma.save_result(made, tmp_path / name)
+        again = ma.load_result(tmp_path / name)
+        assert again.digest() == made.digest()
+        assert_frame_equal(again.compare("slash"), made.compare("slash"), check_exact=True)
+    broken = result["sequences"].assign(group=("condition", np.array(["a", "b", "c"], dtype=object)))
+    with pytest.raises(OutputError, match="groups without the dimension prompt"):
+        ma.save_result(Result(dict(result.datasets) | {"sequences": broken}, result.provenance), tmp_path / name)
+
+
+def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    parts = [
+        ma.run(toy, prompts[at], conditions, positions="prompts", places=range(18)[at], progress=False)
+        for at in (slice(12, 18), slice(0, 5), slice(5, 12))
+    ]
+    whole = ma.merge_results(parts)
+    assert whole["sequences"].group.values.tolist() == GROUPS
+    expected = result.compare("slash")
+    np.testing.assert_allclose(whole.compare("slash")[["low", "q"]], expected[["low", "q"]], rtol=1e-4)
+    bare = parts[1]["sequences"].drop_vars("group")
+    without = Result(dict(parts[1].datasets) | {"sequences": bare}, parts[1].provenance)
+    with pytest.raises(OptionError, match="the variables of sequences"):
+        ma.merge_results([parts[0], without])
+
+
+def test_other_groups_in_the_other_result(result, ungrouped):
+    with pytest.raises(OptionError, match=r'different groups in the two results.*unit="prompt"'):
+        result.compare("slash", other=ungrouped)
+    assert set(result.compare("slash", other=ungrouped, unit="prompt").n) == {18}
+
+
+def test_one_group_has_no_interval(toy, prompts):
+    alike = [replace(prompt, group="one") for prompt in prompts[:6]]
+    result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0], progress=False)
+    for ask in (result.compare, result.verdict):
+        with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
+            ask("slash")
+    assert set(result.compare("slash", unit="prompt").n) == {6}
+    with pytest.raises(OptionError, match="unit='template'"):
+        result.compare("slash", unit="template")
+
+
+def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():
+    given = [ma.Prompt("One.", id="a", group="x"), ma.Prompt("Two.", id="b"), ma.Prompt("Three.", id="c", group="x")]
+    assert [prompt.group for prompt in as_prompts(given)] == ["x", "prompt b alone", "x"]
+    assert as_prompts(given[1:2]) == given[1:2], "where none has one, none gets one"
+
+
+def test_what_is_no_group():
+    for group, message in ((3, "group=3"), (" ", "group=' '"), ("a\x00", "cannot be printed")):
+        with pytest.raises(PromptError, match=message):
+            ma.Prompt("One.", group=group)
+    assert repr(ma.Prompt("One.", group="x")) == repr(ma.Prompt("One.")), "the hash of prompts is of what is read"
+
+
+def test_groups_of_word_problems_files_and_jobs(tmp_path):
+    from mechattn.jobs.job import Job
+
+    made = ma.load_prompts("word-problems", limit=64)
+    assert len({prompt.group for prompt in made}) == 64
+    assert made[0].group == "opening 0, gain 2, fewer than, question 2"
+    rows = [{"question": f"What is {i} + {i}?", "template": i % 2, "none": None} for i in range(4)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert [prompt.group for prompt in ma.load_prompts(path)] == [None] * 4
+    grouped = ma.load_prompts(path, group_field="template")
+    assert [prompt.group for prompt in grouped] == ["0", "1", "0", "1"]
+    for name, message in (("kind", r"no field 'kind'; its fields are .*group_field=…"), ("none", "no group in field")):
+        with pytest.raises(PromptError, match=message):
+            ma.load_prompts(path, group_field=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jobs = [Job("toy:llama", some) for some in (grouped, ma.load_prompts(path))]
+    assert jobs[0].fingerprint != jobs[1].fingerprint, "chunks keep their groups, so others are other chunks"

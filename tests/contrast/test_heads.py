@@ -1,0 +1,71 @@
+"""The ranked table of heads: the right heads, means and intervals; and what it refuses."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import mechattn as ma
+from mechattn.errors import OptionError
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    analyses = [ma.AttentionFocus(), ma.HeadUpdates(), ma.SegmentFlow()]
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+
+
+def test_the_table_is_that_of_a_loop(result):
+    table = result.heads("previous_mass", top=5, condition="slash")
+    data = result["attention_focus"].previous_mass.sel(segment="question", condition="slash").astype(float)
+    means = {(int(a), int(h)): float(data.sel(layer=a, head=h).mean()) for a in data.layer for h in data["head"]}
+    assert [tuple(row) for row in table[["layer", "head"]].values] == sorted(means, key=means.get, reverse=True)[:5]
+    null = result["attention_focus"].previous_mass_uniform.sel(segment="question", condition="slash")
+    for row in table.itertuples():
+        values = data.sel(layer=row.layer, head=row.head).values
+        interval = stats.ttest_1samp(values, 0).confidence_interval()
+        assert (row.previous_mass, row.low, row.high) == pytest.approx((values.mean(), *interval))
+        assert row.uniform == pytest.approx(float(null.sel(layer=row.layer).mean()), rel=1e-6)
+        assert row.n == 12
+    assert len(result.heads("magnitude", top=None)) == 32
+    assert result.heads("magnitude").uniform.isna().all(), "how large an update is has no such null"
+
+
+def test_halves_rank_on_one_and_show_the_other(result):
+    table = result.heads("entropy", top=3, select="half")
+    data = result["attention_focus"].entropy.sel(segment="question", condition="baseline").astype(float)
+    first = data.isel(prompt=slice(0, None, 2)).mean("prompt").stack(cell=("layer", "head"))
+    best = [tuple(map(int, cell)) for cell in first.sortby(-first).cell.values[:3]]
+    assert [tuple(row) for row in table[["layer", "head"]].values] == best
+    second = data.isel(prompt=slice(1, None, 2)).sel(layer=best[0][0], head=best[0][1])
+    assert table.entropy[0] == pytest.approx(float(second.mean()))
+    assert (table.n == 6).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(quantity="previous"), "has 'previous' for each prompt; there are"),
+        (dict(quantity="sinks"), r"name one with quantity=…, or run it with ma.AttentionSinks\(\)$"),
+        (dict(quantity="flow"), "does not have one number per head .to_segment."),
+        (dict(quantity="entropy", top=0), "top=0: give a number of heads"),
+        (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
+        (dict(quantity="entropy", segment="poem"), "segment='poem': choose one of"),
+        (dict(quantity="entropy", select="third"), "select='third'"),
+    ],
+)
+def test_what_it_refuses(result, options, message):
+    with pytest.raises(OptionError, match=message):
+        result.heads(**options)
+
+
+def test_a_result_lists_its_datasets(result):
+    assert list(result) == list(result.datasets)
+    assert "head_updates" in result
+    assert 0 not in result
+
+
+def test_few_prompts_are_refused(toy, prompts):
+    few = ma.run(toy, prompts[:2], analyses=ma.AttentionFocus(), progress=False)
+    with pytest.raises(OptionError, match="2 prompts; give at least 3"):
+        few.heads("entropy")
+    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.AttentionFocus(), progress=False).heads("entropy").low[0])

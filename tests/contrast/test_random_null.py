@@ -1,0 +1,152 @@
+"""Random weights as a null: hardly a head of a random model is found, most of a trained one; and what is refused."""
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from tests.stats.test_random_draws import by_loops
+
+CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
+MODELS = 12
+
+
+@pytest.fixture(scope="module")
+def trained(toy, prompts):
+    return ma.run(toy, prompts[:6], CONDITIONS, progress=False)
+
+
+@pytest.fixture(scope="module")
+def random(toy, prompts):
+    """Results of random models with the seeds 0 to 11."""
+    return ma.run_random(toy, prompts[:6], CONDITIONS, draws=MODELS, progress=False)
+
+
+def changes(result, condition="slash"):
+    """Mean log-ratio [layer][head] of the question, by plain loops."""
+    received = result["received_attention"].received_by_segment.sel(segment="question").astype(float)
+    made = []
+    for layer in received.layer.values:
+        of_layer = received.sel(layer=layer)
+        logs = np.log(of_layer.sel(condition=condition) / of_layer.sel(condition="baseline"))
+        made.append([float(np.mean([logs.sel(head=h, prompt=p) for p in logs["prompt"]])) for h in logs["head"]])
+    return made
+
+
+def test_the_columns_are_those_of_loops(trained, random):
+    table = trained.compare("slash", random=random[:3])
+    mean, low, high, p = by_loops(changes(trained), [changes(draw) for draw in random[:3]])
+    for column, expected in (("null_random", mean), ("random_low", low), ("random_high", high), ("p_random", p)):
+        np.testing.assert_allclose(table[column], expected, atol=1e-9, err_msg=column)
+    assert table.attrs["null_random"] == "random weights (initialised): 3 draws, 96 heads compared"
+    assert table.attrs["smallest_p_random"] == 1 / 97
+    plain = trained.compare("slash")
+    assert plain.equals(table[plain.columns]), "the other columns stay"
+    wrong = by_loops(changes(trained), [changes(draw, "sentence") for draw in random[:3]])
+    assert abs(wrong[0] - mean).max() > 1e-5, "draws of another condition would be noticed"
+
+
+@pytest.mark.parametrize(("memory", "options"), [("30KiB", {}), ("120KiB", {"segment": None})])
+def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, monkeypatch):
+    from mechattn.contrast import table
+
+    seen, blocks = [], table.layer_blocks
+    monkeypatch.setattr(table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1])
+    expected = trained.compare("slash", random=random[:3], resamples=99, **options)
+    got = replace(trained, memory=memory).compare("slash", random=random[:3], resamples=99, **options)
+    assert [len(layers) > 1 for layers in seen] == [False, True]
+    pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
+    assert got.attrs == expected.attrs
+
+
+def test_hardly_a_head_of_a_random_model_is_found(random):
+    """Each model in turn as the one tested, with the three after it as its draws."""
+    tables = [random[i].compare("slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)]) for i in range(MODELS)]
+    rates = [(table.p_random < 0.05).mean() for table in tables]
+    assert np.mean(rates) < 0.06
+    assert np.mean([(table.q_random < 0.05).mean() for table in tables]) < 0.01
+    assert max(rates) > 0, "the test can say yes"
+
+
+def test_most_heads_of_a_trained_toy_are_found(trained, random):
+    table = trained.compare("slash", random=random[:3])
+    assert ((table.q_random < 0.05) & (table.q < 0.05)).mean() > 0.5
+    assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, "they fall less"
+
+
+def test_a_shuffled_toy_stands_between(trained, toy, prompts):
+    draws = ma.run_random(toy, prompts[:6], CONDITIONS, kind="shuffled", progress=False)
+    table = trained.compare("slash", random=draws)
+    spread = (table.random_high - table.random_low).groupby(table.layer).mean()
+    assert spread.is_monotonic_increasing, "heads of shuffled weights differ most in the last layers"
+    assert 0.2 < (table.q_random < 0.05).mean() < 1
+    with pytest.raises(OptionError, match="mixes random: initialised and random: shuffled"):
+        trained.compare("slash", random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)])
+
+
+def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
+    conditions = {"slash": CONDITIONS["slash"]}
+    analyses = [ma.ReceivedAttention(), ma.SegmentFlow()]
+    result = ma.run(toy, prompts, conditions, analyses, progress=False)
+    draws = ma.run_random(toy, prompts, conditions, analyses, progress=False)
+    half = result.compare("slash", select="half", random=draws)
+    assert half.p_random.between(1 / 97, 1).all()
+    assert (half.n == 6).all()
+    flow = result.compare("slash", quantity="flow", segment=None, scale="difference", random=draws)
+    assert flow.p_random.notna().any()
+    for number, draw in enumerate(draws):
+        draw.save(tmp_path / f"{number}.zarr")
+    stored = [ma.load_result(tmp_path / f"{number}.zarr") for number in range(3)]
+    assert result.compare("slash", select="half", random=stored).equals(half)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, -1, 2.0, True, "3"])
+def test_too_few_draws_are_refused_before_a_model_is_loaded(draws):
+    with pytest.raises(OptionError, match=r"draws=.*at least 3"):
+        ma.run_random("no/such-model", "Tom has 3 apples.", draws=draws)
+
+
+def test_an_unknown_kind_is_refused_before_a_model_is_loaded():
+    with pytest.raises(OptionError, match=r"kind='gaussian'.*\"initialised\".*\"shuffled\""):
+        ma.run_random("no/such-model", "Tom has 3 apples.", kind="gaussian")
+
+
+def test_what_is_no_list_of_random_models_is_refused(trained, random):
+    with pytest.raises(OptionError, match=r"pass random=…"):
+        trained.compare("slash", null="random-weights")
+    with pytest.raises(OptionError, match=r"give a list of results, as ma\.run_random"):
+        trained.compare("slash", random=random[0])
+    with pytest.raises(OptionError, match=r"holds 2 results; give at least 3"):
+        trained.compare("slash", random=random[:2])
+    with pytest.raises(OptionError, match=r"random\[2\] comes from toy:llama, whose weights are not random"):
+        trained.compare("slash", random=[*random[:2], trained])
+    with pytest.raises(OptionError, match="the same weights twice"):
+        trained.compare("slash", random=[*random[:2], random[0]])
+    with pytest.raises(OptionError, match="or those of the result"):
+        random[0].compare("slash", random=random[:3])
+    with pytest.raises(OptionError, match="without other="):
+        trained.compare("slash", other=random[3], random=random[:3])
+
+
+def test_random_models_of_another_run_are_refused(trained, random, toy, prompts):
+    def run(some, conditions, seed=0):
+        return ma.run(ma.random_weights(toy, seed=99), some, conditions, seed=seed, progress=False)
+
+    for other, why in (
+        (run(prompts[6:], CONDITIONS), "has other prompts"),
+        (run(prompts[:6], {"sentence": CONDITIONS["sentence"]}), "has no condition 'slash'"),
+        (run(prompts[:6], {"slash": CONDITIONS["sentence"]}), "has a different condition named 'slash'"),
+    ):
+        with pytest.raises(OptionError, match=rf"random\[2\] {why}.*run ma.run_random with"):
+            trained.compare("slash", random=[*random[:2], other])
+    other = run(prompts[:6], CONDITIONS, seed=1)
+    with pytest.raises(OptionError, match=r"read other tokens with 'sentence', so its seed"):
+        trained.compare("sentence", random=[*random[:2], other])
+    assert len(trained.compare("slash", random=[*random[:2], other])) == 32, "slashes are the same with any seed"
+    about = {**random[2].provenance, "model": {**random[2].provenance["model"], "layers": 5}}
+    with pytest.raises(OptionError, match=r"another model \(layers 5, in the result 4\)"):
+        trained.compare("slash", random=[*random[:2], dataclasses.replace(random[2], provenance=about)])

@@ -1,0 +1,160 @@
+"""Selections on random halves against loops with sets; noise shares what chance gives, an effect far more."""
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.stats.paired import paired
+from mechattn.stats.stability import jaccard_by_chance
+from tests.contrast.test_compare import made_up
+
+HEADS = 60
+
+
+def drawn(effects, n=24, seed=0, noise=1.0, own=None):
+    """A result whose conditions move its sixty heads by these effects [condition, head]."""
+    generator = np.random.default_rng(seed)
+    values = generator.normal(size=(n, 1 + len(effects), 1, HEADS)) * noise
+    for i, effect in enumerate(effects):
+        values[:, 1 + i, 0] += effect
+    result = made_up(values, ("baseline", *[f"c{i}" for i in range(len(effects))]))
+    origin = result["sequences"].assign_coords(prompt=[str(i) for i in range(n)])
+    return ma.Result(dict(result.datasets) | {"sequences": origin}, result.provenance | {"conditions": {}})
+
+
+def ask(result, *args, **options):
+    return result.stability(*args, quantity="quantity", **options)
+
+
+@pytest.fixture(autouse=True)
+def known_conditions(monkeypatch):
+    monkeypatch.setattr("mechattn.contrast.differences._alike", lambda *of: True)
+
+
+def loop(result, one, other, select, splits, seed):
+    """The same by sets."""
+    d = {n: (v.sel(condition=n) - v.sel(condition="baseline")).values[:, 0] for v in [result["analysis"].quantity]
+         for n in (one, other)}  # fmt: skip
+    generator, found = np.random.default_rng(seed), []
+    for _ in range(splits):
+        order = generator.permutation(len(d[one]))
+        half = len(order) // 2
+        a, b = select(d[one][order[:half]]), select(d[other][order[half : 2 * half]])
+        found.append(len(a & b) / len(a | b) if a | b else np.nan)
+    return np.array(found)
+
+
+def top(count):
+    return lambda d: set(sorted(range(HEADS), key=lambda head: -abs(d[:, head].mean()))[:count])
+
+
+def sure(d):
+    return set(np.flatnonzero(paired(d, resamples=999).q < 0.05))
+
+
+@pytest.mark.parametrize("choose", [5, None])
+def test_the_index_is_that_of_a_loop_over_sets(choose):
+    effect = np.zeros(HEADS)
+    effect[:8] = np.linspace(0.5, 3, 8)
+    result = drawn([effect], n=25)
+    table = ask(result, "c0", choose=choose, resamples=12, seed=3)
+    found = loop(result, "c0", "c0", sure if choose is None else top(5), 12, 3)
+    row = table.iloc[0]
+    assert row.jaccard == pytest.approx(np.nanmean(found))
+    assert [row.low, row.high] == pytest.approx(np.nanquantile(found, [0.025, 0.975]).tolist())
+    assert row.none_selected == np.isnan(found).mean()
+    if choose:
+        assert row.by_chance == pytest.approx(jaccard_by_chance(5, 5, HEADS))
+        assert row.selected == 5
+    assert table.attrs["of"] == HEADS
+
+
+def test_noise_shares_what_chance_gives_and_an_effect_far_more():
+    noise = [ask(drawn([np.zeros(HEADS)], seed=seed), choose=10, resamples=20).iloc[0] for seed in range(25)]
+    assert np.mean([row.jaccard for row in noise]) == pytest.approx(noise[0].by_chance, abs=0.015)
+    effect = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
+    real = ask(drawn([effect]), choose=10, resamples=20).iloc[0]
+    assert real.jaccard > 0.9 > 5 * real.by_chance
+
+
+def test_over_fillers():
+    one, other = np.where(np.arange(HEADS) < 10, 3.0, 0.0), np.where(np.arange(HEADS) >= 50, 3.0, 0.0)
+    result = drawn([one, one, other])
+    table = ask(result, choose=10, over=["c0", "c1", "c2"], resamples=15, seed=1).set_index(["condition", "other"])
+    assert list(table.index) == [
+        ("c0", "c0"), ("c1", "c1"), ("c2", "c2"), ("c0", "c1"), ("c0", "c2"), ("c1", "c2"),
+    ]  # fmt: skip
+    assert table.loc[("c0", "c1")].jaccard > 0.9
+    assert table.loc[("c0", "c2")].jaccard < 0.1
+    assert table.loc[("c0", "c1")].jaccard == pytest.approx(loop(result, "c0", "c1", top(10), 15, 1).mean())
+    assert table.loc[("c0", "c1")].on_all > 0.8
+    assert table.loc[("c0", "c2")].on_all == 0
+    assert np.isnan(table.loc[("c0", "c0")].on_all)
+
+
+def test_groups_are_halved_as_a_whole():
+    """Six prompts a group, copies of each other: with groups ignored the halves share what they should not."""
+    result = drawn([np.zeros(HEADS)], n=48)
+    values = result["analysis"].quantity.values
+    values[:] = np.repeat(values[::6], 6, axis=0)
+    groups = result["sequences"].assign(group=("prompt", np.repeat([f"g{i}" for i in range(8)], 6).astype(object)))
+    grouped = ma.Result(dict(result.datasets) | {"sequences": groups}, result.provenance)
+    respected, ignored = (ask(grouped, choose=10, resamples=60, unit=unit).iloc[0] for unit in ("auto", "prompt"))
+    assert respected.jaccard == pytest.approx(respected.by_chance, abs=0.06)
+    assert ignored.jaccard > respected.jaccard + 0.08, "negative control"
+
+
+def test_what_it_refuses():
+    result = drawn([np.zeros(HEADS)] * 2, n=10)
+    for options, message in (
+        (dict(choose=HEADS), f"choose=60: give a number of heads below {HEADS}"),
+        (dict(choose=None), "10 prompts; give at least 12"),
+        (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
+        (dict(over=["c0"]), "name at least two different conditions"),
+        (dict(over="c0"), "name at least two different conditions"),
+        (dict(condition="c9"), "no condition 'c9'"),
+        (dict(resamples=0), "resamples=0"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ask(result, **options)
+    with pytest.raises(OptionError, match="5 prompts; give at least 6"):
+        ask(drawn([np.zeros(HEADS)], n=5))
+
+
+def test_of_a_real_result(slash_result):
+    table = slash_result.stability("slash", choose=5, resamples=10)
+    assert 0 <= table.low[0] <= table.jaccard[0] <= table.high[0] <= 1
+    assert table.attrs["of"] == 32
+    assert slash_result.stability(choose=5, resamples=10).equals(table)
+    other = [ask(drawn([np.zeros(HEADS)]), resamples=5, seed=seed) for seed in (0, 1)]
+    assert not other[0].equals(other[1]), "another seed, other halves"
+
+
+def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
+    from mechattn.render.words import choice_words
+
+    table = slash_result.stability("slash", choose=3, layer=1)
+    assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
+    at = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
+    ratio = [
+        np.log(of.sel(condition="slash") / of.sel(condition="baseline"))
+        for of in (at.received_by_segment, at.received_by_segment_uniform)
+    ]
+    d = (ratio[0] - ratio[1]).transpose("prompt", "head").values
+    generator, found = np.random.default_rng(0), []
+    for _ in range(200):
+        order = generator.permutation(12)
+        a, b = (set(np.argsort(-abs(d[some].mean(0)))[:3]) for some in (order[:6], order[6:]))
+        found.append(len(a & b) / len(a | b))
+    assert table.jaccard[0] == pytest.approx(np.mean(found))
+    words = choice_words(slash_result, "slash", 1, 3)
+    assert (
+        f"have {100 * np.mean(found):.0f}\u00a0% of both choices in common ({100 * table.by_chance[0]:.0f}\u00a0% by chance)"
+        in words
+    )
+    ma.page(slash_result, tmp_path / "page.html", layer=1)
+    assert words in (tmp_path / "page.html").read_text(encoding="utf-8").replace("&nbsp;", "\u00a0")
+    assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
+    with pytest.raises(OptionError, match="layer 7 was not measured"):
+        slash_result.stability("slash", choose=3, layer=7)

@@ -1,0 +1,92 @@
+"""The verdict: a known effect is found, a drop by definition is not, and its heads are those that the table marks."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from mechattn.results.result import Result
+from mechattn.stats.comparison import relative_change
+from mechattn.stats.intervals import t_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.units import Units
+
+
+def a_result(values, baseline, null, null_baseline, groups=None):
+    """Received attention of one segment [prompt, layer, head] in two conditions, and under uniform attention."""
+    names = ["baseline", "other"]
+    coords = {
+        "condition": names,
+        "segment": ["question"],
+        "layer": range(values.shape[1]),
+        "head": range(values.shape[2]),
+    }
+    dims = ("condition", "segment", "prompt", "layer", "head")
+    data = xr.Dataset(
+        {
+            "received_by_segment": (dims, np.stack([baseline, values])[:, None]),
+            "received_by_segment_uniform": (dims[:-1], np.stack([null_baseline, null])[:, None, ..., 0]),
+        },
+        coords,
+    )
+    sequences = xr.Dataset(
+        {"origin": (("prompt", "condition", "pos"), np.zeros((len(values), 2, 2)))}, {"condition": names}
+    )
+    if groups is not None:
+        sequences["group"] = ("prompt", groups)
+    return Result(
+        {"received_attention": data, "sequences": sequences}, {"model": {"name": "m"}, "prompts": {"hash": "a"}}
+    )
+
+
+def simulated(shift: float, seed: int = 0):
+    """64 prompts, 4 layers, 8 heads; half of the heads fall ``shift`` (in logs) below a null that varies by prompt."""
+    rng = np.random.default_rng(seed)
+    null_baseline = np.exp(rng.normal(-4, 0.2, (64, 4, 1)))
+    null = null_baseline * np.exp(rng.normal(-0.5, 0.05, (64, 4, 1)))
+    baseline = null_baseline * np.exp(rng.normal(0, 0.3, (64, 4, 8)))
+    effect = np.where(np.arange(8) < 4, shift, 0.0)
+    values = baseline * null / null_baseline * np.exp(rng.normal(effect, 0.1, (64, 4, 8)))
+    return a_result(values, baseline, null, null_baseline)
+
+
+def test_a_known_effect_is_found_and_nothing_else():
+    result = simulated(-0.2)
+    verdict, table = result.verdict("other"), result.compare("other")
+    assert verdict.beyond[:, :4].all()
+    assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
+    assert verdict.n == 64
+    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q < 0.05)
+
+
+def test_a_drop_by_definition_alone_is_not_beyond_the_null():
+    found = [simulated(0.0, seed).verdict("other") for seed in range(40)]
+    assert np.mean([(v.beyond | v.above).any() for v in found]) < 0.15
+    assert all(v.change.high < 0 for v in found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_heads_with_no_difference_at_all_are_not_beyond():
+    values = np.full((5, 1, 2), 0.1)
+    verdict = a_result(values, values, values[..., :1], values[..., :1]).verdict("other")
+    assert not verdict.beyond.any()
+    assert not verdict.above.any()
+
+
+def test_relative_changes_and_verdicts_are_of_groups():
+    generator = np.random.default_rng(0)
+    of = np.repeat(np.arange(8), 3)
+    units = Units.grouped([str(group) for group in of])
+    baseline = generator.uniform(0.5, 1.5, (24, 2, 3))
+    values = baseline * np.exp(-0.3 + 0.1 * generator.normal(size=(8, 2, 3))[of])
+    ones = np.ones((24, 2, 1))
+    made = a_result(values, baseline, ones, ones, [str(group) for group in of]).verdict("other")
+    assert (made.n, made.unit) == (8, "groups (8 of 24 prompts)")
+    ratio = np.log(values.mean((1, 2)) / baseline.mean((1, 2)))
+    groups = np.array([np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)])
+    np.testing.assert_allclose(made.change, np.expm1(np.array(t_interval(groups))))
+    np.testing.assert_allclose(relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change)
+    each = np.log(values / baseline)
+    by_hand = paired(np.stack([each[of == group].mean(0) for group in range(8)]))
+    np.testing.assert_array_equal(made.beyond, (by_hand.q < 0.05) & (by_hand.difference < 0))
+    alone = a_result(values, baseline, ones, ones).verdict("other")
+    assert float(alone.change.high - alone.change.low) < 0.8 * float(made.change.high - made.change.low)

@@ -1,0 +1,193 @@
+"""Two threads on one loaded model take turns, whatever they call; models that share nothing don't wait."""
+
+import copy
+import os
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mechattn as ma
+from mechattn.evaluation.served import probe
+from mechattn.model import lock, random_weights
+from mechattn.model.model_facts import facts_of
+
+SLASH = ma.MeaninglessTokens("/", count=3)
+ASKED_TWO = [ma.Prompt("What is 2 + 3?", id=name, solution="5") for name in "ab"]
+ASKED = ASKED_TWO[0]
+ANSWERED = [ma.Prompt(f"What is 2 + {n}?", id=str(n), answer=f" It is {2 + n}.") for n in (3, 4)]
+
+
+def run(**options):
+    return lambda model: ma.run(model, "What is 2 + 3?", {}, progress=False, layers=0, **options)
+
+
+def ablated(model):
+    with torch.no_grad(), ma.HeadAblation(((0, 0),)).on(model):
+        model(torch.arange(5, 9)[None])
+
+
+USES = {
+    "auto": run(engine="auto"),
+    "fused": run(engine="fused"),
+    "hooks": run(engine="hooks"),
+    "evaluate": lambda model: ma.evaluate(model, [ASKED], new_tokens=1, progress=False),
+    "checks of evaluate": lambda model: ma.evaluate(
+        model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1, progress=False
+    ),
+    "probe of a server": lambda model: probe._known(facts_of(model).native, model.tokenizer, [5, 6], [7]),
+    "patch_heads": lambda model: ma.patch_heads(model, ANSWERED, SLASH, heads=[(0, 0)], progress=False),
+    "patch_together": lambda model: ma.patch_together(model, ANSWERED, SLASH, [(0, 0)], progress=False),
+    "patch_residual": lambda model: ma.patch_residual(model, ANSWERED, SLASH, layers=0, progress=False),
+    "record_affine": lambda model: ma.record_affine(model, [ASKED], SLASH),
+    "record_keys_values": lambda model: ma.record_keys_values(model, [ASKED], SLASH, layers=0),
+    "head_means": lambda model: ma.head_means(model, [ASKED], layers=0),
+    "verify_model": ma.verify_model,
+    "load_model": lambda model: ma.load_model(model),
+    "explore": lambda model: ma.explore(model, "What is 2 + 3?", 0, 0),
+    "an intervention by itself": ablated,
+}
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """A toy of this file's own, which another test does not find broken if one fails here."""
+    return ma.load_model("toy:llama")
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Threads that had to wait, each as the sentence that it was told; nobody waits ten seconds for it."""
+    told = []
+    monkeypatch.setattr(lock, "_LONG", 0.0)
+    monkeypatch.setattr(lock, "warn", told.append)
+    return told
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monkeypatch):
+    met, seen, second = threading.Event(), [], []
+    monkeypatch.setattr(lock, "warn", lambda sentence: (waited.append(sentence), met.set()))
+
+    def meet(*_):
+        """In the first forward pass, another thread begins the same; no further until it waits, or is here too."""
+        seen.append(threading.get_ident())
+        if len(set(seen)) == 2:
+            met.set()
+        if len(seen) == 1:
+            second.append(threading.Thread(target=use, args=(model,)))
+            second[0].start()
+            assert met.wait(60)
+            seen.append("on")
+
+    model = ma.load_model("toy:falcon") if use is USES["explore"] else toy  # its scores are tried before the run
+    use(model)  # what is found out once about a model is known from now on
+    if use is USES["load_model"]:
+        facts_of(model).boots = -1  # verified again, as after another model was made
+    handles = [each.register_forward_pre_hook(meet) for each in (model.blocks[0], facts_of(model).native)]
+    try:
+        use(model)
+    finally:
+        [handle.remove() for handle in handles]
+    second[0].join()
+    assert seen.index("on") == 1, "both threads were inside the model"
+    assert "another thread has used toy:" in waited[0] or "LlamaForCausalLM" in waited[0]
+
+
+def held_by_others(model):
+    """Whether a second thread has to wait for the model, as it finds out itself."""
+    found = []
+
+    def look():
+        locks = lock._locks_of(model)
+        free = [each.acquire(blocking=False) for each in locks]
+        [each.release() for each, taken in zip(locks, free, strict=True) if taken]
+        found.append(not all(free))
+
+    (thread := threading.Thread(target=look)).start()
+    thread.join()
+    return found[0]
+
+
+def test_models_that_share_something_share_the_lock(toy):
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )  # fmt: skip
+    one, other, alone = LlamaForCausalLM(config), LlamaForCausalLM(config), LlamaForCausalLM(copy.deepcopy(config))
+    with lock.holding(one):
+        assert held_by_others(one)
+        assert held_by_others(other), "streaming is switched on in the configuration, which both have"
+        assert not held_by_others(alone)
+    assert not held_by_others(one)
+    with lock.holding(toy):
+        assert held_by_others(toy.original_model)
+        assert held_by_others(facts_of(toy).native), "answers are generated on the parameters of the hooked model"
+
+
+def test_what_is_loaded_by_name_or_copied_has_its_own_lock(toy):
+    with lock.holding(toy):
+        assert not held_by_others(ma.load_model("toy:llama", verify=False))
+        native = facts_of(toy).native
+        assert not held_by_others(copy.deepcopy(native))
+        assert not held_by_others(pickle.loads(pickle.dumps(native)))
+    with lock.holding("toy:llama"), lock.holding(torch.nn.Identity()):
+        pass  # there is nothing to hold
+
+
+def test_the_lock_is_free_after_an_error_and_taken_again_within(toy):
+    def fails(model):
+        with lock.holding(toy):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lock.alone(fails)(toy)
+    assert not held_by_others(toy)
+
+
+class Noting:
+    """Notes whether the model that it is part of is held while it is copied."""
+
+    def __deepcopy__(self, memo):
+        memo.setdefault("held", held_by_others(self.model))
+        return memo["held"]
+
+
+def test_a_model_is_copied_while_nobody_changes_it(toy, monkeypatch):
+    native = facts_of(toy).native
+    native.noting = noting = Noting()
+    noting.model, copied = toy, []
+    monkeypatch.setattr("mechattn.evaluation.baseline_noise.load_model", lambda model, **_: copied.append(model) or toy)
+    try:
+        ma.baseline_noise(toy, ASKED_TWO, new_tokens=1, progress=False)
+    finally:
+        del native.noting
+    assert copied[-1].noting is True
+
+
+def test_a_random_model_is_drawn_while_no_other_is_made(toy, monkeypatch):
+    drawn, seen = random_weights._drawn, []
+    monkeypatch.setattr(lock, "_locks_of", lambda model: [lock.making])
+    monkeypatch.setattr(random_weights, "_drawn", lambda *given: seen.append(held_by_others(toy)) or drawn(*given))
+    random_weights.random_weights.__wrapped__(toy)
+    assert seen == [True], "transformers and accelerate modify torch while another thread makes a model"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(toy):
+    taken, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lock.holding(toy):
+            taken.set()
+            done.wait()
+
+    (thread := threading.Thread(target=hold)).start()
+    taken.wait()
+    assert (child := os.fork()) or os._exit(not all(each.acquire(blocking=False) for each in lock._locks_of(toy)))
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

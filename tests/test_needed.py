@@ -1,0 +1,29 @@
+"""What a test needs from outside the clone is never missing in silence where it counts."""
+
+import pytest
+
+from tests.conftest import need, pytest_collection_modifyitems
+
+
+def outcome(monkeypatch, ci, without, there=False):
+    for name, value in (("CI", ci), ("MECHATTN_WITHOUT", without)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match="no browser: install one") as said:
+        need("browser", there, "install one")
+    return said.type
+
+
+def test_what_is_missing_fails_in_ci_and_is_skipped_elsewhere(monkeypatch):
+    assert outcome(monkeypatch, "", "") is pytest.skip.Exception
+    assert outcome(monkeypatch, "true", "") is pytest.fail.Exception
+    assert outcome(monkeypatch, "true", "site") is pytest.fail.Exception
+    assert outcome(monkeypatch, "true", "browser site") is pytest.skip.Exception
+    need("browser", "/usr/bin/chromium", "install one")
+
+
+def test_what_asks_for_a_browser_is_marked(request):
+    """Whoever has a browser can then run those that a machine without one has skipped."""
+    assert not request.node.get_closest_marker("browser")
+    request.node.fixturenames.append("chromium")
+    pytest_collection_modifyitems([request.node])
+    assert request.node.get_closest_marker("browser")
