@@ -16,7 +16,18 @@ from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.lines import as_lines
 
 Key = tuple[str, str, int]
-_KINDS = (str, str, int, str, tuple, str | None, str, bool, bool, int | float)  # of the fields of an answer
+_KINDS = {
+    "prompt": str,
+    "condition": str,
+    "sample": int,
+    "text": str,
+    "tokens": tuple,
+    "answer": str | None,
+    "solution": str,
+    "right": bool,
+    "finished": bool,
+    "logprob": int | float,
+}
 _MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
 
 
@@ -120,19 +131,20 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         try:
             made = _answer(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
             if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
                 break
-            raise OutputError(f"line {number} of {path} is not an answer: {error}") from None
+            raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
         found[made.prompt, made.condition, made.sample] = made
     return about, found
 
 
 def _answer(row: Any) -> GradedAnswer:
     """An answer from its line, with every field of its type."""
-    made = GradedAnswer(**{**row, "tokens": tuple(row["tokens"])})
-    for (name, value), kind in zip(vars(made).items(), _KINDS, strict=True):
-        if not isinstance(value, kind):
-            raise TypeError(f"its {name} is {value!r:.40}")
-    if not all(isinstance(token, int) for token in made.tokens):
-        raise TypeError(f"its tokens is {made.tokens!r:.40}")
-    return made
+    fields = {**row, "tokens": tuple(row["tokens"])}
+    for name, kind in _KINDS.items():
+        if not isinstance(fields[name], kind):
+            raise TypeError(f"its {name} is {fields[name]!r:.40}")
+    if not all(isinstance(token, int) for token in fields["tokens"]):
+        raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
+    return GradedAnswer(**fields)
