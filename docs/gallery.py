@@ -16,15 +16,15 @@ conditions = {
     "masked": slash.masked(),
     "unshifted": slash.unshifted(),
     "sentence": ma.RandomSentence(count=55),
-    "arm": ma.Baseline(intervention=ma.ARM()),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM()),
 }
 analyses = [
     ma.ReceivedAttention(),
-    ma.AffineShift(),
-    ma.AttentionFocus(),
-    ma.AttentionSinks(),
-    ma.HeadUpdates(per_query=True),
-    ma.MlpActivations(),
+    ma.analyses.AffineShift(),
+    ma.analyses.AttentionFocus(),
+    ma.analyses.AttentionSinks(),
+    ma.analyses.HeadUpdates(per_query=True),
+    ma.analyses.MlpActivations(),
 ]
 result = ma.run(model, prompts, conditions, analyses, positions="prompts")
 
@@ -105,7 +105,7 @@ ma.explore("toy:falcon", "Tom has 3 apples. How many?", heads=[0, 1])
 
 # %%
 five = {"slash": ma.MeaninglessTokens("/", count=5)}
-maps = [ma.AttentionMap(), ma.ScoreDecomposition()]
+maps = [ma.analyses.AttentionMap(), ma.analyses.ScoreDecomposition()]
 text = "Tom has 3 apples."
 one = ma.run("toy:falcon", text, five, maps, positions="prompts")
 
@@ -266,7 +266,7 @@ ma.render.patched_heads(patched)
 # Which head is worth a closer look? Click on any. `result.page("llama.html")` writes the same to a file.
 
 # %%
-some = [ma.ReceivedAttention(), ma.AttentionFocus()]
+some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
 few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts")
 
 # %%

@@ -99,7 +99,7 @@ def walk() -> None:
             "run": lambda: made.append(ma.run(model, prompts, conditions={"slash": slash})),
             "compare": lambda: made[0].compare("slash"),
             "patch": lambda: patch(model, prompts, slash, progress=False),
-            "page": lambda: ma.page(made[0], out / "page.html"),
+            "page": lambda: made[0].page(out / "page.html"),
             "paper": lambda: ma.paper("toy:llama", out / "paper", limit=8, problems=20, samples=2, new_tokens=8),
         }
         for name, call in calls.items():

@@ -113,7 +113,10 @@ def words(path):
 def test_pages_of_the_baseline_alone(toy, tmp_path):
     texts = ["Why is the sky blue?", "The old river follows a song.", "Tom has three apples and two pears."]
     result = ma.run(
-        toy, texts, analyses=[ma.ReceivedAttention(), ma.AttentionFocus(), ma.HeadUpdates()], progress=False
+        toy,
+        texts,
+        analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()],
+        progress=False,
     )
     result.save(tmp_path / "r.zarr")
     page = words(result.page(tmp_path / "page.html", layer=1, heads=[0, 1]))

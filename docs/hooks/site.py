@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 SCRIPTS = ("plotly", "circuitsvis")
@@ -82,13 +83,15 @@ def _typed(entry: re.Match, page: str) -> str:
     """An entry of the API, headed by what users type: ``ma.run``, ``ma.render.accuracy``, else the name to import."""
     import mechattn as ma
 
-    home, name = entry[1].removeprefix("mechattn.").rsplit(".", 1)
-    heading = label = f"ma.{name}"
-    if home.startswith("render.") and hasattr(ma.render, name):
-        heading = label = f"ma.render.{name}"
-    elif ma._HOME.get(name) != home:
-        heading, label = entry[1], name
-    options = {"heading": heading, "toc_label": label}
+    home, name = entry[1].rsplit(".", 1)
+    thing = getattr(import_module(home), name)
+    spaces = {"ma": ma} | {
+        f"ma.{space}": getattr(ma, space) for space in ("analyses", "conditions", "interventions", "render")
+    }
+    public = [f"{space}.{name}" for space, held in spaces.items() if getattr(held, name, None) is thing]
+    options = {"heading": public[0], "toc_label": public[0]} if public else {"heading": entry[1], "toc_label": name}
+    if name == "Result":  # its methods that ask the rooms above stand in a class of their own
+        options["inherited_members"] = True
     if page in ("api/analyses.md", "api/interventions.md"):
         options["filters"] = ["!^_", CALLED_BY_THE_ENGINE]
     if page == "api/protocols.md":  # methods are a level below the table of contents

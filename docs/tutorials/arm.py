@@ -18,15 +18,15 @@ arm = dict(form="released_llama", c=0.13, p1=95.0)
 conditions = {
     "slash": slash,
     "sentence": ma.RandomSentence(count=55),
-    "arm": ma.Baseline(intervention=ma.ARM(**arm)),
-    "direction": ma.Baseline(intervention=ma.ARM(**arm, control="random_direction")),
-    "channels": ma.Baseline(intervention=ma.ARM(**arm, control="random_channels")),
-    "signs": ma.Baseline(intervention=ma.ARM(**arm, control="shuffled_signs")),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM(**arm)),
+    "direction": ma.Baseline(intervention=ma.interventions.ARM(**arm, control="random_direction")),
+    "channels": ma.Baseline(intervention=ma.interventions.ARM(**arm, control="random_channels")),
+    "signs": ma.Baseline(intervention=ma.interventions.ARM(**arm, control="shuffled_signs")),
     "affine": ma.Baseline(intervention=recorded),
     "scale": ma.Baseline(intervention=recorded.only("scale")),
     "shift": ma.Baseline(intervention=recorded.only("shift")),
 }
-result = ma.run(model, prompts, conditions, ma.MlpActivations(), layers=[0])
+result = ma.run(model, prompts, conditions, ma.analyses.MlpActivations(), layers=[0])
 
 # %% [markdown]
 # ## How large is the change, and what happens to the near-zero share?

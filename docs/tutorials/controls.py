@@ -15,10 +15,10 @@ prompts = ma.load_prompts("word-problems", limit=48, system="Solve the problem s
 slash = ma.MeaninglessTokens("/", count=55)
 conditions = {
     "slash": slash,
-    "word": ma.RepeatedWord("he", count=55),  # repeated, but a word
-    "tokens": ma.RandomTokens(count=55),  # no repetition, no meaning
+    "word": ma.conditions.RepeatedWord("he", count=55),  # repeated, but a word
+    "tokens": ma.conditions.RandomTokens(count=55),  # no repetition, no meaning
     "sentence": ma.RandomSentence(count=55),  # words and grammar
-    "shuffled": ma.ShuffledSentence(count=55),  # the same words, no grammar
+    "shuffled": ma.conditions.ShuffledSentence(count=55),  # the same words, no grammar
     "sentence 2": ma.RandomSentence(count=55, draw=1),  # another draw: a null by construction
     "masked": slash.masked(),
     "unshifted": slash.unshifted(),

@@ -12,7 +12,12 @@ import mechattn as ma
 model = ma.load_model("toy:falcon")
 prompts = ma.load_prompts("word-problems", limit=32)
 conditions = {"slash": ma.MeaninglessTokens("/", count=55), "sentence": ma.RandomSentence(count=55)}
-analyses = [ma.AttentionFocus(), ma.HeadUpdates(), ma.AttentionSinks(), ma.ScoreDecomposition()]
+analyses = [
+    ma.analyses.AttentionFocus(),
+    ma.analyses.HeadUpdates(),
+    ma.analyses.AttentionSinks(),
+    ma.analyses.ScoreDecomposition(),
+]
 result = ma.run(model, prompts, conditions, analyses)
 
 # %% [markdown]

@@ -27,7 +27,7 @@ conditions = {
     "masked": slash.masked(),  # tokens moved apart, no attention taken
     "unshifted": slash.unshifted(),  # attention taken, nothing moved
 }
-result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], positions="prompts")
+result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AffineShift()], positions="prompts")
 
 # %%
 slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens marked

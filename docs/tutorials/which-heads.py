@@ -65,7 +65,7 @@ moved = ma.patch_together(model, answered, slash, [(0, 2), (0, 3)], part="patter
 print(moved)
 
 # %%
-flow = ma.run(model, problems, {"slash": slash}, ma.SegmentFlow(), layers=[0], progress=False)["segment_flow"]
+flow = ma.run(model, problems, {"slash": slash}, ma.analyses.SegmentFlow(), layers=[0], progress=False)["segment_flow"]
 to_slash = flow.flow.sel(condition="slash", layer=0, segment="question", to_segment="inserted").mean("prompt")
 print({int(head): round(float(to_slash.sel(head=head)), 2) for head in to_slash["head"].values})
 

@@ -23,16 +23,16 @@ def file_name(model: str) -> str:
 def conditions(model, prompts) -> dict[str, dict]:
     """The conditions of each figure."""
     recorded = ma.record_affine(model, prompts, SLASH, layers=range(model.cfg.n_layers))
-    texts = {"/": SLASH, "?": ma.MeaninglessTokens("?", count=55), "he": ma.RepeatedWord("he", 55)}
+    texts = {"/": SLASH, "?": ma.MeaninglessTokens("?", count=55), "he": ma.conditions.RepeatedWord("he", 55)}
     arms = {
-        f"c={c}, p1={p1}": ma.Baseline(intervention=ma.ARM(c=c, p1=p1, form="paper"))
+        f"c={c}, p1={p1}": ma.Baseline(intervention=ma.interventions.ARM(c=c, p1=p1, form="paper"))
         for c in (0.1, 0.3, 1.0)
         for p1 in (80.0, 90.0, 99.5)
     }
     return {
         "length": ma.sweep(SLASH, count=[10, 25, 40, 55, 70]),
         "place": ma.sweep(SLASH, place=["start", "before_question", "random", "before_answer"]),
-        "text": texts | {"random tokens": ma.RandomTokens(55), "sentence": ma.RandomSentence(55)},
+        "text": texts | {"random tokens": ma.conditions.RandomTokens(55), "sentence": ma.RandomSentence(55)},
         "arm": arms,
         "parts": {
             "slash": SLASH,
@@ -46,7 +46,7 @@ def conditions(model, prompts) -> dict[str, dict]:
 
 def several(name: str, model, prompts) -> ma.Evaluation:
     """Eight sampled answers to each of forty problems (figure 6)."""
-    arm = ma.Baseline(intervention=ma.ARM(c=0.13, p1=95.0, form="released_llama"))
+    arm = ma.Baseline(intervention=ma.interventions.ARM(c=0.13, p1=95.0, form="released_llama"))
     out = OUT / f"{file_name(name)}-samples.jsonl"
     some = {"slash": SLASH, "arm": arm}
     return ma.evaluate(model, prompts[:40], some, samples=8, temperature=1.0, new_tokens=90, out=out)

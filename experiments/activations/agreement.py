@@ -15,7 +15,7 @@ def table(name: str):
     prompts = ma.load_prompts("word-problems", limit=64)
     slash = ma.MeaninglessTokens("/", count=55)
     as_inserted = ma.record_affine(model, prompts, slash, layers=0)
-    arm = ma.ARM(form="released_llama", c=0.13, p1=95.0)
+    arm = ma.interventions.ARM(form="released_llama", c=0.13, p1=95.0)
     conditions = {
         "slash": slash,
         "scale and shift": ma.Baseline(intervention=as_inserted),
@@ -25,10 +25,10 @@ def table(name: str):
         "sentence": ma.RandomSentence(count=55),
         "arm": ma.Baseline(intervention=arm),
         "random direction": ma.Baseline(
-            intervention=ma.ARM(form="released_llama", c=0.13, p1=95.0, control="random_direction")
+            intervention=ma.interventions.ARM(form="released_llama", c=0.13, p1=95.0, control="random_direction")
         ),
     }
-    result = ma.run(model, prompts, conditions, [ma.MlpActivations()], layers=[0])
+    result = ma.run(model, prompts, conditions, [ma.analyses.MlpActivations()], layers=[0])
     made = result.agreement("slash", "scale and shift")
     change = result.compare("slash", quantity="change", matched=False)
     print(f"{name}: the tokens change the activations by {100 * change.value.iloc[0]:.1f} % of their norm")

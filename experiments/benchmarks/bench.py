@@ -221,8 +221,8 @@ def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str,
         assert len(got) == 2 * len(windows)
 
     return {
-        "mechattn, head updates": measuring(ma.HeadUpdates()),
-        "mechattn, focus and sinks": measuring(ma.AttentionFocus(), ma.AttentionSinks()),
+        "mechattn, head updates": measuring(ma.analyses.HeadUpdates()),
+        "mechattn, focus and sinks": measuring(ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks()),
         "TransformerLens, use_attn_result": hook_result,
     }
 

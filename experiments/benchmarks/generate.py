@@ -47,12 +47,12 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
 
         return run
 
-    released = ma.ARM(form="released_llama", p1=95.0)
+    released = ma.interventions.ARM(form="released_llama", p1=95.0)
     return {
         "transformers, generate": plain,
         "mechattn": ours(),
         "mechattn with ARM (layer 0)": ours(released),
-        "mechattn with ARM, scope=tensor": ours(ma.ARM(form="released_llama", p1=95.0, scope="tensor")),
+        "mechattn with ARM, scope=tensor": ours(ma.interventions.ARM(form="released_llama", p1=95.0, scope="tensor")),
     }
 
 

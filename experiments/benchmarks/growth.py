@@ -51,7 +51,10 @@ def main() -> None:
     sets = {
         "ReceivedAttention": [ma.ReceivedAttention()],
         "… and AffineShift, MlpActivations, AttentionFocus": [
-            ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(),
+            ma.ReceivedAttention(),
+            ma.analyses.AffineShift(),
+            ma.analyses.MlpActivations(),
+            ma.analyses.AttentionFocus(),
         ],
     }  # fmt: skip
     row("GPU hours", [seconds(model, tokens) / 3600 for model in MODELS], "{:.1f} h")

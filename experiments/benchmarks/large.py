@@ -42,7 +42,12 @@ STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")
 
 def base() -> ma.Result:
     """A toy's result, with the layers and heads of a large model."""
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+    ]
     prompts = ma.load_prompts("word-problems", limit=8)
     return grown(ma.run("toy:llama", prompts, CONDITIONS, analyses, progress=False), LAYERS, HEADS)
 

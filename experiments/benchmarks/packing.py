@@ -45,7 +45,12 @@ def main() -> None:
 
 def toy(name: str, positions: Any) -> ma.Result:
     """64 word problems with 55 slashes, four analyses."""
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+    ]
     conditions = {"slash": ma.MeaninglessTokens("/").fitted(ma.load_model(name))}
     prompts = ma.load_prompts("word-problems", limit=64)
     return ma.run(name, prompts, conditions, analyses, positions=positions, progress=False)

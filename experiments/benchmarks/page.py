@@ -22,7 +22,7 @@ import mechattn as ma
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 55),
     "sentence": ma.RandomSentence(55),
-    "random": ma.RandomTokens(55),
+    "random": ma.conditions.RandomTokens(55),
     "masked": ma.MeaninglessTokens("/", 55).masked(),
     "unshifted": ma.MeaninglessTokens("/", 55).unshifted(),
 }
@@ -37,7 +37,12 @@ def measured(prompts: int, positions: int) -> ma.Result:
     for i in range(prompts):
         ids = model.tokenizer(" ".join(texts[5 * i : 5 * i + 5]), add_special_tokens=False)["input_ids"][:room]
         questions.append(model.tokenizer.decode(ids))
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.HeadUpdates(), ma.AttentionSinks()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AttentionFocus(),
+        ma.analyses.HeadUpdates(),
+        ma.analyses.AttentionSinks(),
+    ]
     return ma.run(model, questions, CONDITIONS, analyses, positions="prompts", progress=False)
 
 
@@ -109,7 +114,7 @@ def main() -> None:
     parser.add_argument("--clicks", type=int, default=15)
     given = parser.parse_args()
     result = grown(measured(given.prompts, given.positions), given.layers, given.heads)
-    path = ma.page(result, given.out / "page.html", heads=[0, 1, 2])
+    path = result.page(given.out / "page.html", heads=[0, 1, 2])
     print(f"{given.layers} × {given.heads} heads, {len(result.conditions)} conditions, {given.positions} positions")
     print(f"size: {path.stat().st_size / 1e6:.1f} MB")
     for name, value in timed(path, given.clicks).items():

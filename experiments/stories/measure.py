@@ -49,7 +49,12 @@ def measured(model, prompts: list, slash=SLASH, analyses=None):
 
 
 def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = DRAWS) -> Row:
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.AttentionSinks(), ma.HeadUpdates()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AttentionFocus(),
+        ma.analyses.AttentionSinks(),
+        ma.analyses.HeadUpdates(),
+    ]
     result = measured(model, prompts, slash, analyses)
     verdict, sentence = result.verdict("slash"), result.verdict("sentence")
     drawn = {

@@ -188,7 +188,7 @@ def card(folder: Path, problems: int) -> None:
         conditions = {
             "slash": slash,
             "hidden": slash.masked(),
-            "others": slash.under(ma.Transplant("inserted", others)),
+            "others": slash.under(ma.interventions.Transplant("inserted", others)),
         }
         made = ma.evaluate(model, questions, conditions, new_tokens=6, progress=False)
         right = made.accuracy().set_index("condition").accuracy

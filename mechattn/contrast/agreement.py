@@ -62,7 +62,7 @@ def _product(result: Result, quantity: str) -> xr.DataArray:
         raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
     dataset, variable, analysis = QUANTITIES[quantity]
     if dataset not in result.datasets:
-        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.{analysis}]")
+        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]")
     return result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
 
 

@@ -44,7 +44,7 @@ def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str,
         others = [kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)]
         raise OptionError(
             f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}: name one with "
-            f"quantity=…{''.join(f', or run it with ma.{other}()' for other in others)}"
+            f"quantity=…{''.join(f', or run it with ma.analyses.{other}()' for other in others)}"
         )
     return found[0]
 

@@ -30,7 +30,7 @@ def sink_kinds(
     rank_below: float = 2.0,
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
-    """Classify the sink of each head, from a run with ``ma.AttentionSinks()``.
+    """Classify the sink of each head, from a run with ``ma.analyses.AttentionSinks()``.
 
     A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is above the analysis's
     threshold. "nop": the values of its strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending
@@ -109,7 +109,7 @@ def _check_threshold(name: str, value: Any, least: float, most: float) -> None:
 def _read(result: Result, condition: str) -> dict[str, np.ndarray]:
     """The variables needed from the run, each [prompt layer head] or [prompt layer]."""
     if "attention_sinks" not in result.datasets:
-        raise OptionError("this run did not measure sinks: add ma.AttentionSinks() to its analyses")
+        raise OptionError("this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses")
     if condition not in result.conditions:
         have = ", ".join(map(repr, result.conditions))
         raise OptionError(f"there is no condition {condition!r}; the result has {have}")

@@ -46,9 +46,10 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
                 f"the condition {name!r} is the class {condition.__name__}; give an instance, {condition.__name__}(…)"
             )
         if not callable(getattr(condition, "apply", None)):
-            what = f"ma.Baseline(intervention=ma.{type(condition).__name__}(…))" if hasattr(condition, "check") else ""
-            hint = what or "an instance such as ma.MeaninglessTokens(…)"
-            raise OptionError(f"the condition {name!r} is of type {type(condition).__name__}; give {hint}")
+            kind, hint = type(condition).__name__, "an instance such as ma.MeaninglessTokens(…)"
+            if hasattr(condition, "check"):
+                hint = f"ma.Baseline(intervention={kind}(…))"
+            raise OptionError(f"the condition {name!r} is of type {kind}; give {hint}")
         try:
             signature(condition.apply).bind("prompt", "model", "seed")
         except TypeError as error:

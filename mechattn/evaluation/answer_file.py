@@ -141,7 +141,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
 
 def _answer(row: Any) -> GradedAnswer:
     """An answer from its line, with every field of its type."""
-    fields = {**row, "tokens": tuple(row["tokens"])}
+    fields = {"logprob": float("nan"), **row, "tokens": tuple(row["tokens"])}
     for name, kind in _KINDS.items():
         if not isinstance(fields[name], kind):
             raise TypeError(f"its {name} is {fields[name]!r:.40}")

@@ -122,7 +122,9 @@ def head_texts(result: Result) -> dict[str, Any]:
 def head_patterns(result: Result) -> dict[str, Any]:
     """Attention maps of the first prompts, lower triangles [layer, head, query · key], or the reason for none."""
     if "attention_map" not in result.datasets:
-        return {"missing": "There are no attention patterns: run with ma.AttentionMap() on a few short prompts."}
+        return {
+            "missing": "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short prompts."
+        }
     maps = result["attention_map"].attention
     shown: list[dict[str, Any]] = []
     left = PATTERNS

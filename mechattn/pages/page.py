@@ -32,20 +32,7 @@ def page(
     *,
     choose: int = 3,
 ) -> Path:
-    """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
-
-    Args:
-        result: A result with received attention.
-        path: The HTML file.
-        layer: The layer shown first, from 0.
-        heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
-        force: Replace a file that mechattn did not write.
-        choose: The number of heads to choose by the largest change on one half of the prompts and show on the other.
-            Without ``positions="prompts"`` in the run, the first heads are shown.
-
-    Raises:
-        MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
-    """
+    """Write a result's page; see :meth:`mechattn.Result.page`."""
     check_page_place(path, force)
     names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
     options = [{"layer": layer, "condition": name} | which for name in names]

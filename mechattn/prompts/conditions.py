@@ -109,7 +109,7 @@ class Insertion:
     A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that its ``filler`` needs::
 
         @dataclass(frozen=True)
-        class Dots(ma.Insertion):
+        class Dots(ma.conditions.Insertion):
             count: int = 10
             place: str = "before_question"
 

@@ -267,14 +267,13 @@ class Questions:
 
         return methods(self._result, tables)
 
-    def merge(self, *others: Result) -> Result:
-        """Merge this result with others of the same run on other prompts; see :func:`mechattn.merge_results`."""
-        from mechattn.results.merge import merge_results
-
-        return merge_results([self._result, *others])
-
     def save(self, path: str | Path) -> None:
-        """Save to "….zarr" or "….nc", completely or not at all; see :func:`mechattn.save_result`."""
+        """Save to "….zarr" or "….nc", completely or not at all.
+
+        Raises:
+            OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the
+                written result cannot be read back. What was there before is kept.
+        """
         from mechattn.store.saving import save_result
 
         save_result(self._result, path)
@@ -288,7 +287,19 @@ class Questions:
         *,
         choose: int = 3,
     ) -> Path:
-        """Write one HTML file with the figures, which opens offline; see :func:`mechattn.page`."""
+        """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
+
+        Args:
+            path: The HTML file.
+            layer: The layer shown first, from 0.
+            heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
+            force: Replace a file that mechattn did not write.
+            choose: The number of heads to choose by the largest change on one half of the prompts and show on the
+                other. Without ``positions="prompts"`` in the run, the first heads are shown.
+
+        Raises:
+            MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
+        """
         from mechattn.pages.page import page
 
         return page(self._result, path, layer, heads, force, choose=choose)

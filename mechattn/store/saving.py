@@ -46,12 +46,7 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
 
 
 def save_result(result: Result, path: str | Path) -> None:
-    """Save a result completely or not at all: under a temporary name first; at an address, the root is written last.
-
-    Raises:
-        OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the
-            written result cannot be read back. What was there before is kept.
-    """
+    """Save completely or not at all: under a temporary name first; at an address, the root is written last."""
     check_result_place(path)
     place = as_place(path)
     if isinstance(place, str):

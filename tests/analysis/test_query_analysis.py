@@ -6,7 +6,7 @@ import torch
 import mechattn as ma
 
 
-class Reach(ma.QueryAnalysis):
+class Reach(ma.analyses.QueryAnalysis):
     name = "reach"
     numbers = {
         "reach": ("positions", "sum over keys of A (query - key)"),
@@ -46,7 +46,7 @@ def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, c
 
 
 def test_it_is_the_distance_of_attention_focus_but_for_the_first_query(toy, prompts, result):
-    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.AttentionFocus(), progress=False)
+    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.analyses.AttentionFocus(), progress=False)
     ours = result["reach"].reach.sel(segment="question")
     theirs = focus["attention_focus"].distance.sel(segment="question")
     assert abs(ours / theirs - 1).max() < 1e-4
@@ -62,12 +62,12 @@ def test_its_null_is_that_of_uniform_attention(prompts, result):
 
 def test_options_are_the_fields_of_a_dataclass():
     assert Reach().options == {}
-    assert ma.AttentionFocus(per_query=True).options == {"half_mass": False, "per_query": True}
-    assert ma.AttentionSinks().options["massive"] == [100.0, 1000.0]
+    assert ma.analyses.AttentionFocus(per_query=True).options == {"half_mass": False, "per_query": True}
+    assert ma.analyses.AttentionSinks().options["massive"] == [100.0, 1000.0]
 
 
 def test_without_of_queries(toy):
-    class Empty(ma.QueryAnalysis):
+    class Empty(ma.analyses.QueryAnalysis):
         name = "empty"
         numbers = {"x": ("1", "nothing")}
 
@@ -90,7 +90,7 @@ def test_without_of_queries(toy):
 def test_numbers_that_are_not_one_for_each_query(toy, prompts, made, message):
     """They would be spread over all queries, heads or prompts."""
 
-    class Odd(ma.QueryAnalysis):
+    class Odd(ma.analyses.QueryAnalysis):
         name = "odd"
         numbers = {"x": ("1", "something")}
 

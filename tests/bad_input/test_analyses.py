@@ -60,7 +60,7 @@ def test_values_that_are_not_those_that_were_promised(toy, prompts, quantities, 
     assert ma.run(toy, prompts[:2], conditions, kept, progress=False)["own_key"].own.notnull().all()
 
 
-class Surprise(ma.QueryAnalysis):
+class Surprise(ma.analyses.QueryAnalysis):
     name = "surprise"
     numbers = {"x": ("nats", "mean log of the pattern, which is 0 where a key is later")}
 

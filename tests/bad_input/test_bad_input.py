@@ -44,7 +44,7 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
     ):
         ma.run(model, "Tom has 3 apples.")
     with pytest.raises(ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"):
-        ma.run(model, torch.tensor([[1, 5, 6, 7]]), {"random": ma.RandomTokens(3)})
+        ma.run(model, torch.tensor([[1, 5, 6, 7]]), {"random": ma.conditions.RandomTokens(3)})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
         ma.load_model(str(tmp_path))
@@ -451,12 +451,12 @@ def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: insert at least one"),
-        (lambda: ma.RandomTokens("55"), "count='55': give a whole number"),
-        (lambda: ma.RepeatedWord(" "), "give a word"),
-        (lambda: ma.ShuffledSentence(place="end"), "place='end': choose one of"),
-        (lambda: ma.sweep(ma.RandomTokens(), text=["/"]), "RandomTokens has no option 'text' to vary"),
-        (lambda: ma.sweep(ma.RandomTokens()), "give an option to vary"),
-        (lambda: ma.sweep(ma.RandomTokens(), count=[10, -1]), "count=-1"),
+        (lambda: ma.conditions.RandomTokens("55"), "count='55': give a whole number"),
+        (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
+        (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),
+        (lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]), "RandomTokens has no option 'text' to vary"),
+        (lambda: ma.sweep(ma.conditions.RandomTokens()), "give an option to vary"),
+        (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
 )
 def test_conditions_that_cannot_be(make, message):
@@ -473,7 +473,7 @@ def test_conditions_that_cannot_be(make, message):
         (lambda n: ma.load_prompts("repeated-random", limit=n), "at most 1,000,000 prompts are generated"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
-        (lambda n: ma.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
+        (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
         (lambda n: ma.paper("toy:llama", "never", problems=n), "problems=.*from 6 to 1,000,000"),
         (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*from 0 to 2\^63"),
@@ -486,7 +486,7 @@ def test_numbers_beyond_any_use(huge, ask, message):
 
 def test_a_word_of_two_tokens_and_an_odd_count(toy):
     with pytest.raises(ConditionError, match=r"not a whole number of .xylophone..*Use count="):
-        ma.run(toy, "Tom has 3 apples.", {"word": ma.RepeatedWord("xylophone", 3)}, progress=False)
+        ma.run(toy, "Tom has 3 apples.", {"word": ma.conditions.RepeatedWord("xylophone", 3)}, progress=False)
 
 
 def test_config_file_that_is_not_there_or_not_toml(tmp_path):
@@ -524,14 +524,14 @@ def test_what_is_no_analysis(no_forward, given):
 
 
 def test_an_intervention_in_the_place_of_a_condition(no_forward):
-    with pytest.raises(OptionError, match=r"give ma\.Baseline\(intervention=ma\.ARM\(…\)\)"):
-        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.ARM()}, progress=False)
+    with pytest.raises(OptionError, match=r"give ma\.Baseline\(intervention=ARM\(…\)\)"):
+        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.interventions.ARM()}, progress=False)
 
 
 def test_a_path_in_the_place_of_a_result(toy, tmp_path):
     result = ma.run(toy, "Tom has 3 apples.", progress=False)
     with pytest.raises(OptionError, match=r"load it first: ma\.load_result\('r\.zarr'\)"):
-        result.merge("r.zarr")
+        ma.merge_results([result, "r.zarr"])
     result.save(tmp_path / "r.zarr")
     with pytest.raises(OutputError, match=r"there is r\.zarr in it"):
         ma.load_result(tmp_path)
@@ -544,11 +544,14 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
             lambda toy, r: ma.run(toy, "a b c", {"s": ma.MeaninglessTokens}),
             "'s' is the class MeaninglessTokens; give an instance",
         ),
-        (lambda toy, r: ma.Text(""), "give the text to insert"),
-        (lambda toy, r: ma.Text("a", after=""), "after=''"),
-        (lambda toy, r: ma.Text("a", place="end"), "place='end': choose one of"),
-        (lambda toy, r: ma.HeadAblation((1, 4)), r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs"),
-        (lambda toy, r: ma.HeadAblation(((1, 2.5),)), r"give a tuple of \(layer, head\) pairs"),
+        (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
+        (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
+        (lambda toy, r: ma.conditions.Text("a", place="end"), "place='end': choose one of"),
+        (
+            lambda toy, r: ma.interventions.HeadAblation((1, 4)),
+            r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs",
+        ),
+        (lambda toy, r: ma.interventions.HeadAblation(((1, 2.5),)), r"give a tuple of \(layer, head\) pairs"),
         (lambda toy, r: ma.render.received_attention(r, 0, [1.5]), "heads holds 1.5; give whole numbers"),
         (lambda toy, r: ma.render.received_attention(r, 0, [True]), "heads holds True; give whole numbers"),
         (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer='0': give one whole number"),
@@ -562,7 +565,9 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
 )
 def test_what_a_user_may_well_type(toy, call, message):
     texts = ["Tom has 3 apples.", "A farmer has 12 cows."]
-    result = ma.run(toy, texts, analyses=[ma.ReceivedAttention(), ma.MlpActivations()], layers=[0], progress=False)
+    result = ma.run(
+        toy, texts, analyses=[ma.ReceivedAttention(), ma.analyses.MlpActivations()], layers=[0], progress=False
+    )
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, result)
 
@@ -581,4 +586,4 @@ def test_a_trend_of_nothing():
 @pytest.mark.parametrize("times", [1.5, "2"])
 def test_a_question_repeated_half_a_time(times):
     with pytest.raises(OptionError, match="give a whole number from 1 to"):
-        ma.RepeatQuestion(times)
+        ma.conditions.RepeatQuestion(times)

@@ -24,8 +24,12 @@ def some():
         ({"temperature": -1}, OptionError, "temperature=-1"),
         ({"grader": "exact"}, OptionError, "grader='exact'"),
         ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
-        ({"conditions": {"x": SLASH.under(ma.Knockout(layers=1))}}, OptionError, "in some layers only"),
-        ({"conditions": {"x": ma.Baseline(intervention=ma.ARM(layers=9))}}, ModelError, "layer 9 is out of range"),
+        ({"conditions": {"x": SLASH.under(ma.interventions.Knockout(layers=1))}}, OptionError, "in some layers only"),
+        (
+            {"conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM(layers=9))}},
+            ModelError,
+            "layer 9 is out of range",
+        ),
         ({"conditions": {"baseline": SLASH}}, OptionError, "changes the prompt"),
     ],
 )
@@ -58,10 +62,13 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
         ),
         ({"server": ADDRESS, "new_tokens": 2000}, r"2000 new ones are allowed; toy:llama takes 1,024"),
         (
-            {"server": ADDRESS, "conditions": {"x": ma.Baseline(intervention=ma.ARM())}},
+            {"server": ADDRESS, "conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM())}},
             r"'x' intervenes \(ARM\), which needs",
         ),
-        ({"server": ADDRESS, "conditions": {"x": SLASH.under(ma.Knockout())}}, r"'x' hides tokens .*takes no mask"),
+        (
+            {"server": ADDRESS, "conditions": {"x": SLASH.under(ma.interventions.Knockout())}},
+            r"'x' hides tokens .*takes no mask",
+        ),
         ({"server": ADDRESS, "conditions": {"x": SLASH.masked()}}, r"'x' hides tokens from others \(\.masked\(\)"),
         ({"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}}, r"'x' keeps positions \(\.unshifted\(\)\)"),
         ({"server": ADDRESS, "conditions": {"baseline": SLASH}}, r"changes the prompt"),
@@ -104,4 +111,4 @@ def test_no_model_is_read_for_a_server(some, monkeypatch):
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)
     with pytest.raises(OptionError, match="intervenes"):
-        ma.evaluate("toy:llama", some, {"x": ma.Baseline(intervention=ma.ARM())}, server=ADDRESS)
+        ma.evaluate("toy:llama", some, {"x": ma.Baseline(intervention=ma.interventions.ARM())}, server=ADDRESS)

@@ -12,7 +12,13 @@ from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
 from mechattn.model.architectures import tiny_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5")
-EVERY = (ma.AttentionFocus, ma.HeadUpdates, ma.TopTargetUpdates, ma.BlockUpdates, ma.DirectLogits)
+EVERY = (
+    ma.analyses.AttentionFocus,
+    ma.analyses.HeadUpdates,
+    ma.analyses.TopTargetUpdates,
+    ma.analyses.BlockUpdates,
+    ma.analyses.DirectLogits,
+)
 
 
 @pytest.mark.parametrize("analysis", EVERY)
@@ -23,15 +29,15 @@ def test_a_passage_of_one_token(no_forward, analysis):
 
 def test_too_short_for_sinks_and_for_a_rank(no_forward):
     with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.AttentionSinks(), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.AttentionSinks(), progress=False)
     with pytest.raises(PromptError, match="too few for a target of rank 2"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.ScoreDecomposition(rank=2), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2), progress=False)
 
 
 def test_all_identical_tokens(toy):
     """Measured: ties have an order, and nothing is NaN."""
     tokens = torch.tensor([[1, *[7] * 39]])
-    result = ma.run(toy, tokens, analyses=[make() for make in (*EVERY, ma.AttentionSinks)], progress=False)
+    result = ma.run(toy, tokens, analyses=[make() for make in (*EVERY, ma.analyses.AttentionSinks)], progress=False)
     for dataset, name in (("attention_focus", "entropy"), ("head_updates", "orientation")):
         assert result[dataset][name].sel(segment="question").notnull().all()
     assert result["attention_sinks"].first_alpha.notnull().all()
@@ -46,8 +52,11 @@ def test_all_identical_tokens(toy):
         (lambda m: ma.explore(m, PROMPT, heads="0"), "heads='0': give numbers"),
         (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or omit it"),
         (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
-        (lambda m: ma.run(m, PROMPT, analyses=ma.HeadUpdates(), layers=[9], progress=False), "layer 9 is out of range"),
-        (lambda m: ma.run(m, PROMPT, analyses=ma.ScoreDecomposition(), progress=False), "RoPE"),
+        (
+            lambda m: ma.run(m, PROMPT, analyses=ma.analyses.HeadUpdates(), layers=[9], progress=False),
+            "layer 9 is out of range",
+        ),
+        (lambda m: ma.run(m, PROMPT, analyses=ma.analyses.ScoreDecomposition(), progress=False), "RoPE"),
     ],
 )
 def test_layers_heads_and_models(toy, call, message):
@@ -58,7 +67,7 @@ def test_layers_heads_and_models(toy, call, message):
 @pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
 def test_ranks(option):
     with pytest.raises(OptionError, match="give 0 for the strongest target"):
-        ma.ScoreDecomposition(**option)
+        ma.analyses.ScoreDecomposition(**option)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_ranks(option):
 )  # fmt: skip
 def test_options_of_sinks(option):
     with pytest.raises(OptionError, match=next(iter(option))):
-        ma.AttentionSinks(**option)
+        ma.analyses.AttentionSinks(**option)
 
 
 def scaled_unlike_its_configuration(plain):
@@ -90,7 +99,7 @@ def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, chan
     change(plain)
     model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
     with pytest.raises(ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"):
-        ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits(), progress=False)
 
 
 def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
@@ -98,7 +107,7 @@ def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
     model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
     with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"):
-        ma.run(model, PROMPT, analyses=ma.DirectLogits(), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits(), progress=False)
 
 
 def test_a_config_with_a_reading_that_was_not_measured(tmp_path):

@@ -17,32 +17,38 @@ PROMPT = "Tom has 3 apples."
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ma.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
-        (lambda: ma.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
-        (lambda: ma.ARM(c=float("nan")), "c=nan"),
-        (lambda: ma.ARM(c="much"), "c='much'"),
-        (lambda: ma.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
-        (lambda: ma.ARM(p1=-1), "p1=-1"),
-        (lambda: ma.ARM(strength=float("inf")), "strength=inf"),
-        (lambda: ma.ARM(p1=0.85), "p1=0.85: give a percentile such as 85, not a fraction"),
-        (lambda: ma.ARM(p1=0.995, form="gemma"), "p1=0.995: give a percentile such as 99.5, not a fraction"),
-        (lambda: ma.ARM(p1=1), "p1=1: give a percentile such as 100, not a fraction"),
+        (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
+        (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
+        (lambda: ma.interventions.ARM(c=float("nan")), "c=nan"),
+        (lambda: ma.interventions.ARM(c="much"), "c='much'"),
+        (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
+        (lambda: ma.interventions.ARM(p1=-1), "p1=-1"),
+        (lambda: ma.interventions.ARM(strength=float("inf")), "strength=inf"),
+        (lambda: ma.interventions.ARM(p1=0.85), "p1=0.85: give a percentile such as 85, not a fraction"),
         (
-            lambda: ma.ARM(form="published"),
+            lambda: ma.interventions.ARM(p1=0.995, form="gemma"),
+            "p1=0.995: give a percentile such as 99.5, not a fraction",
+        ),
+        (lambda: ma.interventions.ARM(p1=1), "p1=1: give a percentile such as 100, not a fraction"),
+        (
+            lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
         ),
-        (lambda: ma.ARM(scope="batch"), "scope='batch': choose one of 'token', 'tensor'"),
-        (lambda: ma.ARM(control="noise"), "control='noise'"),
-        (lambda: ma.ARM(layers=()), r"layers=\(\)"),
-        (lambda: ma.ARM(layers=-1), "layers=-1"),
-        (lambda: ma.Knockout("questions"), "queries='questions': choose among 'bos'"),
-        (lambda: ma.Knockout(keys=()), r"keys=\(\): choose among"),
-        (lambda: ma.AffineAttention(parts="all"), "parts='all'"),
-        (lambda: ma.MlpActivations("percentile"), "rule='percentile': choose one of 'quantile', 'mad', 'absolute'"),
-        (lambda: ma.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
-        (lambda: ma.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
-        (lambda: ma.MlpActivations(calibration=()), "give at least one prompt"),
-        (lambda: ma.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
+        (lambda: ma.interventions.ARM(scope="batch"), "scope='batch': choose one of 'token', 'tensor'"),
+        (lambda: ma.interventions.ARM(control="noise"), "control='noise'"),
+        (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
+        (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
+        (lambda: ma.interventions.Knockout("questions"), "queries='questions': choose among 'bos'"),
+        (lambda: ma.interventions.Knockout(keys=()), r"keys=\(\): choose among"),
+        (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
+        (
+            lambda: ma.analyses.MlpActivations("percentile"),
+            "rule='percentile': choose one of 'quantile', 'mad', 'absolute'",
+        ),
+        (lambda: ma.analyses.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
+        (lambda: ma.analyses.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
+        (lambda: ma.analyses.MlpActivations(calibration=()), "give at least one prompt"),
+        (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )
 def test_options(make, message):
@@ -52,34 +58,34 @@ def test_options(make, message):
 
 def test_percentiles_that_are_taken():
     for p1 in (0, 1.01, 85, 100):
-        assert ma.ARM(p1=p1).p1 == p1
+        assert ma.interventions.ARM(p1=p1).p1 == p1
 
 
 def test_the_old_name_of_a_form_is_the_new_one():
     with pytest.warns(DeprecationWarning, match='is now "released_llama"') as caught:
-        old = ma.ARM(form="released", p1=95.0)
+        old = ma.interventions.ARM(form="released", p1=95.0)
     if not hasattr(known_form, "__wrapped__"):  # the checker of types would be a frame more
         assert caught[0].filename == __file__, "the line that says it"
-    assert old == ma.ARM(form="released_llama", p1=95.0)
+    assert old == ma.interventions.ARM(form="released_llama", p1=95.0)
     assert "released_llama" in repr(old)
-    assert old != ma.ARM(form="released_qwen2", p1=95.0)
+    assert old != ma.interventions.ARM(form="released_qwen2", p1=95.0)
 
 
 @pytest.mark.parametrize(
     ("intervention", "message"),
     [
-        (ma.ARM(layers=9), "layer 9 is out of range"),
-        (ma.Knockout("question", "question", layers=9), "layer 9 is out of range"),
-        (ma.AffineAttention(scale=0.5, layers=9), "layer 9 is out of range"),
-        (ma.AffineAttention(scale=torch.ones(3)), "give a number, or 8 numbers"),
-        (ma.AffineAttention(shift=torch.ones(3, 16)), r"give \[head d_head\]"),
-        (ma.AffineAttention(recorded={"other": {}}), "prompt '0' was not recorded"),
-        (ma.HeadAblation(()), "ablates nothing"),
-        (ma.HeadAblation(((0, 8),)), "head 8 is out of range"),
-        (ma.HeadAblation(((7, 0),)), "layer 7 is out of range"),
-        (ma.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not layer 1"),
+        (ma.interventions.ARM(layers=9), "layer 9 is out of range"),
+        (ma.interventions.Knockout("question", "question", layers=9), "layer 9 is out of range"),
+        (ma.interventions.AffineAttention(scale=0.5, layers=9), "layer 9 is out of range"),
+        (ma.interventions.AffineAttention(scale=torch.ones(3)), "give a number, or 8 numbers"),
+        (ma.interventions.AffineAttention(shift=torch.ones(3, 16)), r"give \[head d_head\]"),
+        (ma.interventions.AffineAttention(recorded={"other": {}}), "prompt '0' was not recorded"),
+        (ma.interventions.HeadAblation(()), "ablates nothing"),
+        (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
+        (ma.interventions.HeadAblation(((7, 0),)), "layer 7 is out of range"),
+        (ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not layer 1"),
         ("arm", "intervention='arm': give an intervention such as ARM"),
-        (ma.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
+        (ma.interventions.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
     ],
 )
 def test_before_the_model_runs(no_forward, intervention, message):
@@ -89,14 +95,14 @@ def test_before_the_model_runs(no_forward, intervention, message):
 
 def test_the_baseline_stays_the_baseline(no_forward):
     with pytest.raises(OptionError, match='"baseline" intervenes'):
-        ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.ARM())}, progress=False)
+        ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
 
 
 def assert_both_refuse(model, message):
     with pytest.raises(ModelError, match=message):
-        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
     with pytest.raises(ModelError, match=message):
-        ma.run(model, PROMPT, analyses=ma.MlpActivations("absolute", 0.01), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01), progress=False)
 
 
 @pytest.mark.parametrize("flag", ["has_post_expert_norm", "_is_expert_parallel"])
@@ -129,7 +135,7 @@ def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
         plain.model.layers[0].another = torch.nn.Module()
         plain.model.layers[0].another.act_fn = torch.nn.SiLU()
         with pytest.raises(ModelError, match=f"layer 0 {message}"):
-            ma.ARM().check(plain, ["0"])
+            ma.interventions.ARM().check(plain, ["0"])
 
 
 def experts_of(model):
@@ -141,9 +147,9 @@ def test_folded_weights_compute_the_nonlinearity_elsewhere():
     bridge.enable_compatibility_mode()
     model = ma.load_model(bridge, verify=False)
     with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
-        ma.run(model, PROMPT, analyses=ma.MlpActivations("absolute", 0.01), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01), progress=False)
     with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
-        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.ARM())}, progress=False)
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
 
 
 def test_nothing_to_record(toy):

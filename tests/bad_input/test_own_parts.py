@@ -151,11 +151,11 @@ def test_values_that_are_no_dictionary(toy):
         (lambda m: ma.load_prompts(5), "source=5: give"),
         (lambda m: ma.load_prompts("word-problems", limit="5"), "limit='5': give a whole number"),
         (
-            lambda m: ma.Text(" Hmm.", after=" is", place="start"),
+            lambda m: ma.conditions.Text(" Hmm.", after=" is", place="start"),
             "place='start' and after=' is': give only one of the two",
         ),
-        (lambda m: ma.Knockout(3, "inserted"), "queries=3: choose among"),
-        (lambda m: ma.Knockout("question", None), "keys=None: choose among"),
+        (lambda m: ma.interventions.Knockout(3, "inserted"), "queries=3: choose among"),
+        (lambda m: ma.interventions.Knockout("question", None), "keys=None: choose among"),
         (lambda m: ma.load_result(5), "5 is not a path"),
         (lambda m: ma.load_model(5), "5 is not a model"),
     ],
@@ -216,7 +216,7 @@ def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
 
 def test_a_kind_of_inserted_tokens_without_a_filler(toy):
     @dataclasses.dataclass(frozen=True)
-    class Empty(ma.Insertion):
+    class Empty(ma.conditions.Insertion):
         count: int = 3
         place: str = "start"
 

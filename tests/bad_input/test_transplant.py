@@ -17,20 +17,20 @@ def recorded(toy):
 
 def test_options(recorded):
     with pytest.raises(OptionError, match=r"give the result of ma.record_keys_values"):
-        ma.Transplant("inserted")
+        ma.interventions.Transplant("inserted")
     with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
-        ma.Transplant("filler", recorded)
+        ma.interventions.Transplant("filler", recorded)
     with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, not at 'question'"):
-        ma.Transplant("question", recorded)
+        ma.interventions.Transplant("question", recorded)
     with pytest.raises(OptionError, match=r"layers=1: the recorded layers are \[0\]"):
-        ma.Transplant("inserted", recorded, layers=1)
+        ma.interventions.Transplant("inserted", recorded, layers=1)
 
 
 def test_other_prompts_and_other_lengths(toy, recorded, prompts):
-    longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.Transplant("inserted", recorded))}
+    longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.interventions.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"):
         ma.run(toy, prompts[:2], longer, progress=False)
-    unknown = {"unknown": SLASH.under(ma.Transplant("inserted", recorded))}
+    unknown = {"unknown": SLASH.under(ma.interventions.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
         ma.evaluate(toy, prompts[:3], unknown, new_tokens=2, progress=False)
 
@@ -57,11 +57,14 @@ def test_models_without_keys_and_values_by_head(tokenizer, prompts):
 def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
     hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
-    swapped = {"swapped": SLASH.under(ma.Transplant("inserted", recorded.from_other_prompts()))}
+    swapped = {"swapped": SLASH.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))}
     with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
         ma.run(hybrid, prompts[:2], swapped, progress=False)
 
 
 def test_outside_of_run_and_evaluate_segments_are_not_known(toy, recorded):
-    with ma.Transplant("inserted", recorded).on(toy, ["0"]), pytest.raises(OptionError, match="the segment of each"):
+    with (
+        ma.interventions.Transplant("inserted", recorded).on(toy, ["0"]),
+        pytest.raises(OptionError, match="the segment of each"),
+    ):
         toy(torch.tensor([[1, 5, 6]]))

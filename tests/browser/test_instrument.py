@@ -17,8 +17,8 @@ HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 def result(toy):
     """Two conditions, two analyses, short prompts with their attention maps; the first prompt and a name are HTML."""
     texts = [f"{HOSTILE} Tom has {i} apples." for i in range(2, 8)]
-    conditions = {"slash": ma.MeaninglessTokens("/", 6), "<b>word</b>": ma.RandomTokens(6)}
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.AttentionMap()]
+    conditions = {"slash": ma.MeaninglessTokens("/", 6), "<b>word</b>": ma.conditions.RandomTokens(6)}
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
     return ma.run(toy, texts, conditions, analyses, positions="prompts", progress=False)
 
 

@@ -270,7 +270,7 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     from mechattn.pages.page import results_page
 
     slash = {"slash": ma.MeaninglessTokens("/", 10)}
-    result = ma.run(toy, prompts[:4], slash, [ma.AttentionFocus(), ma.HeadUpdates()], progress=False)
+    result = ma.run(toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()], progress=False)
     shown = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
     page = opened(results_page([result], tmp_path / "index.html", shown))
     unfold(page)

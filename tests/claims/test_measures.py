@@ -27,28 +27,34 @@ from mechattn.results.result import Result
 SLASH = ma.MeaninglessTokens(count=20)
 CONDITIONS = {"slash": SLASH, "sentence": ma.RandomSentence(count=20), "unshifted": SLASH.unshifted()}
 ARM = {
-    "arm": ma.Baseline(intervention=ma.ARM()),
-    "direction": ma.Baseline(intervention=ma.ARM(control="random_direction")),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM()),
+    "direction": ma.Baseline(intervention=ma.interventions.ARM(control="random_direction")),
 }
 PROMPTS = 4
 
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True)]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(per_query=True)]
     return ma.run(toy, prompts[:PROMPTS], CONDITIONS, analyses, positions="prompts", progress=False)
 
 
 @pytest.fixture(scope="module")
 def activations(toy, prompts):
     many = {"slash": SLASH, **ARM}
-    return ma.run(toy, prompts[:PROMPTS], many, ma.MlpActivations(), layers=0, progress=False)
+    return ma.run(toy, prompts[:PROMPTS], many, ma.analyses.MlpActivations(), layers=0, progress=False)
 
 
 @pytest.fixture(scope="module")
 def tokens(toy, prompts):
-    analyses = [ma.AttentionFocus(per_query=True), ma.HeadUpdates(per_query=True), ma.TopTargetUpdates()]
-    return ma.run(toy, prompts[:PROMPTS], {}, [*analyses, ma.AttentionSinks()], positions="prompts", progress=False)
+    analyses = [
+        ma.analyses.AttentionFocus(per_query=True),
+        ma.analyses.HeadUpdates(per_query=True),
+        ma.analyses.TopTargetUpdates(),
+    ]
+    return ma.run(
+        toy, prompts[:PROMPTS], {}, [*analyses, ma.analyses.AttentionSinks()], positions="prompts", progress=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +264,7 @@ def test_the_affine_form(result):
 def test_a_window_is_no_identity(prompts):
     """Windows count places: in Gemma 3's first layer more than the inserted keys differs."""
     gemma = ma.run(
-        "toy:gemma3", prompts[:2], {"unshifted": ma.MeaninglessTokens(count=55).unshifted()}, ma.AffineShift(per_query=True),
+        "toy:gemma3", prompts[:2], {"unshifted": ma.MeaninglessTokens(count=55).unshifted()}, ma.analyses.AffineShift(per_query=True),
         layers=0, positions="prompts", progress=False,
     )  # fmt: skip
     assert of.affine_missed(gemma, "unshifted").mean() > 0.05
@@ -513,7 +519,13 @@ def written():
     hooked = ma.load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
     rows, _ = repeated_spans(8, torch.Generator().manual_seed(0))
     prompts = [ma.Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(rows.tolist())]
-    return ma.run(hooked, prompts, {}, [ma.AttentionFocus(), ma.AttentionSinks(), ma.DirectLogits()], progress=False)
+    return ma.run(
+        hooked,
+        prompts,
+        {},
+        [ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks(), ma.analyses.DirectLogits()],
+        progress=False,
+    )
 
 
 def test_heads_that_were_written_are_the_strongest(written):

@@ -31,7 +31,7 @@ from mechattn.analysis.registry import ANALYSES
 assert version("transformer-lens").startswith("4."), version("transformer-lens")
 prompts = ma.load_prompts("word-problems", limit=4)
 slash = ma.MeaninglessTokens("/", 20)
-analyses = [make() for make in ANALYSES if make is not ma.ScoreDecomposition]
+analyses = [make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition]
 ma.run("toy:llama", prompts, {"slash": slash}, analyses, progress=False).save(sys.argv[1])
 """
 

@@ -18,10 +18,10 @@ def result(toy, prompts):
     conditions = {
         "slash": ma.MeaninglessTokens("/", 20),
         "sentence": ma.RandomSentence(20),
-        "long": ma.RandomTokens(25),
+        "long": ma.conditions.RandomTokens(25),
         "masked": ma.MeaninglessTokens("/", 20).masked(),
     }
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
     return ma.run(toy, prompts, conditions, analyses, progress=False)
 
 
@@ -93,7 +93,7 @@ def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
 
 
 @dataclass(frozen=True)
-class Sevens(ma.Insertion):
+class Sevens(ma.conditions.Insertion):
     count: int = 20
     place: str = "before_question"
 
@@ -110,7 +110,7 @@ class Hidden:
 
 def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, prompts):
     conditions = {"sevens": Sevens(), "slash": ma.MeaninglessTokens("/", 20), "more": Sevens(21), "hidden": Hidden()}
-    result = ma.run(toy, prompts[:6], conditions, ma.AffineShift(), layers=0, progress=False)
+    result = ma.run(toy, prompts[:6], conditions, ma.analyses.AffineShift(), layers=0, progress=False)
 
     def null(one, other):
         return result.compare(one, to=other, quantity="output_norm", matched=False).attrs["null"]

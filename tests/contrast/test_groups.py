@@ -28,7 +28,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "dots": ma.MeaninglessTokens("?", 20)}
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.MlpActivations()]
     return ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
 
 
@@ -129,13 +129,13 @@ def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
 @pytest.mark.parametrize("name", ["result.zarr", pytest.param("result.nc", marks=pytest.mark.slow)])
 def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, tmp_path, name):
     for made in (result, ungrouped):
-        ma.save_result(made, tmp_path / name)
+        made.save(tmp_path / name)
         again = ma.load_result(tmp_path / name)
         assert again.digest() == made.digest()
         assert_frame_equal(again.compare("slash"), made.compare("slash"), check_exact=True)
     broken = result["sequences"].assign(group=("condition", np.array(["a", "b", "c"], dtype=object)))
     with pytest.raises(OutputError, match="groups without the dimension prompt"):
-        ma.save_result(Result(dict(result.datasets) | {"sequences": broken}, result.provenance), tmp_path / name)
+        Result(dict(result.datasets) | {"sequences": broken}, result.provenance).save(tmp_path / name)
 
 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):

@@ -10,7 +10,7 @@ from mechattn.errors import OptionError
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    analyses = [ma.AttentionFocus(), ma.HeadUpdates(), ma.SegmentFlow()]
+    analyses = [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(), ma.analyses.SegmentFlow()]
     return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
 
 
@@ -45,7 +45,7 @@ def test_halves_rank_on_one_and_show_the_other(result):
     ("options", "message"),
     [
         (dict(quantity="previous"), "has 'previous' for each prompt; there are"),
-        (dict(quantity="sinks"), r"name one with quantity=…, or run it with ma.AttentionSinks\(\)$"),
+        (dict(quantity="sinks"), r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$"),
         (dict(quantity="flow"), "does not have one number per head .to_segment."),
         (dict(quantity="entropy", top=0), "top=0: give a number of heads"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
@@ -65,7 +65,9 @@ def test_a_result_lists_its_datasets(result):
 
 
 def test_few_prompts_are_refused(toy, prompts):
-    few = ma.run(toy, prompts[:2], analyses=ma.AttentionFocus(), progress=False)
+    few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus(), progress=False)
     with pytest.raises(OptionError, match="2 prompts; give at least 3"):
         few.heads("entropy")
-    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.AttentionFocus(), progress=False).heads("entropy").low[0])
+    assert np.isfinite(
+        ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus(), progress=False).heads("entropy").low[0]
+    )

@@ -26,8 +26,10 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    conditions = {"slash": ma.MeaninglessTokens("/", 20), "arm": ma.Baseline(intervention=ma.ARM(seed=4))}
-    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AttentionFocus()], seed=3, progress=False)
+    conditions = {"slash": ma.MeaninglessTokens("/", 20), "arm": ma.Baseline(intervention=ma.interventions.ARM(seed=4))}
+    return ma.run(
+        toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], seed=3, progress=False
+    )
 
 
 def test_every_number_is_one_that_the_result_holds(result):
@@ -93,7 +95,7 @@ def test_of_merged_and_stored_results(toy, prompts, tmp_path):
     parts = [ma.run(toy, prompts[:8], layers=[0], places=range(8), progress=False)]
     parts += [ma.run(toy, prompts[8:], layers=[0], places=range(8, 16), progress=False)]
     whole = ma.merge_results(parts)
-    ma.save_result(whole, tmp_path / "whole.zarr")
+    whole.save(tmp_path / "whole.zarr")
     text = ma.load_result(tmp_path / "whole.zarr").methods()
     assert text == whole.methods()
     assert "8 groups of 16 prompts" in text

@@ -90,7 +90,7 @@ def test_a_shuffled_toy_stands_between(trained, toy, prompts):
 
 def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
     conditions = {"slash": CONDITIONS["slash"]}
-    analyses = [ma.ReceivedAttention(), ma.SegmentFlow()]
+    analyses = [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
     result = ma.run(toy, prompts, conditions, analyses, progress=False)
     draws = ma.run_random(toy, prompts, conditions, analyses, progress=False)
     half = result.compare("slash", select="half", random=draws)

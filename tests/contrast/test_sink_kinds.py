@@ -35,11 +35,11 @@ def result():
     hooked = ma.load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
     tokens, _ = repeated_spans(6, torch.Generator().manual_seed(0))
     prompts = [ma.Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
-    return ma.run(hooked, prompts, {}, ma.AttentionSinks(), layers=[0], progress=False)
+    return ma.run(hooked, prompts, {}, ma.analyses.AttentionSinks(), layers=[0], progress=False)
 
 
 def test_kinds_that_were_written_are_found(result):
-    table = ma.sink_kinds(result).set_index("head")
+    table = ma.analyses.sink_kinds(result).set_index("head")
     assert list(table.kind) == ["nop", "broadcast", "neither", "no sink"]
     assert (table.position[:3] == 0).all()
     assert table.value_ratio[0] == pytest.approx(0, abs=1e-4)
@@ -61,7 +61,7 @@ def test_the_value_ratio_is_that_of_the_strongest_key(result):
 
 
 def test_thresholds_decide(result):
-    swept = ma.sweep_sink_kinds(result, value_below=(0.3, 2.0), rank_below=(2.0, 1000.0)).set_index(
+    swept = ma.analyses.sweep_sink_kinds(result, value_below=(0.3, 2.0), rank_below=(2.0, 1000.0)).set_index(
         ["value_below", "rank_below"]
     )
     assert swept.loc[(0.3, 2.0)].to_dict() == {"nop": 1, "broadcast": 1, "neither": 1, "no sink": 1}
@@ -71,22 +71,22 @@ def test_thresholds_decide(result):
 
 def test_where_massive_activations_are_the_sinks(result):
     """Set by hand, as the model has none."""
-    table = ma.sink_kinds(result)
+    table = ma.analyses.sink_kinds(result)
     assert table.massive_overlap.isna().all()
     data = result["attention_sinks"].copy(deep=True)
     data.massive_count[:] = 1.0
     data.massive_position[:] = 0.0
     data.massive_position[:3] = 7.0
     changed = ma.Result({**result.datasets, "attention_sinks": data}, result.provenance)
-    assert list(ma.sink_kinds(changed).massive_overlap[:3]) == [0.5, 0.5, 0.5]
+    assert list(ma.analyses.sink_kinds(changed).massive_overlap[:3]) == [0.5, 0.5, 0.5]
 
 
 def test_what_cannot_be_told(result, slash_result):
-    with pytest.raises(OptionError, match=r"add ma.AttentionSinks\(\)"):
-        ma.sink_kinds(slash_result)
+    with pytest.raises(OptionError, match=r"add ma.analyses.AttentionSinks\(\)"):
+        ma.analyses.sink_kinds(slash_result)
     with pytest.raises(OptionError, match="no condition 'slash'"):
-        ma.sink_kinds(result, "slash")
+        ma.analyses.sink_kinds(result, "slash")
     with pytest.raises(OptionError, match=r"rank_below=0: give a number, 1 or more"):
-        ma.sink_kinds(result, rank_below=0)
+        ma.analyses.sink_kinds(result, rank_below=0)
     with pytest.raises(OptionError, match=r"rate_above=2: give a number, 0 to 1"):
-        ma.sink_kinds(result, rate_above=2)
+        ma.analyses.sink_kinds(result, rate_above=2)

@@ -153,7 +153,7 @@ def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
         f"have {100 * np.mean(found):.0f}\u00a0% of both choices in common ({100 * table.by_chance[0]:.0f}\u00a0% by chance)"
         in words
     )
-    ma.page(slash_result, tmp_path / "page.html", layer=1)
+    slash_result.page(tmp_path / "page.html", layer=1)
     assert words in (tmp_path / "page.html").read_text(encoding="utf-8").replace("&nbsp;", "\u00a0")
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
     with pytest.raises(OptionError, match="layer 7 was not measured"):

@@ -51,9 +51,9 @@ def test_the_bytes_are_about_those_of_the_result(toy, prompts, positions, insert
     every = {
         "slash": ma.MeaninglessTokens(count=40),
         "masked": ma.MeaninglessTokens(count=40).masked(),
-        "text": ma.Text("/ " * 40),
+        "text": ma.conditions.Text("/ " * 40),
     }
-    conditions, analyses = {"c": every[inserted]}, [ma.ReceivedAttention(), ma.AttentionFocus()]
+    conditions, analyses = {"c": every[inserted]}, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
     result = ma.run(toy, prompts[:5], conditions, analyses, layers=[1], positions=positions, progress=False)
     real = sum(v.nbytes for d in result.datasets.values() for v in d.variables.values() if in_regions(v))
     job = ma.Job("toy:llama", prompts[:5], conditions, analyses, layers=[1], positions=positions)

@@ -25,7 +25,12 @@ def growth():
 
 @pytest.mark.parametrize("positions", ["moments", "prompts"])
 def test_the_bytes_are_those_of_a_result(toy, positions):
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+    ]
     tokens = torch.arange(5, 5 + 3 * 20).reshape(3, 20)  # prompts of one length
     tokens[:, 0] = toy.tokenizer.bos_token_id
     conditions = {"slash": ma.MeaninglessTokens(count=7, place="start")}

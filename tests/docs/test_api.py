@@ -16,12 +16,10 @@ def listed() -> list[str]:
 
 def public() -> list[str]:
     """Where each public name is defined."""
-    names = {f"mechattn.{home}.{name}" for name, home in ma._HOME.items() if home}
-    for name in vars(ma.render):
-        thing = getattr(ma.render, name)
-        if (inspect.isfunction(thing) or inspect.isclass(thing)) and thing.__module__.startswith("mechattn.render."):
-            names.add(f"{thing.__module__}.{name}")
-    return sorted(names)
+    things = [getattr(ma, name) for name in ma.__all__]
+    things += [thing for space in things if inspect.ismodule(space) for thing in vars(space).values()]
+    found = [thing for thing in things if inspect.isfunction(thing) or inspect.isclass(thing)]
+    return sorted({f"{thing.__module__}.{thing.__name__}" for thing in found})
 
 
 def test_each_public_name_is_on_one_page():

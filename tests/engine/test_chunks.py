@@ -19,7 +19,7 @@ from mechattn.store.result_bytes import unpacked
 @pytest.fixture(scope="module")
 def job(prompts):
     """Eleven prompts in six chunks."""
-    conditions = {"slash": ma.MeaninglessTokens(count=5), "random": ma.RandomTokens(count=5)}
+    conditions = {"slash": ma.MeaninglessTokens(count=5), "random": ma.conditions.RandomTokens(count=5)}
     return ma.Job("toy:llama", prompts[:11], conditions, layers=[0, 2], seed=3, chunk=2, verify=False, command="a test")
 
 
@@ -436,14 +436,14 @@ def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(job, tmp_p
 def test_every_shard_calibrates_for_the_whole_run(job, tmp_path, monkeypatch):
     """What an analysis learns from the prompts does not depend on the shard."""
     seen = []
-    calibrated = ma.MlpActivations.calibrated
+    calibrated = ma.analyses.MlpActivations.calibrated
 
     def spy(self, model, layers, measured):
         seen.append(len(measured))
         return calibrated(self, model, layers, measured)
 
-    monkeypatch.setattr(ma.MlpActivations, "calibrated", spy)
-    mine = replace(job, analyses=[ma.MlpActivations()], chunk=4)
+    monkeypatch.setattr(ma.analyses.MlpActivations, "calibrated", spy)
+    mine = replace(job, analyses=[ma.analyses.MlpActivations()], chunk=4)
     shards = [ma.run_job(mine, tmp_path / "r.zarr", shard=f"{n}/2") for n in (1, 2)]
     assert seen == [11, 11]  # once a process, not once a chunk
     assert ma.merge_results(shards)["mlp_activations"].sizes["prompt"] == 11

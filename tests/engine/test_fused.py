@@ -61,7 +61,7 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
 
 def test_what_needs_rows_is_refused_and_streamed_by_itself():
     with pytest.raises(OptionError, match="attention_focus needs rows, which a fused kernel does not give"):
-        ma.run("toy:llama", PROMPTS, analyses=[ma.ReceivedAttention(), ma.AttentionFocus()], engine="fused")
+        ma.run("toy:llama", PROMPTS, analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()], engine="fused")
     result = ma.run("toy:llama", PROMPTS, progress=False)
     expected = "streaming" if not torch.cuda.is_available() else "fused"
     assert result.provenance["engine"] == expected, "the default on a CPU, where two calls cost more than rows"

@@ -60,7 +60,7 @@ def one_batch(monkeypatch):
 
 def analyses_of(model, prompts):
     """Received attention, and what the first of these says of the residual stream that this model has."""
-    for stream in (ma.HeadUpdates(per_query=True), ma.BlockUpdates()):
+    for stream in (ma.analyses.HeadUpdates(per_query=True), ma.analyses.BlockUpdates()):
         try:
             ma.run(model, prompts[0], analyses=[stream], progress=False)
         except MechattnError:

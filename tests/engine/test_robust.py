@@ -12,7 +12,7 @@ from mechattn.engine.run import is_out_of_memory
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
-ANALYSES = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.MlpActivations()]
+ANALYSES = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.MlpActivations()]
 
 
 def full(rows, error, layer, monkeypatch):

@@ -142,8 +142,8 @@ def test_a_pass_ends_where_the_last_value_has_come(toy, prompts, engine, layers)
     attention = ran(ma.ReceivedAttention())
     assert {(last - 1, "post"), (last, "pre")} <= attention
     assert not any((n, "post") in attention for n in range(last, 4))
-    assert (last, "post") in ran([ma.ReceivedAttention(), ma.BlockUpdates()])
-    assert (3, "post") in ran(ma.DirectLogits())
+    assert (last, "post") in ran([ma.ReceivedAttention(), ma.analyses.BlockUpdates()])
+    assert (3, "post") in ran(ma.analyses.DirectLogits())
 
 
 def test_uniform_values_are_those_of_a_model_that_attends_uniformly(toy, prompts, checkpoint):

@@ -11,8 +11,8 @@ from mechattn.analysis.registry import ANALYSES
 from mechattn.functional import repeats
 
 ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
-BY_TOKEN = (ma.MlpActivations,)  # goes through tokens of each layer, whose numbers it asks for
-NO_SCORES = (ma.ScoreDecomposition,)  # undefined under RoPE
+BY_TOKEN = (ma.analyses.MlpActivations,)  # goes through tokens of each layer, whose numbers it asks for
+NO_SCORES = (ma.analyses.ScoreDecomposition,)  # undefined under RoPE
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,10 @@ def some():
 
 @pytest.fixture(scope="module")
 def evaluation(toy, some):
-    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released_llama"))}
+    conditions = {
+        "slash": SLASH,
+        "arm": ma.Baseline(intervention=ma.interventions.ARM(strength=2.0, form="released_llama")),
+    }
     return ma.evaluate(toy, some, conditions, new_tokens=60, progress=False)
 
 
@@ -60,7 +63,7 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some
     condition = {
         "masked": SLASH.masked(),
         "unshifted": SLASH.unshifted(),
-        "cut": SLASH.under(ma.Knockout(("question", "answer"), "inserted")),
+        "cut": SLASH.under(ma.interventions.Knockout(("question", "answer"), "inserted")),
     }[variant]
     sequence = condition.apply(some[0], model)
     other = ma.Baseline().apply(some[1], model)
@@ -118,7 +121,10 @@ def test_grades_and_accuracy(evaluation, some):
 
 
 def test_batches_decide_nothing(toy, some, evaluation):
-    conditions = {"slash": SLASH, "arm": ma.Baseline(intervention=ma.ARM(strength=2.0, form="released_llama"))}
+    conditions = {
+        "slash": SLASH,
+        "arm": ma.Baseline(intervention=ma.interventions.ARM(strength=2.0, form="released_llama")),
+    }
     one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3, progress=False)
     same = [a.tokens == b.tokens for a, b in zip(one.answers, evaluation.answers, strict=True)]
     assert np.mean(same) > 0.9  # rounding may turn a tie
@@ -253,7 +259,10 @@ def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
 
 def test_interventions_act_in_the_order_of_their_condition(toy, some):
     """(A, B) in one row and (B, A) in the next of the same batch: each as it is alone."""
-    one, other = ma.HeadAblation(((0, 1),)), ma.AffineAttention(shift=torch.ones(8, 16), layers=0)
+    one, other = (
+        ma.interventions.HeadAblation(((0, 1),)),
+        ma.interventions.AffineAttention(shift=torch.ones(8, 16), layers=0),
+    )
     orders = [ma.Baseline(intervention=pair).apply(some[0], toy) for pair in ((one, other), (other, one))]
     native, end = toy._mechattn.native, frozenset([10**6])
     together = answers(native, [Request("0", sequence, 0) for sequence in orders], 8, end)

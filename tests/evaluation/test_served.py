@@ -152,13 +152,17 @@ def test_a_server_that_does_not_sample_is_refused(some, server, engine, monkeypa
 def test_texts_that_give_other_tokens_are_refused(toy, some, engine):
     with running(StandIn(engine, takes_ids=False)) as server:
         with pytest.raises(PromptError, match=r"takes only text, and prompt .* with the condition \"words\"") as raised:
-            there(toy, some, server, {"slash": SLASH, "words": ma.ShuffledSentence(20)})
+            there(toy, some, server, {"slash": SLASH, "words": ma.conditions.ShuffledSentence(20)})
         assert len(server.asked) == 1  # with token ids, which it does not take
     text = str(raised.value)
-    refused = [p for p in some if text_of(toy.tokenizer, ma.ShuffledSentence(20).apply(p, toy).tokens.tolist()) is None]
+    refused = [
+        p
+        for p in some
+        if text_of(toy.tokenizer, ma.conditions.ShuffledSentence(20).apply(p, toy).tokens.tolist()) is None
+    ]
     assert len(refused) > 4
     assert f"So would {len(refused)} of 24 in all, under 'words'" in text
-    ids = ma.ShuffledSentence(20).apply(some[0], toy).tokens.tolist()
+    ids = ma.conditions.ShuffledSentence(20).apply(some[0], toy).tokens.tolist()
     read = toy.tokenizer(toy.tokenizer.decode(ids[1:]))["input_ids"]
     at = next(i for i, (a, b) in enumerate(zip(ids, read, strict=False)) if a != b)
     assert f"at position {at} {toy.tokenizer.decode(ids[at : at + 1])!r} ({ids[at]}) becomes" in text

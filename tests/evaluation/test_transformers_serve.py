@@ -20,10 +20,10 @@ CONDITIONS = {
     "middle": ma.MeaninglessTokens("/", 20, place="middle"),
     "random place": ma.MeaninglessTokens("/", 20, place="random"),
     "before the answer": ma.MeaninglessTokens("/", 20, place="before_answer"),
-    "word": ma.RepeatedWord(count=20),
-    "counting": ma.Counting(20),
-    "repeated": ma.RepeatQuestion(),
-    "text": ma.Text(" Take your time."),
+    "word": ma.conditions.RepeatedWord(count=20),
+    "counting": ma.conditions.Counting(20),
+    "repeated": ma.conditions.RepeatQuestion(),
+    "text": ma.conditions.Text(" Take your time."),
 }
 
 
@@ -100,7 +100,7 @@ def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": server, "served_model": str(toy_folder("toy:llama")), "new_tokens": 10, "progress": False}
     with pytest.raises(PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"):
-        ma.evaluate("toy:llama", prompts, {"shuffled": ma.ShuffledSentence(20)}, **asked)
+        ma.evaluate("toy:llama", prompts, {"shuffled": ma.conditions.ShuffledSentence(20)}, **asked)
     with pytest.raises(ServerError, match="does not sample"):
         ma.evaluate("toy:llama", prompts, samples=2, **asked)
     with pytest.raises(ServerError, match=r"answers 400: .*Server is pinned to"):

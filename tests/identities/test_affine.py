@@ -25,7 +25,7 @@ def any_toy(request):
 
 
 def shift_of(model, prompts, **conditions):
-    return ma.run(model, prompts, conditions, [ma.AffineShift(), ma.ReceivedAttention()], progress=False)
+    return ma.run(model, prompts, conditions, [ma.analyses.AffineShift(), ma.ReceivedAttention()], progress=False)
 
 
 class Parts:
@@ -120,7 +120,7 @@ def test_the_rank_of_the_shift_is_the_number_of_token_types(prompts):
     kinds = {len(set(c.filler(prompts[0], model))) for c in (one,)}, {len(set(SLASH.filler(prompts[0], model)))}
     assert kinds == ({1}, {2})
     ranks = {}
-    for name, condition in (("one", one), ("two", SLASH), ("random", ma.RandomTokens(20))):
+    for name, condition in (("one", one), ("two", SLASH), ("random", ma.conditions.RandomTokens(20))):
         shifts = []
         for prompt in prompts[:3]:
             layer, part, sequence = next(parts_of(model, prompt, condition))
@@ -256,7 +256,7 @@ def test_both_engines_hide_and_keep_alike(prompts):
     for name in ("toy:llama", "toy:gemma3"):
         model = ma.load_model(name)
         conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
-        analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+        analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
         streamed, hooked = (
             ma.run(model, prompts[:3], conditions, analyses, engine=engine, progress=False)
             for engine in ("streaming", "hooks")

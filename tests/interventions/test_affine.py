@@ -56,7 +56,7 @@ def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prom
     applied, _, _ = attention_outputs(model, baseline, layer, recorded, prompt=prompt.id)
     missing = (after[~made.inserted] - applied).norm(dim=-1) / after[~made.inserted].norm(dim=-1)
     result = ma.run(
-        model, [prompt], {"slash": SLASH}, ma.AffineShift(per_query=True), positions="prompts", progress=False
+        model, [prompt], {"slash": SLASH}, ma.analyses.AffineShift(per_query=True), positions="prompts", progress=False
     )
     at = result["affine_shift"].relative_error_at_by_origin_per_prompt.sel(condition="slash", layer=layer)[0]
     predicted = at.transpose("original_key", "head").values[: len(missing)]
@@ -80,7 +80,7 @@ def test_chosen_numbers(toy, prompts):
     baseline = ma.Baseline().apply(prompts[0], toy)
     z, _, _ = attention_outputs(toy, baseline, 2)
     shift = torch.randn(8, toy.cfg.d_head, generator=torch.Generator().manual_seed(0))
-    chosen = ma.AffineAttention(scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2)
+    chosen = ma.interventions.AffineAttention(scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2)
     got, _, _ = attention_outputs(toy, baseline, 2, chosen)
     expected = torch.linspace(0.2, 1, 8, dtype=torch.float64)[:, None] * z + shift.double()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -94,7 +94,7 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
         "map": ma.Baseline(intervention=recorded),
         "scale": ma.Baseline(intervention=recorded.only("scale")),
     }
-    result = ma.run(toy, prompts[:5], conditions, ma.MlpActivations(), layers=[0], progress=False)
+    result = ma.run(toy, prompts[:5], conditions, ma.analyses.MlpActivations(), layers=[0], progress=False)
     table = result.agreement("tokens", "map").set_index("other")
     assert table.cosine["map"] > 0.99999
     assert table.cosine["scale"] < 0.99
@@ -106,11 +106,11 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
 def test_heads_are_ablated(toy, prompts):
     baseline = ma.Baseline().apply(prompts[0], toy)
     z, _, _ = attention_outputs(toy, baseline, 1)
-    zero, _, _ = attention_outputs(toy, baseline, 1, ma.HeadAblation(((1, 2), (1, 5))))
+    zero, _, _ = attention_outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5))))
     assert not zero[:, [2, 5]].any()
     torch.testing.assert_close(zero[:, [0, 1, 3, 4, 6, 7]], z[:, [0, 1, 3, 4, 6, 7]])
     means = ma.head_means(toy, prompts[3:6])
-    mean, _, _ = attention_outputs(toy, baseline, 1, ma.HeadAblation(((1, 2),), means))
+    mean, _, _ = attention_outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means))
     every = [attention_outputs(toy, ma.Baseline().apply(p, toy), 1)[0] for p in prompts[3:6]]
     torch.testing.assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
     assert (mean[:, 2] == mean[0, 2]).all()

@@ -10,7 +10,7 @@ from mechattn.functional.redistribution import redistribute
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.model.toys import toy_names
 
-ARM = ma.ARM(form="released_llama", p1=95.0, layers=(0, 1))
+ARM = ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1))
 
 
 def seen_with(model, tokens, *interventions, prompts=()):
@@ -36,7 +36,7 @@ def test_on_a_model_it_is_the_function(name):
     model = ma.load_model(name)
     tokens = torch.arange(10, 50).view(2, 20)
     plain, before = seen_with(model, tokens)
-    moved, after = seen_with(model, tokens, ma.ARM(form="released_llama", p1=95.0), prompts=["a", "b"])
+    moved, after = seen_with(model, tokens, ma.interventions.ARM(form="released_llama", p1=95.0), prompts=["a", "b"])
     keys = token_keys(0, ["a", "b"], torch.arange(20).expand(2, -1), 0, "arm")
     expected = redistribute(plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released_llama")
     torch.testing.assert_close(moved[0], expected, rtol=0, atol=0)
@@ -48,12 +48,13 @@ def test_on_a_model_it_is_the_function(name):
 
 def test_zero_strength_gives_the_same_bits(toy, prompts):
     def measured(condition):
-        analyses = [ma.MlpActivations(), ma.ReceivedAttention()]
+        analyses = [ma.analyses.MlpActivations(), ma.ReceivedAttention()]
         return ma.run(toy, prompts[:4], {"x": condition}, analyses, progress=False)
 
     every = (0, 1, 2, 3)
     one, nothing, something = (
-        measured(ma.Baseline(intervention=i)) for i in ((), ma.ARM(strength=0.0, layers=every), ma.ARM(layers=every))
+        measured(ma.Baseline(intervention=i))
+        for i in ((), ma.interventions.ARM(strength=0.0, layers=every), ma.interventions.ARM(layers=every))
     )
     for name in ("mlp_activations", "received_attention"):
         for quantity, values in one[name].data_vars.items():
@@ -67,24 +68,24 @@ def test_batches_and_order_decide_nothing(toy, prompts):
 
     def measured(some, memory):
         conditions = {"slash": ma.MeaninglessTokens("/", 20).under(ARM), "arm": ma.Baseline(intervention=ARM)}
-        result = ma.run(toy, some, conditions, ma.MlpActivations(), memory=memory, progress=False)
+        result = ma.run(toy, some, conditions, ma.analyses.MlpActivations(), memory=memory, progress=False)
         return result["mlp_activations"].sel(prompt=[p.id for p in prompts[:5]])
 
     one = measured(prompts[:5], "2GiB")
     for other in (measured(prompts[:5], "1KiB"), measured([*reversed(prompts[:5])], "2GiB")):
         for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
             np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
-    seeds = ma.Baseline(intervention=ma.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1))
-    other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.MlpActivations(), progress=False)["mlp_activations"]
+    seeds = ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1))
+    other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.analyses.MlpActivations(), progress=False)["mlp_activations"]
     assert float(abs(other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")).max()) > 0.01
 
 
 def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
     slash = ma.MeaninglessTokens("/", 20)
-    alone = ma.run(toy, prompts[:3], {"slash": slash}, ma.MlpActivations(), progress=False)["mlp_activations"]
-    beside = ma.run(toy, prompts[:3], {"slash": slash, "arm": slash.under(ARM)}, ma.MlpActivations(), progress=False)[
-        "mlp_activations"
-    ]
+    alone = ma.run(toy, prompts[:3], {"slash": slash}, ma.analyses.MlpActivations(), progress=False)["mlp_activations"]
+    beside = ma.run(
+        toy, prompts[:3], {"slash": slash, "arm": slash.under(ARM)}, ma.analyses.MlpActivations(), progress=False
+    )["mlp_activations"]
     for condition in ("baseline", "slash"):
         one, other = (d.l1_by_segment.sel(condition=condition) for d in (alone, beside))
         np.testing.assert_allclose(one, other, rtol=1e-5)
@@ -94,7 +95,7 @@ def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
 def test_the_whole_tensor_depends_on_the_batch_and_a_token_does_not(toy):
     tokens = torch.arange(10, 50).view(2, 20)
     for scope, differs in (("tensor", True), ("token", False)):
-        arm = ma.ARM(scope=scope, form="released_llama")
+        arm = ma.interventions.ARM(scope=scope, form="released_llama")
         both, _ = seen_with(toy, tokens, arm)
         alone, _ = seen_with(toy, tokens[1:], arm)
         apart = float((both[0][1] - alone[0][0]).abs().max())
@@ -119,7 +120,7 @@ def test_generation_with_a_cache_is_generation_without(toy):
             out = native(after[:, i : i + 1], past_key_values=cache, use_cache=True)
             steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
-    hard = ma.ARM(form="released_llama", strength=3.0, layers=(0, 1, 2, 3))
+    hard = ma.interventions.ARM(form="released_llama", strength=3.0, layers=(0, 1, 2, 3))
     with hard.on(native, ["a"]):
         other = native.generate(tokens, max_new_tokens=12, do_sample=False)
     assert not torch.equal(other, without)
@@ -147,8 +148,8 @@ def test_left_padding_changes_no_draw(toy):
 def test_controls_change_as_much(toy, control):
     tokens = torch.arange(10, 50).view(2, 20)
     plain, _ = seen_with(toy, tokens)
-    moved, _ = seen_with(toy, tokens, ma.ARM())
-    controlled, _ = seen_with(toy, tokens, ma.ARM(control=control))
+    moved, _ = seen_with(toy, tokens, ma.interventions.ARM())
+    controlled, _ = seen_with(toy, tokens, ma.interventions.ARM(control=control))
     change, other = moved[0] - plain[0], controlled[0] - plain[0]
     torch.testing.assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
     assert torch.cosine_similarity(change.flatten(), other.flatten(), dim=0).abs() < 0.2

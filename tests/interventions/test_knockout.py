@@ -11,13 +11,13 @@ SLASH = ma.MeaninglessTokens("/", 20)
 
 
 def measured(model, prompts, conditions, engine, layers=None):
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.SegmentFlow()]
+    analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
     return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers, progress=False)
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engine):
-    conditions = {"masked": SLASH.masked(), "cut": SLASH.under(ma.Knockout()), "slash": SLASH}
+    conditions = {"masked": SLASH.masked(), "cut": SLASH.under(ma.interventions.Knockout()), "slash": SLASH}
     result = measured(toy, prompts, conditions, engine)
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in result[name].data_vars.items():
@@ -31,8 +31,8 @@ def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engin
 def test_engines_agree_on_any_edges(toy, prompts):
     """The question doesn't see the system prompt, in two layers; inserted tokens don't see each other."""
     conditions = {
-        "system": ma.Baseline(intervention=ma.Knockout("question", "system", layers=(1, 2))),
-        "inserted": SLASH.under(ma.Knockout("inserted", ("inserted", "system"))),
+        "system": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=(1, 2))),
+        "inserted": SLASH.under(ma.interventions.Knockout("inserted", ("inserted", "system"))),
     }
     one, other = (measured(toy, prompts, conditions, engine) for engine in ("streaming", "hooks"))
     for name in ("received_attention", "affine_shift", "segment_flow"):
@@ -49,7 +49,7 @@ def test_engines_agree_on_any_edges(toy, prompts):
 
 
 def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
-    conditions = {"cut": ma.Baseline(intervention=ma.Knockout("question", "system", layers=2))}
+    conditions = {"cut": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=2))}
     data = measured(toy, prompts, conditions, "streaming")["received_attention"]
     null = data.received_by_segment_uniform.sel(segment="question")
     apart = abs(null.sel(condition="cut") / null.sel(condition="baseline") - 1)
@@ -62,7 +62,9 @@ def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
 def test_a_token_always_sees_itself(toy, engine):
     """A question whose tokens see nothing else gives all of its attention to itself."""
     prompt = ma.Prompt("Tom has 3 apples.", id="a")
-    condition = ma.Baseline(intervention=ma.Knockout("question", ("bos", "template", "system", "question")))
+    condition = ma.Baseline(
+        intervention=ma.interventions.Knockout("question", ("bos", "template", "system", "question"))
+    )
     result = ma.run(
         toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine, progress=False
     )
@@ -74,7 +76,10 @@ def test_a_token_always_sees_itself(toy, engine):
 
 
 def test_an_edge_that_is_not_there_cannot_be_cut(toy):
-    for condition in (ma.Baseline(intervention=ma.Knockout()), SLASH.under(ma.Knockout("system", "question"))):
+    for condition in (
+        ma.Baseline(intervention=ma.interventions.Knockout()),
+        SLASH.under(ma.interventions.Knockout("system", "question")),
+    ):
         with pytest.raises(OptionError, match="cuts no edge"):
             condition.apply(ma.Prompt("Tom has 3 apples.", system="Solve.", id="a"), toy)
 
@@ -85,21 +90,21 @@ def test_a_model_that_takes_no_notice_is_found(tokenizer):
     from mechattn.model.architectures import tiny_model
 
     model = ma.load_model(tiny_model("GPT-Neo", len(tokenizer)), tokenizer=tokenizer)
-    for analysis in (ma.ReceivedAttention(), ma.MlpActivations("absolute", 0.01)):
+    for analysis in (ma.ReceivedAttention(), ma.analyses.MlpActivations("absolute", 0.01)):
         with pytest.raises(ModelError, match="has no effect here"):
             ma.run(model, "Tom has 3 apples.", {"x": SLASH.masked()}, analysis, engine="hooks", progress=False)
 
 
 def test_two_cuts_at_once_are_refused():
     with pytest.raises(OptionError, match="already has cut edges"):
-        SLASH.masked().under(ma.Knockout("question", "system")).apply(
+        SLASH.masked().under(ma.interventions.Knockout("question", "system")).apply(
             ma.Prompt("Tom has 3 apples.", id="a"), ma.load_model("toy:llama")
         )
 
 
 def test_a_masked_layer_in_the_middle(toy, prompts):
     """Edges cut in layer 1 leave layer 0 as it was, and change what comes after."""
-    conditions = {"cut": SLASH.under(ma.Knockout(layers=1)), "slash": SLASH}
+    conditions = {"cut": SLASH.under(ma.interventions.Knockout(layers=1)), "slash": SLASH}
     received = measured(toy, prompts, conditions, "streaming")["received_attention"].received_by_segment
     apart = abs(received.sel(condition="cut") - received.sel(condition="slash")).max(["prompt", "head", "segment"])
     assert float(apart.sel(layer=0)) < 1e-7

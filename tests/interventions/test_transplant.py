@@ -16,7 +16,7 @@ FUSED = ("GPT-2", "GPT-NeoX", "Falcon (RoPE)", "Phi-3", "MPT")
 
 
 @dataclass(frozen=True)
-class OneToken(ma.Insertion):
+class OneToken(ma.conditions.Insertion):
     """A run of one token, whatever the tokenizer."""
 
     count: int = 10
@@ -62,7 +62,7 @@ def test_later_tokens_read_the_other_prompts_filler(name, layers):
     model, condition = ma.load_model(name), OneToken()
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(ma.Transplant("inserted", recorded.from_other_prompts(), layers))
+    swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers))
     native, (first, second) = native_of(model), [condition.apply(p, model) for p in prompts]
     start = int(first.inserted.nonzero()[0])
     end = start + 10
@@ -88,7 +88,7 @@ def test_answers_are_those_of_an_edited_cache(name, problems):
     lengths = [len(sequence) for sequence in made.values()]
     prompts = [p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)][:8]
     recorded = ma.record_keys_values(model, prompts, condition).from_other_prompts()
-    swapped = condition.under(ma.Transplant("inserted", recorded))
+    swapped = condition.under(ma.interventions.Transplant("inserted", recorded))
     changed = 0
     for prompt in prompts:
         sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.donor(prompt.id))]
@@ -128,8 +128,8 @@ def test_every_family_with_and_without_hooks(family, tokenizer):
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
     prompts, condition = two_prompts(model), OneToken()
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(ma.Transplant("inserted", recorded.from_other_prompts()))
-    own = condition.under(ma.Transplant("inserted", recorded))
+    swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))
+    own = condition.under(ma.interventions.Transplant("inserted", recorded))
     plain, native = native_logits(model, condition, prompts[0]), native_logits(model, swapped, prompts[0])
     assert (native - plain).abs().max() > 0.02
     torch.testing.assert_close(hooked_logits(model, swapped, prompts[0]), native, atol=2e-4, rtol=0)
@@ -141,7 +141,7 @@ def test_a_batch_padded_on_the_left(toy):
     prompts = ma.load_prompts("word-problems", limit=3)
     condition = ma.MeaninglessTokens("/", 6, "middle")
     swapped = condition.under(
-        ma.Transplant("inserted", ma.record_keys_values(toy, prompts, condition).from_other_prompts())
+        ma.interventions.Transplant("inserted", ma.record_keys_values(toy, prompts, condition).from_other_prompts())
     )
     alone = native_logits(toy, swapped, prompts[0])
     torch.testing.assert_close(native_logits(toy, swapped, prompts[0], prompts[1:]), alone, atol=1e-4, rtol=0)
@@ -153,9 +153,11 @@ def test_in_run(toy):
     recorded = ma.record_keys_values(toy, prompts, condition)
     conditions = {
         "slash": condition,
-        "own": condition.under(ma.Transplant("inserted", recorded)),
-        "other": condition.under(ma.Transplant("inserted", recorded.from_other_prompts())),
-        "other, layer 3": condition.under(ma.Transplant("inserted", recorded.from_other_prompts(), layers=3)),
+        "own": condition.under(ma.interventions.Transplant("inserted", recorded)),
+        "other": condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts())),
+        "other, layer 3": condition.under(
+            ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers=3)
+        ),
     }
     result = ma.run(toy, prompts, conditions, ma.ReceivedAttention(), progress=False)
     received = result["received_attention"].received_by_segment

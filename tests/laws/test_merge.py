@@ -76,7 +76,7 @@ def in_some_tree(parts, seed):
     rng, parts = random.Random(seed), list(parts)
     while len(parts) > 1:
         some = [parts.pop(rng.randrange(len(parts))) for _ in range(min(len(parts), rng.choice([2, 2, 3])))]
-        parts.append(some[0].merge(*some[1:]))
+        parts.append(ma.merge_results(some))
     return parts[0]
 
 
@@ -136,8 +136,8 @@ def test_a_float32_sum_of_squares_would_fail_the_law():  # negative control
 @pytest.fixture(scope="module")
 def alone(toy, prompts):
     """The toy on eight problems, a prompt a batch, so that how they are split changes no batch."""
-    conditions = {"slash": ma.MeaninglessTokens(count=7), "random": ma.RandomTokens(count=7)}
-    analyses = [ma.ReceivedAttention(), ma.MlpActivations(), ma.AffineShift()]
+    conditions = {"slash": ma.MeaninglessTokens(count=7), "random": ma.conditions.RandomTokens(count=7)}
+    analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AffineShift()]
 
     def run(chosen, **options):
         options = {"positions": "moments", "memory": "0.1MiB", "seed": 4} | options
@@ -167,7 +167,7 @@ def test_moments_of_many_merges_keep_their_digits():
     world = a_world([2] * 400, 9)
     merged = synthetic(world, [0])
     for prompt in range(1, 400):
-        merged = merged.merge(synthetic(world, [prompt]))
+        merged = ma.merge_results([merged, synthetic(world, [prompt])])
     assert_one_pass(merged, synthetic(world, range(400)))
 
 

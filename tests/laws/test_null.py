@@ -80,10 +80,18 @@ def conditions(family):
 
 def measured(family, model, prompts):
     """Every analysis of rows, under every condition that the model takes."""
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True), ma.SegmentFlow(), ma.TopTargetUpdates()]
-    analyses += [ma.AttentionFocus(half_mass=True, per_query=True), ma.AttentionSinks(least_queries=8)]
-    analyses += [ma.AttentionSpread(bands=6)]
-    assert {type(analysis) for analysis in analyses} | {AttentionMap, ma.SegmentLogits} == set(
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(per_query=True),
+        ma.analyses.SegmentFlow(),
+        ma.analyses.TopTargetUpdates(),
+    ]
+    analyses += [
+        ma.analyses.AttentionFocus(half_mass=True, per_query=True),
+        ma.analyses.AttentionSinks(least_queries=8),
+    ]
+    analyses += [ma.analyses.AttentionSpread(bands=6)]
+    assert {type(analysis) for analysis in analyses} | {AttentionMap, ma.analyses.SegmentLogits} == set(
         OF_ROWS
     )  # which have no null
     return ma.run(model, prompts, conditions(family), analyses, positions="prompts", progress=False)
@@ -150,7 +158,12 @@ def every_comparison(result, condition, null):
 def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
     """The law would notice."""
     model = blind("Llama", tokenizer, but=2)
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(half_mass=True), ma.SegmentFlow(), ma.AffineShift()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AttentionFocus(half_mass=True),
+        ma.analyses.SegmentFlow(),
+        ma.analyses.AffineShift(),
+    ]
     result = ma.run(model, answered, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
     for quantity in ("received", "mass", "distance", "entropy", "entropy_share", "self_mass", "first_mass", "scale"):
         table = result.compare("slash", quantity=quantity, resamples=99).set_index(["layer", "head"]).beyond.abs()
@@ -174,7 +187,7 @@ def test_the_null_has_the_closed_form_where_there_is_one(family, tokenizer, answ
     """Entropy is log n, distance (n − 1) / 2, half of the mass n / 2 keys, λ the share of original keys."""
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
     slash = ma.MeaninglessTokens("/", 20)
-    analyses = [ma.AttentionFocus(half_mass=True, per_query=True), ma.AffineShift(per_query=True)]
+    analyses = [ma.analyses.AttentionFocus(half_mass=True, per_query=True), ma.analyses.AffineShift(per_query=True)]
     result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts", progress=False)
     sequence = slash.apply(answered[0], model)
     for layer in range(2):

@@ -74,7 +74,13 @@ def test_heads_in_a_row_and_split_otherwise(shape):
 
 
 def test_both_engines_give_the_same(latent, prompts):
-    analyses = [ma.HeadUpdates(), ma.TopTargetUpdates(), ma.DirectLogits(), ma.AttentionSinks(), ma.AffineShift()]
+    analyses = [
+        ma.analyses.HeadUpdates(),
+        ma.analyses.TopTargetUpdates(),
+        ma.analyses.DirectLogits(),
+        ma.analyses.AttentionSinks(),
+        ma.analyses.AffineShift(),
+    ]
     made = [
         ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine, progress=False)
         for engine in ("streaming", "hooks")

@@ -26,7 +26,7 @@ def run(**options):
 
 
 def ablated(model):
-    with torch.no_grad(), ma.HeadAblation(((0, 0),)).on(model):
+    with torch.no_grad(), ma.interventions.HeadAblation(((0, 0),)).on(model):
         model(torch.arange(5, 9)[None])
 
 

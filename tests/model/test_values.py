@@ -54,7 +54,14 @@ def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypat
 def test_both_engines_are_given_the_same_values(name, tokenizer):
     model = loaded(name, tokenizer)
     made = [
-        ma.run(model, PROMPT, {"slash": SLASH}, [ma.AffineShift(), ma.SegmentFlow()], engine=engine, progress=False)
+        ma.run(
+            model,
+            PROMPT,
+            {"slash": SLASH},
+            [ma.analyses.AffineShift(), ma.analyses.SegmentFlow()],
+            engine=engine,
+            progress=False,
+        )
         for engine in ("hooks", "streaming")
     ]
     for analysis in ("affine_shift", "segment_flow"):
@@ -66,7 +73,7 @@ def test_both_engines_are_given_the_same_values(name, tokenizer):
 
 def test_clipped_scores_are_no_sum(tokenizer):
     with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*not a sum of parts"):
-        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.ScoreDecomposition()], progress=False)
+        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.analyses.ScoreDecomposition()], progress=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,8 +90,13 @@ def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
     model = loaded("BitNet", tokenizer)
     assert "after a norm over all heads (attn_sub_norm)" in facts_of(model).report.limited["values"]
     assert norm_before_output(model, 0) == "attn_sub_norm"
-    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.SegmentFlow()], progress=False)
-    for analysis in (ma.HeadUpdates(), ma.TopTargetUpdates(), ma.DirectLogits(), ma.AttentionSinks()):
+    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()], progress=False)
+    for analysis in (
+        ma.analyses.HeadUpdates(),
+        ma.analyses.TopTargetUpdates(),
+        ma.analyses.DirectLogits(),
+        ma.analyses.AttentionSinks(),
+    ):
         with pytest.raises(ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"):
             ma.run(model, PROMPT, {"slash": SLASH}, [analysis], progress=False)
     with pytest.raises(ModelError, match="cannot be applied to z"):

@@ -20,8 +20,14 @@ from tests.pages.read import data_of
 @pytest.fixture(scope="module")
 def focused(toy, prompts):
     """Several analyses, of which some have no null; and two layers alone."""
-    analyses = [ma.ReceivedAttention(), ma.AttentionFocus(), ma.AttentionSinks(), ma.AffineShift(), ma.HeadUpdates()]
-    conditions = {"slash": ma.MeaninglessTokens(count=10), "arm": ma.Baseline(intervention=ma.ARM())}
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AttentionFocus(),
+        ma.analyses.AttentionSinks(),
+        ma.analyses.AffineShift(),
+        ma.analyses.HeadUpdates(),
+    ]
+    conditions = {"slash": ma.MeaninglessTokens(count=10), "arm": ma.Baseline(intervention=ma.interventions.ARM())}
     return ma.run(toy, prompts[:6], conditions, analyses, layers=[1, 3], progress=False)
 
 
@@ -131,7 +137,7 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
 
 
 def test_patterns_are_lower_triangles(toy, monkeypatch):
-    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.AttentionMap()], progress=False)
+    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()], progress=False)
     held = head_patterns(result)
     n = len(held["prompts"][1]["baseline"]["tokens"])
     square = result["attention_map"].attention.values[1, 0, :, :, :n, :n]
@@ -144,7 +150,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
 
 def test_patterns_of_another_run_say_so(slash_result, toy):
     beside = ma.run(
-        toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.AttentionMap()], progress=False
+        toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.analyses.AttentionMap()], progress=False
     )
     for maps, apart in ((beside, True), (slash_result, False)):
         assert model_data(slash_result, maps)["patterns"]["apart"] is apart
@@ -152,7 +158,7 @@ def test_patterns_of_another_run_say_so(slash_result, toy):
 
 
 def test_without_patterns_a_sentence(slash_result):
-    assert "ma.AttentionMap()" in head_patterns(slash_result)["missing"]
+    assert "ma.analyses.AttentionMap()" in head_patterns(slash_result)["missing"]
 
 
 def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):

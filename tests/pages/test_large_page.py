@@ -26,7 +26,13 @@ SMALL = "60KiB"  # a layer or two at a time
 
 @pytest.fixture(scope="module")
 def place(toy, tmp_path_factory):
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.BlockUpdates()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+        ma.analyses.BlockUpdates(),
+    ]
     conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
     prompts = ma.load_prompts("word-problems", limit=13)
     made = ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
@@ -99,7 +105,9 @@ def test_every_figure_and_table_is_the_same(measured, place):
 
 
 def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
-    measured = ma.run(toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.HeadUpdates(), progress=False)
+    measured = ma.run(
+        toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates(), progress=False
+    )
     for draw in (ma.render.update_histogram, ma.render.update_map):
         some = draw(replace(measured, memory="700KiB"))
         assert rounded(some.to_json()) == rounded(draw(measured).to_json())

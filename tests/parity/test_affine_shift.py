@@ -105,7 +105,7 @@ def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
-        ma.run(hooked, some, {"slash": slash}, ma.AffineShift(), engine=engine, progress=False)
+        ma.run(hooked, some, {"slash": slash}, ma.analyses.AffineShift(), engine=engine, progress=False)
         for engine in ("streaming", "hooks")
     ]
     baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)
@@ -129,7 +129,7 @@ def test_the_oracle_would_notice_a_token_out_of_place(prompts, toy):
     slash = ma.MeaninglessTokens("/", 20)
     baseline, sequence = ma.Baseline().apply(prompts[0], toy), slash.apply(prompts[0], toy)
     right = dict(oracle(plain, baseline, sequence, [(1, 0)]))[1, 0]
-    early = ma.Sequence(sequence.tokens, _one_early(sequence.origin), sequence.segment)
+    early = ma.conditions.Sequence(sequence.tokens, _one_early(sequence.origin), sequence.segment)
     wrong = dict(oracle(plain, baseline, early, [(1, 0)]))[1, 0]
     assert abs(right["scale"] - wrong["scale"]) > 1e-3
     assert abs(right["total_variation"] - wrong["total_variation"]) > 1e-3

@@ -30,7 +30,12 @@ def test_each_head(name, prompts, monkeypatch):
     """Each head's Δ taken through the final norm with the scale of this text, by hand."""
     plain, hooked = models(name)
     result = ma.run(
-        hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False
+        hooked,
+        prompts[:2],
+        {"slash": SLASH},
+        ma.analyses.DirectLogits(per_query=True),
+        positions="prompts",
+        progress=False,
     )
     sequence = SLASH.apply(prompts[0], hooked)
     ids = sequence.tokens.tolist()
@@ -153,7 +158,12 @@ def summed(request, prompts):
     loop_over_experts(same)
     hooked = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
     result = ma.run(
-        hooked, prompts[:2], {"slash": SLASH}, ma.DirectLogits(per_query=True), positions="prompts", progress=False
+        hooked,
+        prompts[:2],
+        {"slash": SLASH},
+        ma.analyses.DirectLogits(per_query=True),
+        positions="prompts",
+        progress=False,
     )
     ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
     mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash").isel(prompt=0).values
@@ -196,7 +206,9 @@ def test_a_model_without_norms(tokenizer, prompts):
         normalization_type=None, initializer_range=0.3, seed=0,
     )  # fmt: skip
     model = ma.load_model(native.boot(config, tokenizer=tokenizer))
-    result = ma.run(model, prompts[:1], analyses=ma.DirectLogits(per_query=True), positions="prompts", progress=False)
+    result = ma.run(
+        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts", progress=False
+    )
     ids = ma.Baseline().apply(prompts[0], model).tokens
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids[None])

@@ -17,8 +17,8 @@ NAMES = [*toy_names(), "BLOOM", "MPT", LATENT]
 SLASH = ma.MeaninglessTokens("/", 20)
 ULP = 2.0**-24  # a float32 number is rounded by so much of itself
 ANALYSES = [
-    ma.AttentionFocus(half_mass=True, per_query=True), ma.HeadUpdates(per_query=True),
-    ma.TopTargetUpdates(per_query=True), ma.BlockUpdates(per_query=True), ma.AttentionSinks(), AttentionMap(),
+    ma.analyses.AttentionFocus(half_mass=True, per_query=True), ma.analyses.HeadUpdates(per_query=True),
+    ma.analyses.TopTargetUpdates(per_query=True), ma.analyses.BlockUpdates(per_query=True), ma.analyses.AttentionSinks(), AttentionMap(),
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ SPLIT = ["toy:falcon", "BLOOM", "MPT", "GPT-2", "OPT"]
 def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     """softmax(content + bias + ALiBi) = pattern, and each target's centred parts, from the weights by hand."""
     plain, hooked = models(name)
-    analysis = ma.ScoreDecomposition(rank=rank, per_query=True)
+    analysis = ma.analyses.ScoreDecomposition(rank=rank, per_query=True)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
     result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts", progress=False)
     sequence = SLASH.apply(some[0], hooked)
@@ -326,8 +326,8 @@ def test_masked_tokens_and_knockouts(prompts):
     """A query sees fewer keys: no hidden target, and vertical scores over the queries that do see the key."""
     falcon = ma.load_model("toy:falcon")
     slash = ma.MeaninglessTokens("/", 20, place="start")
-    edge_mask = slash.under(ma.Knockout("question", "inserted"))
-    analyses = [ma.ScoreDecomposition(rank=2, per_query=True), ma.AttentionSinks(), AttentionMap()]
+    edge_mask = slash.under(ma.interventions.Knockout("question", "inserted"))
+    analyses = [ma.analyses.ScoreDecomposition(rank=2, per_query=True), ma.analyses.AttentionSinks(), AttentionMap()]
     result = ma.run(
         falcon, prompts[:1], {"masked": slash.masked(), "cut": edge_mask}, analyses, positions="prompts", progress=False
     )
@@ -355,19 +355,21 @@ def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts):
         gemma,
         longer,
         {"slash": ma.MeaninglessTokens("/", 40)},
-        ma.AttentionSinks(least_queries=70),
+        ma.analyses.AttentionSinks(least_queries=70),
         progress=False,
     )["attention_sinks"].sel(condition="slash")
     wide = np.array(windows(gemma._mechattn.native.config)) > 64
     for name in ("strongest_alpha", "strongest_position", "sinks"):
         assert (result[name].notnull().all(["prompt", "head"]).values == wide).all(), name
-    long = ma.run(gemma, longer, analyses=ma.AttentionSinks(gap=500), progress=False)["attention_sinks"]
+    long = ma.run(gemma, longer, analyses=ma.analyses.AttentionSinks(gap=500), progress=False)["attention_sinks"]
     assert long.vertical_kurtosis.isnull().all(), "no query is so far away"
 
 
 def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
-    ablated = ma.Baseline(intervention=ma.HeadAblation(((1, 0),)))
-    result = ma.run(toy, prompts[:3], {"off": ablated}, [ma.AttentionSinks(), ma.HeadUpdates()], progress=False)
+    ablated = ma.Baseline(intervention=ma.interventions.HeadAblation(((1, 0),)))
+    result = ma.run(
+        toy, prompts[:3], {"off": ablated}, [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()], progress=False
+    )
     off = result["attention_sinks"].sel(condition="off", layer=1, head=0)
     assert off.first_output_share.isnull().all()
     assert (off.inactive == 1).all()
@@ -377,7 +379,13 @@ def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_measured(dtype, prompts):
     falcon = ma.load_model("toy:falcon", dtype=dtype)
-    analyses = [ma.ScoreDecomposition(), ma.DirectLogits(), ma.HeadUpdates(), ma.AttentionSinks(), ma.BlockUpdates()]
+    analyses = [
+        ma.analyses.ScoreDecomposition(),
+        ma.analyses.DirectLogits(),
+        ma.analyses.HeadUpdates(),
+        ma.analyses.AttentionSinks(),
+        ma.analyses.BlockUpdates(),
+    ]
     half = ma.run(falcon, prompts[:2], analyses=analyses, progress=False)
     full = ma.run(ma.load_model("toy:falcon"), prompts[:2], analyses=analyses, progress=False)
     for dataset, name in (

@@ -184,7 +184,7 @@ def test_what_is_returned_goes_on(pair):
 
 def test_arm_is_the_function_on_these_activations(pair):
     hooked = pair[2]
-    arm = ma.ARM(form="released_llama", p1=95.0, layers=LAYER)
+    arm = ma.interventions.ARM(form="released_llama", p1=95.0, layers=LAYER)
     plain, before = shown_by(hooked, TOKENS)
     with arm.on(hooked, ["a", "b"]):
         moved, after = shown_by(hooked, TOKENS)
@@ -216,7 +216,12 @@ def test_the_analysis(pair, prompts):
     plain, looked_at, _ = pair
     hooked = looked_at[1e-5]
     result = ma.run(
-        hooked, prompts[:3], {"slash": SLASH}, ma.MlpActivations("absolute", THRESHOLD), layers=[LAYER], progress=False
+        hooked,
+        prompts[:3],
+        {"slash": SLASH},
+        ma.analyses.MlpActivations("absolute", THRESHOLD),
+        layers=[LAYER],
+        progress=False,
     )["mlp_activations"].isel(prompt=1, layer=0)
     sequences = {"baseline": ma.Baseline().apply(prompts[1], hooked), "slash": SLASH.apply(prompts[1], hooked)}
     found = {name: passed(plain, s.tokens[None])[0] for name, s in sequences.items()}
@@ -251,7 +256,7 @@ def test_the_analysis(pair, prompts):
 
 
 def test_both_engines_give_the_same(pair, prompts):
-    analysis = ma.MlpActivations("absolute", THRESHOLD)
+    analysis = ma.analyses.MlpActivations("absolute", THRESHOLD)
     one, other = (
         ma.run(pair[2], prompts[:2], {"slash": SLASH}, analysis, engine=engine, progress=False)["mlp_activations"]
         for engine in ("streaming", "hooks")
@@ -282,7 +287,9 @@ def test_a_layer_without_experts_beside_one_with(prompts):
     """DeepSeek's first layers have an MLP."""
     tokenizer = load_tokenizer("toy:llama")
     model = ma.load_model(tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer)
-    assert ma.MlpActivations("absolute", 0.1).calibrated(model, [0, 1], ()).mixtures[0] is None
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.MlpActivations(), progress=False)["mlp_activations"]
+    assert ma.analyses.MlpActivations("absolute", 0.1).calibrated(model, [0, 1], ()).mixtures[0] is None
+    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.analyses.MlpActivations(), progress=False)[
+        "mlp_activations"
+    ]
     assert bool(result.l2_by_segment.sel(segment="question").notnull().all())
     assert result.sizes["layer"] == 2

@@ -55,7 +55,7 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
     """Of both engines."""
     plain, hooked = plain_and_hooked(name, load_tokenizer(name))
     slash, sentence = ma.MeaninglessTokens("/", 20), ma.RandomSentence(20)
-    analysis = ma.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
+    analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
     some = {"slash": slash, "sentence": sentence}
     results = [
         ma.run(hooked, prompts[:3], some, analysis, engine=engine, progress=False) for engine in ("streaming", "hooks")
@@ -115,7 +115,9 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
 
 def test_what_is_outside_of_the_question_does_not_count(toy, prompts):
     """The negative control of the segments: other tokens have other numbers."""
-    data = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.MlpActivations(), progress=False)
+    data = ma.run(
+        toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations(), progress=False
+    )
     at = data["mlp_activations"].near_zero_by_segment.sel(condition="slash", layer=0)
     assert float(abs(at.sel(segment="question") - at.sel(segment="inserted")).min()) > 1e-3
 
@@ -129,11 +131,14 @@ def test_rules(toy, prompts):
         size = np.sort(np.abs(post).ravel())
         mad = np.sort(np.abs(size - size[(size.size - 1) // 2]))[(size.size - 1) // 2]
         values.append(1.4826 * 0.3 * mad)
-    made = ma.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(toy, [1], prompts)
+    made = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(toy, [1], prompts)
     assert made.thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
-    assert ma.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts).thresholds == {0: 0.01, 2: 0.01}
+    assert ma.analyses.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts).thresholds == {
+        0: 0.01,
+        2: 0.01,
+    }
     with pytest.warns(UserWarning, match=r"1 of 1 calibration prompts .* are also measured"):
-        ma.MlpActivations(calibration=(prompts[0],)).calibrated(toy, [0], prompts)
+        ma.analyses.MlpActivations(calibration=(prompts[0],)).calibrated(toy, [0], prompts)
 
 
 @pytest.mark.parametrize(

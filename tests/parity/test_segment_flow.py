@@ -27,7 +27,7 @@ def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
-        ma.run(hooked, some, {"slash": slash}, ma.SegmentFlow(), engine=engine, progress=False)
+        ma.run(hooked, some, {"slash": slash}, ma.analyses.SegmentFlow(), engine=engine, progress=False)
         for engine in ("streaming", "hooks")
     ]
     sequence = slash.apply(some[index], hooked)

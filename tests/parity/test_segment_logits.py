@@ -16,7 +16,9 @@ SLASH = ma.MeaninglessTokens("/", 20)
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
 def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     plain, hooked = models(name)
-    result = ma.run(hooked, prompts[:1], {"slash": SLASH}, ma.SegmentLogits(), positions="prompts", progress=False)
+    result = ma.run(
+        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts", progress=False
+    )
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
     ids, codes = sequence.tokens.tolist(), sequence.segment.tolist()
@@ -63,7 +65,7 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, tokeniz
     if not name.startswith("toy:"):
         name = ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
     conditions = {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
-    analyses = [ma.SegmentLogits(), ma.DirectLogits()]
+    analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
     result = ma.run(name, prompts[:2], conditions, analyses, positions="prompts", engine=engine, progress=False)
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
@@ -82,7 +84,9 @@ def test_what_a_gate_lets_through(tokenizer, monkeypatch):
     prompts = ma.load_prompts("word-problems", limit=1)
 
     def both():
-        result = ma.run(model, prompts, {"slash": SLASH}, [ma.SegmentLogits(), ma.DirectLogits()], progress=False)
+        result = ma.run(
+            model, prompts, {"slash": SLASH}, [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()], progress=False
+        )
         read = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True).values
         return read, result["direct_logits"].next_token_logit.values
 
@@ -99,4 +103,4 @@ def test_a_norm_after_the_mix_is_refused(tokenizer, monkeypatch):
     model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: None)
     with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
-        ma.run(model, "Tom has 3 apples.", analyses=ma.SegmentLogits(), progress=False)
+        ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits(), progress=False)

@@ -15,6 +15,7 @@ from mechattn.model.toys import toy_folder, toy_names
 from mechattn.patching import head_patching
 from mechattn.patching.metrics import WORDS
 from mechattn.patching.runs import read
+from mechattn.patching.table import HeadPatching
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
@@ -404,7 +405,7 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
         {"prompt": [str(i) for i in range(n)], "layer": range(size[1]), "head": range(8)}
     )
     about = {"model": "toy", "metric": WORDS[metric], "direction": direction, "method": "attributed"}
-    return ma.HeadPatching(made, Units(n), about)
+    return HeadPatching(made, Units(n), about)
 
 
 def test_among_heads_without_effect_the_largest_are_seldom_findings():

@@ -134,11 +134,11 @@ def test_no_separator(toy):
 CONTROLS = [
     ma.MeaninglessTokens("/", 21),
     ma.MeaninglessTokens("?", 20, separator=""),
-    ma.RepeatedWord("apples", 20),
-    ma.RandomTokens(20),
+    ma.conditions.RepeatedWord("apples", 20),
+    ma.conditions.RandomTokens(20),
     ma.RandomSentence(20),
-    ma.ShuffledSentence(20),
-    ma.Counting(20),
+    ma.conditions.ShuffledSentence(20),
+    ma.conditions.Counting(20),
 ]
 
 
@@ -164,14 +164,14 @@ def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
 
 
 def test_a_shuffled_sentence_has_the_tokens_of_the_sentence(toy):
-    sentence, shuffled = ma.RandomSentence(30), ma.ShuffledSentence(30)
+    sentence, shuffled = ma.RandomSentence(30), ma.conditions.ShuffledSentence(30)
     one, other = (c.apply(PROMPT, toy, 3) for c in (sentence, shuffled))
     assert sorted(one.tokens.tolist()) == sorted(other.tokens.tolist())
     assert one.tokens.tolist() != other.tokens.tolist()
 
 
 def test_another_draw_is_another_sentence(toy):
-    for kind in (ma.RandomSentence, ma.RandomTokens, ma.ShuffledSentence):
+    for kind in (ma.RandomSentence, ma.conditions.RandomTokens, ma.conditions.ShuffledSentence):
         drawn = {tuple(_filler(kind(20, draw=n).apply(PROMPT, toy))) for n in (0, 1, 2)}
         assert len(drawn) == 3
 
@@ -189,7 +189,7 @@ def test_a_tokenizer_that_merges_still_gives_the_count(toy):
 
 
 def test_random_tokens_are_ordinary(toy):
-    drawn = [t for seed in range(20) for t in _filler(ma.RandomTokens(50).apply(PROMPT, toy, seed))]
+    drawn = [t for seed in range(20) for t in _filler(ma.conditions.RandomTokens(50).apply(PROMPT, toy, seed))]
     assert not set(drawn) & set(toy.tokenizer.all_special_ids)
     assert all(toy.tokenizer.decode([t]).strip() for t in drawn)
     assert len(set(drawn)) > 300
@@ -239,7 +239,7 @@ def test_a_sweep_names_its_conditions():
 @pytest.mark.parametrize("place", ["before_question", "start", "middle", "before_answer", "random"])
 def test_a_text_of_ones_own_goes_in_once_as_it_is(toy, place):
     text = " Take your time, please."
-    sequence, baseline = ma.Text(text, place=place).apply(PROMPT, toy), tokenize(PROMPT, toy)
+    sequence, baseline = ma.conditions.Text(text, place=place).apply(PROMPT, toy), tokenize(PROMPT, toy)
     assert sequence.tokens[sequence.inserted].tolist() == toy.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
     if place == "middle":
@@ -250,14 +250,14 @@ def test_a_text_of_ones_own_goes_in_once_as_it_is(toy, place):
 
 
 def test_a_text_behind_a_marker(toy):
-    sequence = ma.Text(" Well.", after="How many").apply(PROMPT, toy)
+    sequence = ma.conditions.Text(" Well.", after="How many").apply(PROMPT, toy)
     first = int(sequence.inserted.nonzero()[0])
     before = toy.tokenizer.decode(sequence.tokens[:first])
     assert before.endswith("How many")
     for shorter in range(1, first):  # by hand: no earlier place has it
         assert "How many" not in toy.tokenizer.decode(sequence.tokens[:shorter])
     with pytest.raises(ma.MechattnError, match=r"prompt a .* does not contain after=.Why"):
-        ma.Text(" Well.", after="Why").apply(PROMPT, toy)
+        ma.conditions.Text(" Well.", after="Why").apply(PROMPT, toy)
 
 
 def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
@@ -284,7 +284,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     """An Insertion takes what ours take; inserting twice keeps origin and segments of both."""
 
     @dataclasses.dataclass(frozen=True)
-    class Dots(ma.Insertion):
+    class Dots(ma.conditions.Insertion):
         count: int = 3
         place: str = "before_question"
 
@@ -304,7 +304,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
 
 def test_a_filler_of_another_length_than_its_count(toy):
     @dataclasses.dataclass(frozen=True)
-    class Two(ma.Insertion):
+    class Two(ma.conditions.Insertion):
         count: int = 20
 
         def filler(self, prompt, model, seed=0):
@@ -316,7 +316,7 @@ def test_a_filler_of_another_length_than_its_count(toy):
 
 
 def test_an_insertion_that_is_no_dataclass():
-    class Dots(ma.Insertion):
+    class Dots(ma.conditions.Insertion):
         def __init__(self, count):
             self.count = count
 
@@ -338,7 +338,7 @@ class InDigits:
 @pytest.mark.parametrize("count", [5, 24, 25, 26, 27, 55])
 def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place):
     model = SimpleNamespace(tokenizer=InDigits(), cfg=toy.cfg)
-    filler = ma.Counting(count, place).filler(PROMPT, model)
+    filler = ma.conditions.Counting(count, place).filler(PROMPT, model)
     text = model.tokenizer.decode(filler)
     numbers = text.split()
     assert len(filler) == count
@@ -351,22 +351,24 @@ def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place)
 
 def test_counting_without_room_for_a_number(toy):
     with pytest.raises(ma.MechattnError, match="counting needs room for a number and its line breaks"):
-        ma.Counting(1).apply(PROMPT, toy)
+        ma.conditions.Counting(1).apply(PROMPT, toy)
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_question_is_repeated_token_by_token(toy, times):
-    sequence = ma.RepeatQuestion(times).apply(PROMPT, toy)
+    sequence = ma.conditions.RepeatQuestion(times).apply(PROMPT, toy)
     question = sequence.tokens[sequence.of_segment("question")].tolist()
     line = toy.tokenizer("\n", add_special_tokens=False)["input_ids"]
     assert sequence.tokens[sequence.inserted].tolist() == (line + question) * times
     assert sequence.tokens[~sequence.inserted].equal(ma.Baseline().apply(PROMPT, toy).tokens)
     ids = ma.Prompt(tokens=tuple(tokenize(PROMPT, toy).tokens.tolist()))
-    repeated = ma.RepeatQuestion(times).apply(ids, toy)
+    repeated = ma.conditions.RepeatQuestion(times).apply(ids, toy)
     assert repeated.tokens[repeated.inserted].tolist() == list(ids.tokens[1:]) * times, "token ids have no lines"
 
 
-@pytest.mark.parametrize("condition", [ma.Counting(count=11), ma.RepeatQuestion()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "condition", [ma.conditions.Counting(count=11), ma.conditions.RepeatQuestion()], ids=lambda c: type(c).__name__
+)
 def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
     model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
     model.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
@@ -385,4 +387,4 @@ def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, conditi
 @pytest.mark.parametrize("times", [0, -1, True])
 def test_a_question_repeated_no_times(times):
     with pytest.raises(OptionError, match="give a whole number from 1 to"):
-        ma.RepeatQuestion(times)
+        ma.conditions.RepeatQuestion(times)

@@ -38,7 +38,7 @@ def test_three_times_and_without_a_tokenizer():
 
 def test_it_can_be_run(toy):
     result = ma.run(
-        toy, ma.load_prompts("repeated-random", limit=3, model=toy), {}, [ma.AttentionFocus()], progress=False
+        toy, ma.load_prompts("repeated-random", limit=3, model=toy), {}, [ma.analyses.AttentionFocus()], progress=False
     )
     masses = result["attention_focus"].induction_mass.sel(segment="question")
     assert (masses > 0).all()

@@ -12,10 +12,12 @@ from mechattn.stats.intervals import t_interval
 def result(toy, prompts):
     conditions = {
         "slash": ma.MeaninglessTokens("/", 20),
-        "arm": ma.Baseline(intervention=ma.ARM(form="released_llama", p1=95.0)),
-        "channels": ma.Baseline(intervention=ma.ARM(form="released_llama", p1=95.0, control="random_channels")),
+        "arm": ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0)),
+        "channels": ma.Baseline(
+            intervention=ma.interventions.ARM(form="released_llama", p1=95.0, control="random_channels")
+        ),
     }
-    return ma.run(toy, prompts, conditions, [ma.MlpActivations()], progress=False)
+    return ma.run(toy, prompts, conditions, [ma.analyses.MlpActivations()], progress=False)
 
 
 def traces(figure, name):

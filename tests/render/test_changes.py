@@ -17,7 +17,7 @@ def result(toy, prompts):
         "masked": slash.masked(),
         "other": slash.unshifted(),
     }
-    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.AffineShift()], progress=False)
+    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AffineShift()], progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_sweeps(swept):
 
 
 def test_two_sweeps_are_two_lines(toy, prompts):
-    word = {f"word, {name}": c for name, c in ma.sweep(ma.RandomTokens(), count=[5, 10]).items()}
+    word = {f"word, {name}": c for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()}
     slash = {f"slash, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()}
     shown = lines(ma.render.sweep(ma.run(toy, prompts[:3], slash | word, progress=False)))
     assert {"slash", "word"} <= set(shown)

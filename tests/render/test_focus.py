@@ -14,7 +14,7 @@ from mechattn.errors import OptionError
 from mechattn.model.architectures import tiny_model
 
 ANALYSES = [
-    ma.AttentionFocus(), ma.HeadUpdates(per_query=True), ma.TopTargetUpdates(), ma.BlockUpdates(), ma.AttentionSinks(),
+    ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True), ma.analyses.TopTargetUpdates(), ma.analyses.BlockUpdates(), ma.analyses.AttentionSinks(),
 ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     ):
         with pytest.raises(OptionError if "a map" not in message else ma.MechattnError, match=message):
             call()
-    few = ma.run(toy, prompts[:1], analyses=ma.AttentionFocus(), progress=False)
+    few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus(), progress=False)
     with pytest.raises(OptionError, match=r"run it with analyses=\[HeadUpdates"):
         ma.render.update_map(few)
     assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][1]), "one prompt has no interval"
@@ -114,7 +114,7 @@ def blob(explorer):
 
 def test_the_explorer_holds_probabilities_and_parts(prompts):
     falcon = ma.load_model("toy:falcon")
-    analyses = [AttentionMap(), ma.ScoreDecomposition()]
+    analyses = [AttentionMap(), ma.analyses.ScoreDecomposition()]
     result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts", progress=False)
     data = blob(ma.render.attention_explorer(result, heads=[5, 2]))
     maps = result["attention_map"].attention.isel(prompt=0, condition=0)
@@ -134,7 +134,11 @@ def test_the_explorer_holds_probabilities_and_parts(prompts):
     parts = [np.log(row), -bias, -alibi[0]]
     content = sum(part - part.mean() for part in parts)
     again = ma.run(
-        falcon, prompts[:1], analyses=ma.ScoreDecomposition(per_query=True), positions="prompts", progress=False
+        falcon,
+        prompts[:1],
+        analyses=ma.analyses.ScoreDecomposition(per_query=True),
+        positions="prompts",
+        progress=False,
     )["score_decomposition"].isel(prompt=0, condition=0, layer=0, head=5)
     target = int(again.target_at_per_prompt[q])
     assert content[target] == pytest.approx(float(again.content_at_per_prompt[q]), abs=2e-3)
@@ -147,14 +151,14 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
     )
     tokens = torch.randint(5, 700, (3, 170), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 1
-    result = ma.run(model, tokens, analyses=[ma.AttentionFocus(), ma.HeadUpdates()], progress=False)
+    result = ma.run(model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()], progress=False)
     drawn = [ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")]
     drawn += [ma.render.update_histogram(result, q) for q in ("magnitude", "orientation")] + [
         ma.render.update_map(result)
     ]
     assert sum(len(figure.to_json()) for figure in drawn) < 3e6
     maps = ma.run(
-        model, tokens[:1], analyses=[AttentionMap(), ma.ScoreDecomposition()], layers=[0, 1], positions="prompts",
+        model, tokens[:1], analyses=[AttentionMap(), ma.analyses.ScoreDecomposition()], layers=[0, 1], positions="prompts",
         progress=False,
     )  # fmt: skip
     assert len(ma.render.attention_explorer(maps).body) < 10e6
@@ -166,4 +170,4 @@ def test_a_model_without_alibi_is_explored_without_parts(toy):
     view = ma.explore(toy, "Tom has 3 apples.", layers=0)
     assert blob(view)["parts"] is None
     with pytest.raises(ma.MechattnError, match="RoPE"):
-        ma.run(toy, "Tom has 3 apples.", analyses=ma.ScoreDecomposition(), progress=False)
+        ma.run(toy, "Tom has 3 apples.", analyses=ma.analyses.ScoreDecomposition(), progress=False)

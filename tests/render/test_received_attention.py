@@ -131,7 +131,7 @@ def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
         for at in (0, 4)
     ]
     halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
-    merged = halves[1].merge(halves[0])
+    merged = ma.merge_results(halves[::-1])
     text = merged.page(tmp_path / "index.html", heads=[0]).read_text()
     assert " to 2031-01-02T03:04:05+00:00" in text
     assert "8 prompts (" in text

@@ -16,8 +16,8 @@ CONDITIONS = {
     "masked": ma.MeaninglessTokens("/", 20).masked(),
 }
 ANALYSES = [
-    ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.HeadUpdates(per_query=True),
-    ma.AttentionSinks(),
+    ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True),
+    ma.analyses.AttentionSinks(),
 ]  # fmt: skip
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},

@@ -16,10 +16,10 @@ CONDITIONS = {
     "slash": SLASH,
     "masked": SLASH.masked(),
     "both": SLASH.masked().unshifted(),
-    "cut": SLASH.under(ma.Knockout("question", "inserted", layers=0)),
+    "cut": SLASH.under(ma.interventions.Knockout("question", "inserted", layers=0)),
     "sentence": ma.RandomSentence(5, draw=2),
-    "arm": ma.Baseline(intervention=ma.ARM(control="random_channels")),
-    "two": ma.Baseline(intervention=(ma.ARM(), ma.HeadAblation(((0, 1),)))),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM(control="random_channels")),
+    "two": ma.Baseline(intervention=(ma.interventions.ARM(), ma.interventions.HeadAblation(((0, 1),)))),
     "odd": ma.MeaninglessTokens("'(,\"= hides=True", 9),
 }
 SCHEMA_2 = Path(__file__).parent / "stored" / "schema-2.zip"

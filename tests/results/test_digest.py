@@ -17,8 +17,8 @@ QUANTITY = "received_by_segment"
 
 @pytest.fixture(scope="module")
 def run(toy, prompts):
-    analyses = [ma.ReceivedAttention(), ma.MlpActivations(), ma.AttentionFocus()]
-    conditions = {"“é”": ma.RandomTokens(count=5)}
+    analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus()]
+    conditions = {"“é”": ma.conditions.RandomTokens(count=5)}
     return lambda: ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
 
 

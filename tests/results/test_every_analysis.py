@@ -14,8 +14,8 @@ from mechattn.store.result_bytes import packed, unpacked
 SLASH = ma.MeaninglessTokens(count=3)
 KINDS = {
     "slash": SLASH,
-    "arm": ma.Baseline(intervention=ma.ARM(c=0.3)),
-    "ablation": ma.Baseline(intervention=ma.HeadAblation(((0, 1),))),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3)),
+    "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1),))),
     "masked": SLASH.masked(),
     **ma.sweep(SLASH, count=[0, 1, 4]),
 }
@@ -23,7 +23,7 @@ KINDS = {
 CONDITIONS = {"the baseline alone": {}, "slash": {"slash": SLASH}, "every kind": KINDS}
 
 
-ALIBI = [kind for kind in ANALYSES if kind is ma.ScoreDecomposition]  # of scores with a position in them
+ALIBI = [kind for kind in ANALYSES if kind is ma.analyses.ScoreDecomposition]  # of scores with a position in them
 MODELS = {"toy:llama": [kind for kind in ANALYSES if kind not in ALIBI], "toy:falcon": ALIBI}
 
 
@@ -93,7 +93,7 @@ def test_a_digest_of_bytes_is_still_read():
 
 def test_the_digest_of_bytes_would_refuse_it(toy, prompts, tmp_path, monkeypatch):  # negative control
     """A whole chunk of NaNs is not stored by Zarr, and comes back with another sign."""
-    result = ma.run(toy, prompts[:1], {}, ma.AttentionSinks(), layers=[0], progress=False)
+    result = ma.run(toy, prompts[:1], {}, ma.analyses.AttentionSinks(), layers=[0], progress=False)
     monkeypatch.setattr(digests, "canonical", digests._little_endian)
     signed = {
         name: dataset.map(lambda v: v.copy(data=with_signs(v.values)) if v.dtype.kind == "f" else v, keep_attrs=True)

@@ -35,7 +35,7 @@ def parts(toy):
     prompts = ma.load_prompts("word-problems", limit=13)
 
     def run(places):
-        analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations()]
+        analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations()]
         some = [prompts[place] for place in places]
         conditions = {"slash": ma.MeaninglessTokens(count=5)}
         made = ma.run(toy, some, conditions, analyses, positions="prompts", places=places, progress=False)

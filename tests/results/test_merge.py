@@ -35,7 +35,7 @@ def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts)
         (ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1], progress=False), "layers is"),
     ):
         with pytest.raises(OptionError, match=f"don't belong together: .*{field}"):
-            first.merge(other)
+            ma.merge_results([first, other])
 
 
 def test_other_weights_are_refused(halves, prompts):
@@ -47,14 +47,14 @@ def test_other_weights_are_refused(halves, prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=5)}
     other = ma.run(hooked, prompts[2:4], conditions, layers=[0], progress=False, places=[2, 3])
     with pytest.raises(OptionError, match=r"model\.weights_hash is"):
-        first.merge(other)
+        ma.merge_results([first, other])
 
 
 def test_devices_and_times_are_listed(halves):
     first, second = halves([0, 1]), halves([2, 3])
     about = {**second.provenance, "time": "2001-01-01T00:00:00+00:00", "threads": 99}
     about["model"] = {**about["model"], "device": "cuda:7", "verified": False}
-    merged = first.merge(replace(second, provenance=about))
+    merged = ma.merge_results([first, replace(second, provenance=about)])
     assert merged.provenance["time"][0].startswith("2001")
     assert 99 in merged.provenance["threads"]
     assert merged.provenance["model"]["device"] == ["cpu", "cuda:7"]
@@ -66,7 +66,7 @@ def test_other_versions_are_refused(halves):
     first, second = halves([0, 1]), halves([2, 3])
     about = {**second.provenance, "versions": {**second.provenance["versions"], "torch": "1.0"}}
     with pytest.raises(OptionError, match=r"versions\.torch is .* and '1\.0' in another"):
-        first.merge(replace(second, provenance=about))
+        ma.merge_results([first, replace(second, provenance=about)])
 
 
 def test_nothing_to_merge_and_one_alone(halves):

@@ -16,7 +16,7 @@ def made(toy, prompts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     for name, places, seed in (("1", [0, 3], 0), ("2", [1, 4], 0), ("3", [2, 5], 0), ("other", [0, 3], 7)):
         some = [prompts[place] for place in places]
-        conditions = {"random": ma.RandomTokens(count=2)}
+        conditions = {"random": ma.conditions.RandomTokens(count=2)}
         result = ma.run(toy, some, conditions, layers=0, seed=seed, places=places, progress=False)
         result.save(folder / f"{name}.zarr")
     return folder

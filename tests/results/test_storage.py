@@ -42,9 +42,14 @@ def assert_same(loaded, result):
 @pytest.fixture(scope="module")
 def everything(toy, prompts):
     """A result of five analyses with all their kinds of variables."""
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(per_query=True), ma.MlpActivations(), ma.AttentionFocus()]
-    analyses.append(ma.HeadUpdates())
-    conditions = {"slash": ma.MeaninglessTokens(count=5), "“é”": ma.RandomTokens(count=5)}
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(per_query=True),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+    ]
+    analyses.append(ma.analyses.HeadUpdates())
+    conditions = {"slash": ma.MeaninglessTokens(count=5), "“é”": ma.conditions.RandomTokens(count=5)}
     return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
 
 
@@ -241,7 +246,7 @@ def test_schema_1_is_read_and_cannot_be_merged(slash_result, tmp_path):
     assert digest({"r": old["received_attention"]}) == digest({"r": slash_result["received_attention"]})
     assert old.compare("slash", resamples=99).equals(slash_result.compare("slash", resamples=99))
     with pytest.raises(OptionError, match="earlier version"):
-        old.merge(slash_result)
+        ma.merge_results([old, slash_result])
 
 
 def test_no_pickle_and_no_code_from_a_file():

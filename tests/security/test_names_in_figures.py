@@ -20,7 +20,13 @@ OURS = re.compile(r"</?(?:br|sup|extra)>")
 @pytest.fixture(scope="module")
 def hostile(toy):
     """A result whose condition, and whose quantities' units, are HTML."""
-    analyses = [ma.ReceivedAttention(), ma.AffineShift(), ma.MlpActivations(), ma.AttentionFocus(), ma.HeadUpdates()]
+    analyses = [
+        ma.ReceivedAttention(),
+        ma.analyses.AffineShift(),
+        ma.analyses.MlpActivations(),
+        ma.analyses.AttentionFocus(),
+        ma.analyses.HeadUpdates(),
+    ]
     prompts = ma.load_prompts("word-problems", limit=6)
     conditions = {LINK: ma.MeaninglessTokens(count=5), "<i>two</i>": ma.MeaninglessTokens("/", count=6)}
     result = ma.run(toy, prompts, conditions, analyses, progress=False, positions="prompts")

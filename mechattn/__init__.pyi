@@ -1,0 +1,47 @@
+# The public names, which __init__.py loads when they are first used.
+from . import analyses as analyses
+from . import conditions as conditions
+from . import interventions as interventions
+from . import render as render
+from .analysis.received_attention import ReceivedAttention as ReceivedAttention
+from .claims.judge import judge as judge
+from .claims.judge import paper as paper
+from .contrast.adjust import adjust as adjust
+from .contrast.contrast import Contrast as Contrast
+from .engine.own_forward import measure as measure
+from .engine.random_runs import run_random as run_random
+from .engine.record import head_means as head_means
+from .engine.record import record_affine as record_affine
+from .engine.record import record_keys_values as record_keys_values
+from .engine.run import run as run
+from .errors import MechattnError as MechattnError
+from .evaluation.answer_file import load_evaluation as load_evaluation
+from .evaluation.baseline_noise import baseline_noise as baseline_noise
+from .evaluation.evaluate import evaluate as evaluate
+from .evaluation.evaluation import Evaluation as Evaluation
+from .evaluation.trend import trend as trend
+from .evaluation.while_answering import while_answering as while_answering
+from .jobs.chunks import run_job as run_job
+from .jobs.job import Job as Job
+from .known_answers.selftest import selftest as selftest
+from .model.load import load_model as load_model
+from .model.load import verify_model as verify_model
+from .model.random_weights import random_weights as random_weights
+from .pages.one_prompt import explore as explore
+from .pages.one_prompt import pattern as pattern
+from .pages.one_prompt import pattern_difference as pattern_difference
+from .pages.page import browse as browse
+from .patching.head_patching import patch_heads as patch_heads
+from .patching.head_patching import patch_residual as patch_residual
+from .patching.head_patching import patch_together as patch_together
+from .prompts.conditions import Baseline as Baseline
+from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
+from .prompts.conditions import RandomSentence as RandomSentence
+from .prompts.datasets import load_prompts as load_prompts
+from .prompts.prompt import Prompt as Prompt
+from .prompts.sweeps import sweep as sweep
+from .results.merge import merge_results as merge_results
+from .results.result import Result as Result
+from .store.reading import load_result as load_result
+
+__version__: str
