@@ -6,7 +6,7 @@
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask
-# make test-rest  what make test leaves out: slow tests, those that were skipped, types in every room that has tensors
+# make test-rest  what make test leaves out: slow tests, and those that were skipped
 # make test-all   all of these, each test once
 # Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
 # figures need only mechattn (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
@@ -18,9 +18,10 @@ UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
 # Bytecode is compiled at first import rather than at installation, which is less work.
 unexport PYTHONDONTWRITEBYTECODE
-# Shapes and types are checked at run time: by "make test" in mechattn.functional, by the others in all packages with
-# tensors, which takes 1.5 times as long.
+# Shapes and types are checked at run time in these packages: by the tests of TYPED, as other tests give input of wrong types.
+# "make test" checks those of mechattn.functional only, as all take 1.5 times as long; make test TYPES=… checks more.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
+TYPES ?= mechattn.functional
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
 # Two processes of one thread each are faster than one of two, as toys are small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -28,9 +29,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # What needs a folder of packages of its own on the path.
 ELSEWHERE := --ignore tests/compat --ignore tests/extra
 
-# A few rooms with types checked, and of all others what $(1) selects.
+# The tests that $(1) selects, with the types of $(2) checked in TYPED.
 define tested
-	$(PYTEST) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
 	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 endef
 
@@ -50,13 +51,13 @@ paper: .venv/core
 	$(BIN)/mechattn paper $(if $(MODELS),--models $(MODELS)) --out out/paper
 
 test: .venv/dev
-	$(PYTEST) -m "not slow" tests $(ELSEWHERE) --jaxtyping-packages=mechattn.functional,beartype.beartype
+	$(call tested,-m "not slow",$(TYPES))
 
 test-rest: .venv/dev
-	$(call tested,-m "slow or browser or site")
+	$(call tested,-m "slow or browser or site",$(CHECKED))
 
 test-all: .venv/dev test-compat test-extra
-	$(call tested)
+	$(call tested,,$(CHECKED))
 
 # It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev
