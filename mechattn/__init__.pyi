@@ -17,9 +17,9 @@ from .engine.run import run as run
 from .errors import MechattnError as MechattnError
 from .evaluation.answer_file import load_evaluation as load_evaluation
 from .evaluation.baseline_noise import baseline_noise as baseline_noise
+from .evaluation.dose_trend import trend as trend
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation
-from .evaluation.trend import trend as trend
 from .evaluation.while_answering import while_answering as while_answering
 from .jobs.chunks import run_job as run_job
 from .jobs.job import Job as Job

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.functional.fused import Fused
-from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
+from mechattn.model.split_heads import split_heads
 from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence

@@ -18,9 +18,9 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
 from mechattn.functional.grouped_heads import for_each_head
 from mechattn.functional.received import visible_keys
-from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.model_facts import facts_of
+from mechattn.model.split_heads import split_heads
 from mechattn.model.unembedding import unembedding
 from mechattn.model.verify.mixed_values import GATES, gate_function
 from mechattn.model.weights import output_weights, wide

@@ -21,7 +21,7 @@ from mechattn.claims.rules import (
     family,
     together,
 )  # fmt: skip
-from mechattn.results.units import units_of
+from mechattn.results.result_units import units_of
 
 if TYPE_CHECKING:
     from mechattn.claims.register import Claim, Measuring, Part

@@ -8,8 +8,8 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.claims.rules import Estimate, NotApplicable, estimated
+from mechattn.evaluation.answer_units import units_of
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.units import units_of
 from mechattn.stats.accuracy import detectable_difference, pass_at_k
 from mechattn.stats.intervals import wilson_interval
 

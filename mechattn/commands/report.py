@@ -11,7 +11,7 @@ from mechattn import render
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.pages.page import heads_options, results_page
-from mechattn.pages.verdicts import flat, verdicts
+from mechattn.pages.verdict_words import flat, verdicts
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
 from mechattn.results.memory import MEMORY

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mechattn.axes import BASELINE
-from mechattn.contrast import overall, resolution, stability, table
+from mechattn.contrast import detectable, overall, split_stability, table
 from mechattn.contrast.differences import Scale
 from mechattn.contrast.quantities import Null
 from mechattn.errors import OptionError
@@ -139,7 +139,7 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or the level is not a probability.
         """
-        return resolution.resolution(self, select, level, resamples)
+        return detectable.resolution(self, select, level, resamples)
 
     def stability(
         self,
@@ -152,4 +152,4 @@ class Contrast:
         seed: int = 0,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return stability.stability(self, choose, layer, over, stability.Splits(resamples, patterns, seed))
+        return split_stability.stability(self, choose, layer, over, split_stability.Splits(resamples, patterns, seed))

@@ -11,7 +11,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS
 from mechattn.errors import OptionError
-from mechattn.results.units import units_of
+from mechattn.results.result_units import units_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from mechattn.contrast.blocks import of, slices
 from mechattn.contrast.differences import Four, aligned, labels_of
 from mechattn.contrast.quantities import check_layer, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.units import units_of
+from mechattn.results.result_units import units_of
 from mechattn.stats.comparison import Verdict, relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 

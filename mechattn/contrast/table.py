@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.blocks import layer_blocks, of
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import check_layer, variable_of
-from mechattn.contrast.random_weights import BesideRandom, check_random
 from mechattn.errors import OptionError
-from mechattn.results.units import shared_units, units_of
+from mechattn.results.result_units import shared_units, units_of
 from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import EXACT, RESAMPLES, Paired, PairedStream, enough, without_rounding

@@ -29,13 +29,13 @@ from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.interventions.transplant import KeysValues
 from mechattn.model import hooks
-from mechattn.model.heads import is_latent
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.lock import alone
 from mechattn.model.model_facts import facts_of
 from mechattn.model.patch.head_outputs import ChangeZ, changing_z
 from mechattn.model.patch.keys_values import Part
+from mechattn.model.split_heads import is_latent
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Batch, Sequence, pad_right

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.evaluation.units import share_interval, units_of
+from mechattn.evaluation.answer_units import share_interval, units_of
 from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
+from mechattn.evaluation.answer_units import share_interval, units_of, within
 from mechattn.evaluation.lines import as_lines, replaceable
-from mechattn.evaluation.units import share_interval, units_of, within
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
 from mechattn.stats.intervals import t_interval

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.evaluation.units import units_of
+from mechattn.evaluation.answer_units import units_of
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Unit
 

@@ -16,8 +16,8 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
+from mechattn.evaluation.answer_units import units_of
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.units import units_of
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt

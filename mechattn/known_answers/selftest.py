@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mechattn.errors import ModelError
 from mechattn.known_answers.answer import KnownAnswer, SelfTest
-from mechattn.known_answers.heads import handmade_heads, trained_heads
+from mechattn.known_answers.known_heads import handmade_heads, trained_heads
 from mechattn.known_answers.published import SORT, STORIES, sorting, story
 
 

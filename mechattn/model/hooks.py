@@ -16,9 +16,9 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import EdgeMask
 from mechattn.model.architectures import particulars_of
-from mechattn.model.heads import positions_first
 from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.norms_once import norms_once
+from mechattn.model.split_heads import positions_first
 from mechattn.model.values import as_mixed
 
 SeePattern = Callable[

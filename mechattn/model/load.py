@@ -25,7 +25,7 @@ from mechattn.model.remote_code import as_trusted, is_of_own_code, refuse_own_co
 from mechattn.model.toys import PREFIX, RELAY, load_tokenizer, toy_folder, toy_names
 from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, check_model
 from mechattn.model.verify.native import classes_left_alone, native_twin
-from mechattn.model.verify.probe import PROBE
+from mechattn.model.verify.probe_tokens import PROBE
 from mechattn.model.verify.streamed import check_streaming
 from mechattn.model.verify.verification import Report
 

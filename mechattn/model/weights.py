@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.heads import kv_heads_of, output_projection
 from mechattn.model.hooked import HookedModel, config_of
 from mechattn.model.model_facts import facts_of
+from mechattn.model.split_heads import kv_heads_of, output_projection
 from mechattn.model.values import norm_before_output
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.verdicts import Verdicts, captions, explained
+from mechattn.pages.verdict_words import Verdicts, captions, explained
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
 from mechattn.stats.comparison import Verdict

@@ -13,7 +13,7 @@ from mechattn.errors import MemoryOptionError
 from mechattn.pages.head_curves import NAME, head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import check_memory, head_quantities, head_values
 from mechattn.pages.packed_arrays import squeezed
-from mechattn.pages.verdicts import captions
+from mechattn.pages.verdict_words import captions
 from mechattn.results.memory import memory_bytes
 from mechattn.results.result import Result
 

@@ -15,7 +15,7 @@ from mechattn.pages.first_screen import changes, picture, sentence
 from mechattn.pages.head_values import check_memory
 from mechattn.pages.map_data import instrument
 from mechattn.pages.scripts import packed_script, page_script, template
-from mechattn.pages.verdicts import VERDICT_COLUMNS, Verdicts, explained, flat, strip_words, verdict_rows, verdicts
+from mechattn.pages.verdict_words import VERDICT_COLUMNS, Verdicts, explained, flat, strip_words, verdict_rows, verdicts
 from mechattn.render.html import check_page_place, save_page
 from mechattn.render.received_figures import listed_or_chosen, received_attention
 from mechattn.render.theme import model_caption

@@ -17,11 +17,11 @@ from mechattn.axes import BASELINE
 from mechattn.engine.check import made_sequences, with_baseline
 from mechattn.errors import OptionError
 from mechattn.functional.keyed_random import keyed_uniform, token_keys
-from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_window, chosen_layers
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.lock import alone
+from mechattn.model.split_heads import kv_heads_of
 from mechattn.patching.checks import (
     Direction,
     HeadPart,

@@ -13,8 +13,8 @@ from mechattn.errors import OptionError, warn
 from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.result import Result
+from mechattn.results.result_units import units_of
 from mechattn.results.stored_conditions import stored_condition
-from mechattn.results.units import units_of
 from mechattn.stats.intervals import t_interval_of_moments
 from mechattn.stats.moments import Moments
 

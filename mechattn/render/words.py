@@ -14,7 +14,7 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.plain_names import with_plain_names
 from mechattn.results.result import Result
-from mechattn.results.units import units_in, units_of
+from mechattn.results.result_units import units_in, units_of
 from mechattn.stats.intervals import FEWEST, Interval, t_interval
 
 if TYPE_CHECKING:

@@ -164,7 +164,7 @@ class Questions:
         Raises:
             OptionError: No such quantity, condition or segment, more than one number per head, or too few prompts.
         """
-        from mechattn.contrast.heads import ranked_heads
+        from mechattn.contrast.ranked_heads import ranked_heads
 
         return ranked_heads(
             self._result, quantity, top, condition=condition, segment=segment, select=select, unit=unit, level=level

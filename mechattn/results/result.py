@@ -91,7 +91,7 @@ class Result(Questions):
         return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
 
     def _repr_html_(self) -> str:
-        from mechattn.results.units import units_of
+        from mechattn.results.result_units import units_of
 
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
         units = units_of(self, sizes["prompt"])

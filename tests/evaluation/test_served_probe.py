@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation.served.probe import ALIKE, Known, stretches
+from mechattn.evaluation.served.server_probe import ALIKE, Known, stretches
 from tests.evaluation.stand_in import Engine, StandIn, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}

@@ -6,9 +6,9 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.heads import output_projection, positions_first, split_heads
 from mechattn.model.model_facts import facts_of
 from mechattn.model.patch.head_outputs import changing_z
+from mechattn.model.split_heads import output_projection, positions_first, split_heads
 
 FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]

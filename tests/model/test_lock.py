@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
-from mechattn.evaluation.served import probe
+from mechattn.evaluation.served import server_probe as probe
 from mechattn.model import lock, random_weights
 from mechattn.model.model_facts import facts_of
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mechattn.model.verify.differences import compare, compare_positions
+from mechattn.model.verify.tensor_differences import compare, compare_positions
 from mechattn.model.verify.verification import Check, Report
 
 

@@ -15,9 +15,9 @@ import torch
 from mechattn.errors import OptionError, PromptTooLong, ServerError
 from mechattn.evaluation.generate import Answer, Request, until_end
 from mechattn.evaluation.served.connection import Connection, connected
-from mechattn.evaluation.served.probe import Probe, probed, some_of, stretches, takes_ids
 from mechattn.evaluation.served.reply import Asked, Reply
 from mechattn.evaluation.served.server import Server
+from mechattn.evaluation.served.server_probe import Probe, probed, some_of, stretches, takes_ids
 from mechattn.evaluation.served.text import texts_of
 from mechattn.model.without_weights import UnloadedModel
 from mechattn.prompts.prompt import Prompt

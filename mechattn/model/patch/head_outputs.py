@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.heads import split_heads
 from mechattn.model.hooks import blocks_of, chosen_layers
+from mechattn.model.split_heads import split_heads
 
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models
 ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.heads import is_latent
 from mechattn.model.hooks import blocks_of
+from mechattn.model.split_heads import is_latent
 
 Part = Literal["k", "v"]
 # Receives the keys or values of all heads, concatenated; what it returns replaces them.

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from mechattn.functional.received import visible_keys
 from mechattn.model import hooks
-from mechattn.model.heads import output_projection, positions_first, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.model_facts import ModelFacts
+from mechattn.model.split_heads import output_projection, positions_first, split_heads
 from mechattn.model.verify.config_fields import check_config
-from mechattn.model.verify.differences import (
+from mechattn.model.verify.kernel import check_kernel, run_native
+from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
+from mechattn.model.verify.native import attention_of
+from mechattn.model.verify.neighbours import check_neighbours
+from mechattn.model.verify.probe_tokens import probe_tokens
+from mechattn.model.verify.tensor_differences import (
     PROBABILITY,
     TOLERANCE,
     compare,
@@ -26,11 +31,6 @@ from mechattn.model.verify.differences import (
     dtype_of,
     limited,
 )
-from mechattn.model.verify.kernel import check_kernel, run_native
-from mechattn.model.verify.mixed_values import GATES, LayerProbe, check_values
-from mechattn.model.verify.native import attention_of
-from mechattn.model.verify.neighbours import check_neighbours
-from mechattn.model.verify.probe import probe_tokens
 from mechattn.model.verify.verification import Check, Report
 
 AT_LOADING = 8  # tokens: two passes over so few cost little compared with loading the weights

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, pattern_hook
-from mechattn.model.verify.differences import compare
 from mechattn.model.verify.native import attention_of
+from mechattn.model.verify.tensor_differences import compare
 from mechattn.model.verify.verification import Check
 
 # In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in the hundreds; a wrong

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mechattn.model.hooked import HookedModel
 from mechattn.model.values import as_mixed, attention_module, clip_of, norm_of_values, norms_of_output
-from mechattn.model.verify.differences import compare
+from mechattn.model.verify.tensor_differences import compare
 from mechattn.model.verify.verification import Check
 
 GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")  # in attention: the hooks of a gate's input

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechattn.model.hooked import HookedModel, config_of, original_of
 from mechattn.model.positions import Boundary, boundary_of
-from mechattn.model.verify.differences import compare_positions
+from mechattn.model.verify.tensor_differences import compare_positions
 from mechattn.model.verify.verification import Check
 
 _REMEDY = (

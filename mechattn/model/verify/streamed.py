@@ -16,8 +16,15 @@ from mechattn.functional.rows import Rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.verify.differences import PROBABILITY, TOLERANCE, compare, compare_positions, dtype_of, limited
-from mechattn.model.verify.probe import PROBE, probe_tokens
+from mechattn.model.verify.probe_tokens import PROBE, probe_tokens
+from mechattn.model.verify.tensor_differences import (
+    PROBABILITY,
+    TOLERANCE,
+    compare,
+    compare_positions,
+    dtype_of,
+    limited,
+)
 from mechattn.model.verify.verification import Check
 
 # Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers enlarge the effect of a

@@ -10,7 +10,7 @@ from mechattn.contrast.blocks import layer_blocks, of
 from mechattn.contrast.quantities import NULLS, absent, check_present, values_of
 from mechattn.contrast.table import check_options
 from mechattn.errors import OptionError
-from mechattn.results.units import units_of
+from mechattn.results.result_units import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit, Units
 

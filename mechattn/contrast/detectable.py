@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mechattn.contrast.differences import check_cells
 from mechattn.contrast.table import check_options, layers_of
-from mechattn.results.units import units_of
+from mechattn.results.result_units import units_of
 from mechattn.stats.resolution import Resolution
 from mechattn.stats.resolution import resolution as resolution_of
 

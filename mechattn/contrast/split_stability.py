@@ -14,7 +14,7 @@ from mechattn.contrast.table import FEWEST_TO_SELECT, what_is_tested
 from mechattn.errors import OptionError
 from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.stability import jaccard, jaccard_by_chance, largest, random_halves, significant
+from mechattn.stats.selection_overlap import jaccard, jaccard_by_chance, largest, random_halves, significant
 
 if TYPE_CHECKING:
     import pandas as pd

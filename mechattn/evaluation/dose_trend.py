@@ -10,8 +10,8 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.table import what_is_tested
 from mechattn.errors import OptionError
+from mechattn.evaluation.answer_units import units_of
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.units import units_of
 from mechattn.results.result import Result
 from mechattn.stats.trend import Trend
 from mechattn.stats.trend import trend as trend_of
