@@ -93,4 +93,4 @@ print(answers)
 # - While the model answers, attention does not distinguish right from wrong answers of the same length (p = 0.96).
 #
 # Had we patched heads only one at a time, as is usual, the two would have seemed to protect the answer. And mind the
-# intervals: with 16 prompts the whole effect is large in a few of them and small in the others.
+# intervals: with 24 prompts the whole effect is large in a few of them and small in the others.
