@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mechattn.analysis.segment_logits import SegmentLogits as SegmentLogits
     from mechattn.claims.judge import judge as judge
     from mechattn.claims.judge import paper as paper
+    from mechattn.claims.settings import ClaimSettings as ClaimSettings
     from mechattn.claims.verdicts import Verdicts as Verdicts
     from mechattn.contrast.adjust import adjust as adjust
     from mechattn.contrast.contrast import Contrast as Contrast
@@ -95,6 +96,7 @@ _HOME = {
     "AttentionSinks": "analysis.attention_sinks",
     "AttentionSpread": "analysis.attention_spread",
     "Baseline": "prompts.conditions",
+    "ClaimSettings": "claims.settings",
     "Contrast": "contrast.contrast",
     "BlockUpdates": "analysis.block_updates",
     "DirectLogits": "analysis.direct_logits",
