@@ -47,7 +47,7 @@ selftest: .venv/core
 	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
 
 paper: .venv/core
-	$(BIN)/mechattn paper $(if $(MODELS),--models $(MODELS)) --out out/paper
+	$(BIN)/mechattn paper --out out/paper
 
 test: .venv/dev
 	$(PYTEST) -m "not slow" tests $(ELSEWHERE) --jaxtyping-packages=mechattn.functional,beartype.beartype

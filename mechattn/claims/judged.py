@@ -23,9 +23,7 @@ class Evidence:
     runs: Mapping[str, Any]  # the result or evaluation of each run that was made
     draws: Mapping[str, Seq[np.ndarray]] = field(default_factory=dict)  # of a part, "KEY/0": each random model's [unit]
     drawn: frozenset[str] = frozenset()  # the runs that random models were asked for
-    missing: Mapping[str, rules.Outcome] = field(
-        default_factory=dict
-    )  # of runs that were not made: their verdict
+    missing: Mapping[str, rules.Outcome] = field(default_factory=dict)  # of runs that were not made: their verdict
     model: str = ""  # its name and that of the prompts, for which a claim may have published numbers
     prompts: str = ""
 

@@ -291,7 +291,10 @@ def _check_measure(where: str, measuring: Measuring, run: RunSection) -> None:
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from None
     except TypeError as error:
-        raise OptionError(f"{where}: {name} cannot be called like this: {error}") from None
+        takes = ", ".join(list(inspect.signature(of).parameters)[1:]) if of else ""
+        raise OptionError(
+            f"{where}: {name} cannot be called like this: {error}; it takes {takes or 'nothing'}"
+        ) from None
     except ValidationError as error:
         raise OptionError(f"{where}: {name}, {option} = {value!r}: {error.errors()[0]['msg']}") from None
     have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
@@ -310,7 +313,7 @@ def _check_rule(where: str, part: Part) -> None:
     gains = [gain for of_set in part.gains.values() for gain in of_set.values()]
     for line in (part.line, part.rule_of().opposite, *gains):
         if not isfinite(line) or not low < line < high:
-            raise OptionError(f"{where}: the line {line} has to lie within the range, {low} to {high}")
+            raise OptionError(f"{where}: the line {line} has to be a number within the range, {low} to {high}")
 
 
 def _check_known(where: str, names: list[str], known: Any) -> None:
