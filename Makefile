@@ -48,7 +48,7 @@ selftest: .venv/core
 	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
 
 paper: .venv/core
-	$(BIN)/mechattn paper $(if $(MODELS),--models $(MODELS)) --out out/paper
+	$(BIN)/mechattn paper --out out/paper
 
 test: .venv/dev
 	$(call tested,-m "not slow",$(TYPES))

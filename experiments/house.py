@@ -100,7 +100,9 @@ def walk() -> None:
             "compare": lambda: made[0].compare("slash"),
             "patch": lambda: patch(model, prompts, slash, progress=False),
             "page": lambda: made[0].page(out / "page.html"),
-            "paper": lambda: ma.paper("toy:llama", out / "paper", limit=8, problems=20, samples=2, new_tokens=8),
+            "paper": lambda: ma.paper(
+                "toy:llama", out / "paper", settings=ma.ClaimSettings(limit=8, problems=20, samples=2, new_tokens=8)
+            ),
         }
         for name, call in calls.items():
             print(f"{name} enters {entered(call)} files", flush=True)

@@ -6,6 +6,7 @@ from . import render as render
 from .analysis.received_attention import ReceivedAttention as ReceivedAttention
 from .claims.judge import judge as judge
 from .claims.judge import paper as paper
+from .claims.settings import ClaimSettings as ClaimSettings
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.own_forward import measure as measure

@@ -19,6 +19,7 @@ else:
     import tomli as tomllib
 
 _LONGEST = 2**20  # bytes of a file
+_SHOWN = 40  # letters of a value in a message
 
 
 class Section(BaseModel):
@@ -96,7 +97,9 @@ def _words(error: Any, root: Any) -> str:
     if error["type"] == "extra_forbidden":
         *section, name = error["loc"]
         return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] in ("missing", "value_error"):
+        return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['msg']}, not {str(error['input'])[:_SHOWN]!r}"
 
 
 def _section_at(root: Any, place: Iterable[Any]) -> Any:

@@ -41,8 +41,8 @@ def on_page_markdown(markdown, page, config, files):
         typed = partial(_typed, page=page.file.src_uri)
         markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
     if "<!-- claims -->" in markdown:
-        from mechattn.claims.described import measures_markdown, register_markdown
         from mechattn.claims.register import PAPER, read_register
+        from mechattn.claims.words import measures_markdown, register_markdown
 
         markdown = markdown.replace("<!-- measures -->", measures_markdown())
         markdown = markdown.replace("<!-- claims -->", register_markdown(read_register(PAPER)))

@@ -1,6 +1,7 @@
 """Writes experiments/README.md: a line for each folder, and what ``mechattn paper`` says of the models it was run on.
 
-mechattn paper --models ../shared/models --limit 16 --problems 60 --out out/paper
+mechattn paper --model toy:llama --model toy:falcon --model toy:gemma3 --model toy:qwen2 \\
+  --model ../shared/models/stories260K --limit 16 --problems 60 --out out/paper
 cp out/paper/verdicts.json experiments/paper/ && python experiments/paper/readme.py --write
 """
 

@@ -26,11 +26,7 @@ class Conditions:
 
 
 def conditions_for(register: Register, model: str, architecture: str, tokenizer: Any) -> Conditions:
-    """The conditions of a register, for a model of an architecture such as "Qwen2ForCausalLM".
-
-    Raises:
-        ConditionError: The tokenizer cannot make the filler.
-    """
+    """The conditions of a register, for a model of an architecture such as "Qwen2ForCausalLM"."""
     arm, said = _arm(register.arms, model, architecture)
     sections = {name: _with_arm(section, arm) for name, section in register.conditions.items()}
     made: dict[str, Any] = made_conditions(sections)
@@ -44,7 +40,9 @@ def conditions_for(register: Register, model: str, architecture: str, tokenizer:
         if filler and hasattr(one, "count") and "count" not in sections[name].options:
             fitted[name] = replace(one, count=filler.count)
     deviations += [
-        f"{name}: {one.count} “{one.text}” tokens, {'with' if one.separator else 'without'} blanks, for {asked.count}."
+        f"{name}: {one.count} “{one.text}” tokens"
+        + f" in place of {asked.count}" * (one.count != asked.count)
+        + (f", {'with' if one.separator else 'without'} spaces between them.")
         for name, one in fitted.items()
         if isinstance(asked := made[name], MeaninglessTokens) and one != asked
     ]
@@ -59,9 +57,9 @@ def _arm(arms: list[Arm], model: str, architecture: str) -> tuple[Arm | None, st
             return arm, ""
     for arm in arms:
         if arm.architecture and arm.architecture.partition("For")[0] == family:
-            return arm, f"ARM as for {family} (c = {arm.c:g}, p1 = {arm.p1:g}): nothing is published for {name}."
+            return arm, f"ARM as for {family} (c = {arm.c:g}, p1 = {arm.p1:g}): the register has no values for {name}."
     rest = next((arm for arm in arms if not arm.model and not arm.architecture), None)
-    return rest, f"ARM in the form {rest.form!r}: nothing is published for {family}." if rest else ""
+    return rest, f"ARM in the form {rest.form!r}: the register has no values for {family}." if rest else ""
 
 
 def _with_arm(section: ConditionSection, arm: Arm | None) -> ConditionSection:

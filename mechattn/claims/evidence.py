@@ -17,9 +17,9 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.claims.conditions import Conditions
 from mechattn.claims.judged import Evidence, units
-from mechattn.claims.register import RunSection
+from mechattn.claims.register import Register, RunSection
 from mechattn.claims.rules import NotApplicable, Outcome
-from mechattn.claims.settings import Settings
+from mechattn.claims.settings import ClaimSettings
 from mechattn.engine.run import make_plan, run
 from mechattn.errors import ConditionError, ModelError, OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -31,13 +31,16 @@ from mechattn.jobs.kinds import made_analyses
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.random_weights import random_weights
 from mechattn.prompts.conditions import Condition
+from mechattn.prompts.datasets import REPEATED, load_prompts
 from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.repeated import LONGEST, SHORTEST, repeated_random
 from mechattn.results import provenance
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole
 
 _CHUNK = 16  # prompts
+_SAMPLED = 0.4  # of the problems
 _DRAWS = 1000  # the first seed of random weights: far from those that a user takes; each seed has a thousand
 
 
@@ -47,7 +50,9 @@ class Work:
 
     name: str
     folder: Path
-    settings: Settings
+    register: Register
+    settings: ClaimSettings
+    problems: list[Prompt]  # the same for all models
     conditions: Conditions
     executor: Executor
     shard: Shard = WHOLE
@@ -59,12 +64,17 @@ class Work:
         return load_model(self.name, dtype=dtype_named(self.settings.dtype), device=self.settings.device)
 
     @cached_property
+    def runs(self) -> dict[str, RunSection]:
+        """What is run, in the order of the register."""
+        return {name: run for name, run in self.register.runs.items() if name not in self.settings.without}
+
+    @cached_property
     def refused(self) -> dict[str, str]:
         """The conditions that this model cannot have, and why."""
-        found, prompt = {}, self.settings.prompts[:1]
+        found = {}
         for name, condition in self.conditions.made.items():
             try:
-                make_plan(self.model, {name: condition}, ReceivedAttention()).sequences(prompt)
+                make_plan(self.model, {name: condition}, ReceivedAttention()).sequences(self.problems[:1])
             except (ConditionError, ModelError, OptionError) as error:
                 found[name] = str(error)
         return found
@@ -75,28 +85,40 @@ class Work:
 
     def missing(self, name: str) -> str:
         """Why a run of analyses cannot be made with this model; empty where it can."""
-        section = self.settings.runs[name]
+        section = self.runs[name]
         try:
             make_plan(self.model, self.conditions_of(section), made_analyses(section.analyses), layers=section.layers)
         except (ModelError, OptionError) as error:
             return str(error)
         return ""
 
+    def count(self, section: RunSection) -> int:
+        """Of how many prompts a run is: those that there are, where more are asked for."""
+        count = self.settings.problems if section.answers else self.settings.limit
+        count = min(count, len(self.problems)) if section.prompts == "problems" else count
+        return max(2, round(_SAMPLED * count)) if section.sampled else count
+
+    def prompts_of(self, section: RunSection, model: Any) -> list[Prompt]:
+        """The prompts of a run: the first problems, or those that the register generates."""
+        count, seed = self.count(section), self.settings.seed
+        if section.prompts == "problems":
+            return self.problems[:count]
+        if section.prompts == REPEATED:  # as long as the model takes
+            longest = min(LONGEST, (model.cfg.n_ctx - 1) // 2)
+            return repeated_random(model, count, span=(min(SHORTEST, longest // 2), longest), seed=seed)
+        return load_prompts(section.prompts, limit=count, seed=seed, model=model)
+
 
 def measured(work: Work) -> Evidence:
     """All evidence about one model, or about the part of the prompts that a shard measures."""
-    runs = work.settings.runs
-    missing = {
-        name: Outcome("cannot be told", f"{name} was left out, as asked for")
-        for name in work.settings.register.runs
-        if name not in runs
-    }
+    runs, left_out = work.runs, [name for name in work.register.runs if name not in work.runs]
+    missing = {name: Outcome("cannot be told", f"{name} was left out, as asked for") for name in left_out}
     measures = {name: section for name, section in runs.items() if not section.answers}
     for name in measures:
         if why := work.missing(name):
             missing[name] = Outcome("not applicable", why)
     there = [name for name in measures if name not in missing]
-    prompts = {name: work.settings.prompts_of(measures[name], work.model) for name in there}
+    prompts = {name: work.prompts_of(measures[name], work.model) for name in there}
     conditions = {name: work.conditions_of(measures[name]) for name in there}
     draws = _draws(work, there)
     answers, out = _answers(work)
@@ -105,12 +127,13 @@ def measured(work: Work) -> Evidence:
     gc.collect()  # hooked models hold themselves, and a worker loads its own
     results = {name: _job(work, name, prompts[name], conditions[name]) for name in there}
     drawn = frozenset(name for name in there if measures[name].draws)
-    return Evidence({**results, **answers}, draws, drawn, missing)
+    of = provenance.name_of(work.name), provenance.name_of(work.settings.prompts)
+    return Evidence({**results, **answers}, draws, drawn, missing, *of)
 
 
 def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, Condition]) -> Result | None:
     """A run in chunks; shards that other processes have computed are merged."""
-    settings, section = work.settings, work.settings.runs[name]
+    settings, section = work.settings, work.runs[name]
     job = Job(
         model=work.name, prompts=prompts, conditions=conditions, analyses=made_analyses(section.analyses),
         layers=section.layers, seed=settings.seed, positions=section.positions, dtype=settings.dtype,
@@ -134,13 +157,11 @@ def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, 
 
 def _draws(work: Work, there: list[str]) -> dict[str, list[np.ndarray]]:
     """The values of every part with random weights; none for a model whose weights cannot be drawn again."""
-    settings, (number, of) = work.settings, work.shard
-    runs = settings.runs
+    settings, runs, (number, of) = work.settings, work.runs, work.shard
     found: dict[str, list[np.ndarray]] = {}
+    decides = [settings.decides(), work.register.digest, work.register.code, work.name, provenance.versions()]
+    key = provenance.digest(decides)
     for draw in range(number - 1, max((runs[name].draws for name in there), default=0), of):
-        key = provenance.digest(
-            [work.settings.decides(), work.settings.register.code, work.name, provenance.versions()]
-        )
         place = work.folder / f"random-{draw}.json"
         values = None if work.fresh else _stored(place, key)
         if values is None:
@@ -162,12 +183,11 @@ def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]
     """The values of all parts that these runs decide; none of a part that this draw has not got."""
     values: dict[str, list[float]] = {}
     for name in names:
-        section = work.settings.runs[name]
+        section = work.runs[name]
         options: dict[str, Any] = {"seed": work.settings.seed, "positions": section.positions, "progress": False}
-        prompts = work.settings.prompts_of(section, drawn)
-        analyses = made_analyses(section.analyses)
+        analyses, prompts = made_analyses(section.analyses), work.prompts_of(section, drawn)
         result = run(drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options)
-        for claim in work.settings.register.claims:
+        for claim in work.register.claims:
             for i, part in enumerate(claim.parts if claim.needs == name and not claim.identity else ()):
                 try:
                     values[f"{claim.key}/{i}"] = units(part, result).tolist()
@@ -190,7 +210,7 @@ def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:
 
     Runs with one answer to each problem share one evaluation under all of their conditions.
     """
-    runs = {name: section for name, section in work.settings.runs.items() if section.answers}
+    runs = {name: section for name, section in work.runs.items() if section.answers}
     if not runs:
         return {}, {}
     greedy = [name for name, section in runs.items() if not section.sampled]
@@ -214,7 +234,7 @@ def _evaluated(
     work: Work, name: str, section: RunSection, conditions: Mapping[str, Condition], **options: Any
 ) -> Evaluation:
     """Answers to the problems of a shard, each stored as it comes; those of all shards are combined."""
-    prompts = work.settings.prompts_of(section, work.model)
+    prompts = work.prompts_of(section, work.model)
     options |= {"seed": work.settings.seed, "new_tokens": work.settings.new_tokens}
 
     def share(number: int, many: int) -> Evaluation:

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from mechattn.claims.budget import check_budget
 from mechattn.claims.conditions import conditions_for
 from mechattn.claims.evidence import Work, measured
 from mechattn.claims.judged import Evidence, corrected, judged
 from mechattn.claims.page import write
 from mechattn.claims.register import PAPER, Register, read_register
-from mechattn.claims.settings import Settings, named, seconds
+from mechattn.claims.settings import ClaimSettings
 from mechattn.claims.verdicts import OfModel, Verdicts, family_words
-from mechattn.errors import OutputError, PromptTooLong
+from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.chunks import WHOLE, parse_shard
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
 from mechattn.model.load import architecture_named, check_device, dtype_named, layers_and_heads
+from mechattn.model.toys import toy_names
 from mechattn.model.without_weights import unloaded
-from mechattn.prompts.prompt import Template
+from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
 from mechattn.prompts.templates import tokenize
 from mechattn.render.html import check_page_place
 from mechattn.render.theme import model_caption
@@ -34,47 +34,24 @@ from mechattn.results.result import Result
 from mechattn.store.atomic_writes import check_writable, say, write_whole
 from mechattn.store.file_names import file_names
 
+Models = Seq[str] | str | None
 
-def paper(
-    models: Seq[str] | str | None = None, out: str | os.PathLike[str] = "out/paper", **options: Any
-) -> Verdicts | None:
-    """Judge the claims of arXiv:2510.01032 for some models: :func:`judge` with the register that mechattn ships.
 
-    Args:
-        models: Names or directories; the four toys by default.
-        out: The folder.
-        **options: Those of :func:`judge`.
-    """
+def paper(models: Models = None, out: str | os.PathLike[str] = "out/paper", **options: Any) -> Verdicts | None:
+    """Judge the claims of arXiv:2510.01032 for some models: :func:`judge` with the register that mechattn ships."""
     return judge(PAPER, models, out, **options)
 
 
 def judge(
     register: str | os.PathLike[str] | Register,
-    models: Seq[str] | str | None = None,
+    models: Models = None,
     out: str | os.PathLike[str] = "out/claims",
+    settings: ClaimSettings | None = None,
     *,
-    budget: str | float | None = None,
-    prompts: str = "word-problems",
-    field: str = "question",
-    answer_field: str = "answer",
-    group_field: str | None = None,
-    system: str | None = None,
-    template: Template = "plain",
-    limit: int = 32,
-    problems: int = 100,
-    samples: int = 4,
-    new_tokens: int = 90,
-    without: Seq[str] = (),
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str | None = None,
     shard: str | None = None,
     executor: ExecutorName | Executor = "local",
-    address: str | None = None,
-    workers: int | None = None,
     fresh: bool = False,
     force: bool = False,
-    command: str = "",
 ) -> Verdicts | None:
     """Judge the claims of a register for some models, by rules that stand in it before anything is measured.
 
@@ -85,91 +62,87 @@ def judge(
         register: A TOML file, or the name of a register that mechattn ships: "2510.01032".
         models: Names or directories; the four toys by default.
         out: The folder.
-        budget: The time for all models together, as "30min", "2h" or seconds. Each model is timed first, and a call
-            that would take longer is refused with the time of each run; it never changes how much is measured.
-        prompts: "word-problems", a .jsonl file, or a hub dataset, with solutions.
-        field: The field of a file or dataset with the question.
-        answer_field: The field with the solution.
-        group_field: The field with what problems share, as for ``load_prompts``.
-        system: The text before each question; by default that of the register, before questions of a file or dataset.
-        template: "plain" or "chat".
-        limit: The number of prompts that analyses measure.
-        problems: The number of problems to answer.
-        samples: The number of sampled answers to each of two fifths of these problems.
-        new_tokens: The longest answer, in tokens.
-        without: Runs of the register to leave out, such as "samples".
-        seed: The seed of all draws, those of random weights too.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        device: The torch device.
+        settings: What they are judged on, and how much of it.
         shard: "3/16" measures the third of 16 parts without judging; afterwards make the same call without it.
         executor: "local", "ray", or your own executor, which computes the chunks of runs.
-        address: The address of a Ray cluster.
-        workers: The number of workers in a cluster.
         fresh: Start again, ignoring stored parts.
         force: Replace a page that mechattn did not write.
-        command: The command line, for the record.
 
     Returns:
         The verdicts; None with ``shard``.
 
     Raises:
-        MechattnError: The register, a model, its tokenizer, the prompts, the budget or the folder cannot be used;
+        MechattnError: The register, a model, its tokenizer, the prompts or the folder cannot be used;
             raised before anything is measured.
     """
-    source = {"source": prompts, "field": field, "answer_field": answer_field, "group_field": group_field}
-    settings = Settings(
-        register if isinstance(register, Register) else read_register(os.fspath(register)),
-        named(models), Path(out), source | {"system": system, "template": template}, limit, problems, samples,
-        new_tokens, (without,) if isinstance(without, str) else tuple(without), seed, dtype, device,
-    )  # fmt: skip
-    part = parse_shard(shard)
-    where = executor_named(executor, address, workers) if isinstance(executor, str) else executor
-    works = _checked(settings, force, fresh)
-    works = [replace(work, executor=where, shard=part, fresh=fresh) for work in works]
-    say(f"what will run:\n{_plan(works)}")
-    check_budget(works, seconds(budget))
+    read = register if isinstance(register, Register) else read_register(os.fspath(register))
+    settings, part = settings or ClaimSettings(), parse_shard(shard)
+    where = executor_named(executor) if isinstance(executor, str) else executor
+    works = [
+        replace(work, executor=where, shard=part, fresh=fresh)
+        for work in _checked(read, named(models), Path(out), settings, force)
+    ]
+    _keep(Path(out), {"models": [work.name for work in works], **settings.decides(), "register": read.digest}, fresh)
+    runs = _counts(works[0])
+    say(f"what will run:\n{_plan(runs)}\nModels: {', '.join(provenance.name_of(work.name) for work in works)}.")
     found = [_of_model(work) for work in works]
     if part != WHOLE:
         return None
     family = corrected([of.judged for of, _ in found])
     of_models = tuple(replace(of, judged=some) for (of, _), some in zip(found, family, strict=True))
+    decides = settings.decides() | {"prompts": provenance.name_of(settings.prompts)}
     about = {
         "made": provenance.now(),
         "versions": provenance.versions(),
-        "settings": {**settings.decides(), "models": [of.name for of in of_models]},
-        "runs": _counts(settings),
+        "settings": {"models": [of.name for of in of_models], **decides},
+        "runs": runs,
         "family": family_words([one for some in family for one in some]),
-        "command": command,
+        "command": settings.command,
     }
-    verdicts = Verdicts(of_models, settings.register, about)
-    write(verdicts, [results for _, results in found], settings.out, command, force)
+    verdicts = Verdicts(of_models, read, about)
+    write(verdicts, [results for _, results in found], Path(out), force)
     return verdicts
 
 
-def _checked(settings: Settings, force: bool, fresh: bool) -> list[Work]:
+def named(models: Models) -> tuple[str, ...]:
+    """The models that are asked for; the toys where none is."""
+    found = (models,) if isinstance(models, str) else tuple(map(str, models or ()))
+    if len(set(found)) < len(found):
+        raise OptionError(f"models={list(found)}: a model is given twice; give each once")
+    return found or tuple(sorted(toy_names(), key=lambda name: name != "toy:llama"))
+
+
+def _checked(register: Register, models: Seq[str], out: Path, settings: ClaimSettings, force: bool) -> list[Work]:
     """Everything that can be refused without reading a weight; what remains to be done."""
     dtype_named(settings.dtype)
     check_device(settings.device)
-    check_writable(settings.out / "verdicts.json")
-    check_page_place(settings.out / "index.html", force)
-    files = file_names(settings.models)
-    works = []
-    for name in settings.models:
+    check_writable(out / "verdicts.json")
+    check_page_place(out / "index.html", force)
+    if unknown := [name for name in settings.without if name not in register.runs]:
+        raise OptionError(f"without={unknown[0]!r}: there is no such run; there is {', '.join(register.runs)}")
+    names = ("field", "answer_field", "group_field", "system", "template", "seed")
+    source = {name: getattr(settings, name) for name in names}
+    if settings.system is None and settings.prompts not in (GENERATED, RECALL):
+        source["system"] = register.about.system or None
+    problems = load_prompts(settings.prompts, limit=max(settings.limit, settings.problems), **source)
+    files, works = file_names(models), []
+    for name in models:
         layers_and_heads(name)
         tokens = unloaded(name)
-        conditions = conditions_for(settings.register, name, architecture_named(name), tokens.tokenizer)
-        _check_length(tokens, settings, max((getattr(one, "count", 0) for one in conditions.made.values()), default=0))
-        works.append(Work(name, settings.out / files[name], settings, conditions, executor_named("local")))
-    _keep(settings, fresh)
+        conditions = conditions_for(register, name, architecture_named(name), tokens.tokenizer)
+        work = Work(name, out / files[name], register, settings, problems, conditions, executor_named("local"))
+        _check_length(tokens, work)
+        works.append(work)
     return works
 
 
-def _check_length(model: Any, settings: Settings, inserted: int) -> None:
+def _check_length(model: Any, work: Work) -> None:
     """Refuse problems that do not fit with the longest insertion and answer."""
-    if all(run.prompts != "problems" for run in settings.runs.values()):
+    if all(run.prompts != "problems" for run in work.runs.values()):
         return
-    longest = max(settings.prompts, key=lambda prompt: len(tokenize(prompt, model)))
-    new = settings.new_tokens if any(run.answers for run in settings.runs.values()) else 0
+    longest = max(work.problems, key=lambda prompt: len(tokenize(prompt, model)))
+    new = work.settings.new_tokens if any(run.answers for run in work.runs.values()) else 0
+    inserted = max((getattr(one, "count", 0) for one in work.conditions.made.values()), default=0)
     tokens = len(tokenize(longest, model)) + inserted
     if tokens + new > model.cfg.n_ctx:
         raise PromptTooLong(
@@ -179,47 +152,46 @@ def _check_length(model: Any, settings: Settings, inserted: int) -> None:
         )
 
 
-def _keep(settings: Settings, fresh: bool) -> None:
+def _keep(out: Path, decides: dict[str, Any], fresh: bool) -> None:
     """Write down what a folder is for, and refuse one that is for something else."""
-    place, now = settings.out / "settings.json", json.loads(json.dumps(settings.decides()))
+    place, now = out / "settings.json", json.loads(json.dumps(decides))
     try:
-        before = now if fresh else json.loads(place.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        before = now
+        before = now if fresh or not place.exists() else json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OutputError(f"{place} cannot be read ({error}); give another folder, or fresh=True (--fresh)") from None
     if differs := ", ".join(name for name in now if before.get(name) != now[name]):
         raise OutputError(
-            f"{settings.out} holds a run with other arguments ({differs} differs): give another folder, or start again "
-            f"there with fresh=True (--fresh)"
+            f"{out} holds a run with other arguments ({differs} differs): give another folder, or start again there "
+            "with fresh=True (--fresh)"
         )
     write_whole(place, lambda new: new.write_text(json.dumps(now, indent=1), encoding="utf-8"))
 
 
-def _counts(settings: Settings) -> dict[str, dict[str, Any]]:
+def _counts(work: Work) -> dict[str, dict[str, Any]]:
     """How much each run is of: what there is, where there is less than asked for."""
-    found = {}
-    for name, run in settings.register.runs.items():
-        of = settings.count(run) if name in settings.runs else 0
-        claims = sum(claim.needs == name for claim in settings.register.claims)
-        found[name] = {"says": run.says, "of": of, "draws": run.draws, "claims": claims}
-    return found
+    claims = [claim.needs for claim in work.register.claims]
+    return {
+        name: {
+            "says": run.says, "of": work.count(run) if name in work.runs else 0, "draws": run.draws,
+            "claims": claims.count(name),
+        }
+        for name, run in work.register.runs.items()
+    }  # fmt: skip
 
 
-def _plan(works: Seq[Work]) -> str:
-    """What will run of every model."""
-    lines = ["| run | what | of | random models | claims |", "|---|---|---|---|---|"]
-    for name, row in _counts(works[0].settings).items():
-        of = row["of"] or "left out, as asked for"
-        lines.append(f"| {name} | {row['says']} | {of} | {row['draws'] or ''} | {row['claims']} |")
-    return "\n".join([*lines, "", f"Models: {', '.join(provenance.name_of(work.name) for work in works)}."])
+def _plan(runs: dict[str, dict[str, Any]]) -> str:
+    rows = (
+        f"| {name} | {row['says']} | {row['of'] or 'left out, as asked for'} | {row['draws'] or ''} | {row['claims']} |"
+        for name, row in runs.items()
+    )
+    return "\n".join(["| run | what | of | random models | claims |", "|---|---|---|---|---|", *rows, ""])
 
 
 def _of_model(work: Work) -> tuple[OfModel, dict[str, Result]]:
     """Measure and judge one model; its results, for the page."""
     work.folder.mkdir(parents=True, exist_ok=True)
     say(f"{work.name} …")
-    name, register = provenance.name_of(work.name), work.settings.register
+    name, register = provenance.name_of(work.name), work.register
     evidence = measured(work)
     results = {key: one for key, one in evidence.runs.items() if isinstance(one, Result)}
     if work.shard != WHOLE:
@@ -227,21 +199,17 @@ def _of_model(work: Work) -> tuple[OfModel, dict[str, Result]]:
     first = next(iter(results.values()), None)
     caption = model_caption(first) if first else name
     verdicts = tuple(judged(claim, evidence) for claim in register.claims)
-    about = _about(work, first)
     gc.collect()
+    model = dict(first.provenance["model"]) if first else {}
+    keep = ("architecture", "parameters", "layers", "heads", "dtype", "weights", "weights_hash", "verified")
+    about = {key: model.get(key) for key in keep} | {"files": work.folder.name, "threads": torch.get_num_threads()}
     return OfModel(name, caption, verdicts, _deviations(work, evidence), about, name in register.about.known), results
 
 
 def _deviations(work: Work, evidence: Evidence) -> tuple[str, ...]:
     """How this model's run differs from what the sources did."""
-    made = [f"{provenance.name_of(work.settings.source['source'])}, in place of the sources' data."]
+    made = [f"{provenance.name_of(work.settings.prompts)}, in place of the sources' data."]
     made += work.conditions.deviations
     if evidence.drawn and not evidence.draws:
         made.append("Its weights cannot be redrawn, so claims that need that null cannot be told.")
     return tuple(made)
-
-
-def _about(work: Work, result: Result | None) -> dict[str, Any]:
-    model = dict(result.provenance["model"]) if result else {}
-    keep = ("architecture", "parameters", "layers", "heads", "dtype", "weights", "weights_hash", "verified")
-    return {**{name: model.get(name) for name in keep}, "files": work.folder.name, "threads": torch.get_num_threads()}

@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.claims.rules import (
-    LEVEL,
-    Chance,
-    Estimate,
-    NotApplicable,
-    Outcome,
-    beside_chance,
-    decide,
-    estimated,
-    family,
-    together,
-)  # fmt: skip
+from mechattn.claims import rules
 from mechattn.results.result_units import units_of
 
 if TYPE_CHECKING:
@@ -34,7 +23,9 @@ class Evidence:
     runs: Mapping[str, Any]  # the result or evaluation of each run that was made
     draws: Mapping[str, Seq[np.ndarray]] = field(default_factory=dict)  # of a part, "KEY/0": each random model's [unit]
     drawn: frozenset[str] = frozenset()  # the runs that random models were asked for
-    missing: Mapping[str, Outcome] = field(default_factory=dict)  # of a run that was not made: its claims' verdict
+    missing: Mapping[str, rules.Outcome] = field(default_factory=dict)  # of runs that were not made: their verdict
+    model: str = ""  # its name and that of the prompts, for which a claim may have published numbers
+    prompts: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,10 +33,11 @@ class JudgedPart:
     """What was found of one part of a claim, and what its rule says."""
 
     part: Part
-    estimate: Estimate
-    chance: Chance | None  # None where no random weights were run
+    rule: rules.Rule  # for this model and these prompts
+    estimate: rules.Estimate
+    chance: rules.Chance | None  # None where no random weights were run
     attainable: tuple[float, float]
-    outcome: Outcome
+    outcome: rules.Outcome
 
 
 @dataclass(frozen=True)
@@ -53,9 +45,9 @@ class Judged:
     """The verdict of a claim of one model."""
 
     claim: Claim
-    outcome: Outcome
+    outcome: rules.Outcome
     parts: tuple[JudgedPart, ...] = ()  # empty where nothing was found
-    control: Estimate | None = None
+    control: rules.Estimate | None = None
     q: float | None = None  # over all cells of the page; None where nothing was tested
 
 
@@ -65,32 +57,35 @@ def judged(claim: Claim, evidence: Evidence) -> Judged:
         return Judged(claim, evidence.missing[claim.needs])
     try:
         parts = tuple(_part(claim, i, evidence) for i in range(len(claim.parts)))
-    except NotApplicable as error:
-        return Judged(claim, Outcome("not applicable", str(error)))
-    return Judged(claim, together([part.outcome for part in parts]), parts, _control(claim, evidence))
+    except rules.NotApplicable as error:
+        return Judged(claim, rules.Outcome("not applicable", str(error)))
+    try:
+        control = found(claim.control, evidence.runs[claim.needs]) if claim.control else None
+    except rules.NotApplicable:
+        control = None
+    return Judged(claim, rules.together([part.outcome for part in parts]), parts, control)
 
 
 def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
     part, of = claim.parts[i], evidence.runs[claim.needs]
-    estimate, attainable = found(part, of), part.attainable(of)
+    rule, estimate, attainable = part.rule_of(evidence.model, evidence.prompts), found(part, of), part.attainable(of)
     draws = evidence.draws.get(f"{claim.key}/{i}", ())
-    chance = beside_chance(units(part, of), draws) if draws else None
+    chance = rules.beside_chance(units(part, of), draws) if draws else None
     if claim.identity:
-        holds = part.rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
-        outcome = Outcome(
-            "holds" if holds else "does not hold", f"{part.side} {part.line:g} by arithmetic, in any model"
-        )
+        holds = rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
+        why = f"{part.side} {part.line:g} by arithmetic, in any model"
+        outcome = rules.Outcome("holds" if holds else "does not hold", why)
     elif claim.compared and chance is None and claim.needs in evidence.drawn:
-        outcome = Outcome("cannot be told", "there are no random weights of this architecture to compare with")
+        outcome = rules.Outcome("cannot be told", "there are no random weights of this architecture to compare with")
     else:
-        outcome = decide(part.rule, estimate, chance if claim.compared else None, attainable)
-    return JudgedPart(part, estimate, chance, attainable, outcome)
+        outcome = rules.decide(rule, estimate, chance if claim.compared else None, attainable)
+    return JudgedPart(part, rule, estimate, chance, attainable, outcome)
 
 
-def found(measuring: Measuring, of: Any) -> Estimate:
+def found(measuring: Measuring, of: Any) -> rules.Estimate:
     """A number with its interval."""
     made = measuring(of)
-    return made if isinstance(made, Estimate) else estimated(units_of(of, len(made)).means(made))
+    return made if isinstance(made, rules.Estimate) else rules.estimated(units_of(of, len(made)).means(made))
 
 
 def units(measuring: Measuring, of: Any) -> np.ndarray:
@@ -99,22 +94,15 @@ def units(measuring: Measuring, of: Any) -> np.ndarray:
     return units_of(of, len(made)).means(made)
 
 
-def _control(claim: Claim, evidence: Evidence) -> Estimate | None:
-    try:
-        return None if claim.control is None else found(claim.control, evidence.runs[claim.needs])
-    except NotApplicable:
-        return None
-
-
 def corrected(models: Seq[Seq[Judged]]) -> list[tuple[Judged, ...]]:
     """The verdicts of all models as one family: what does not hold over all cells of the page cannot be told."""
     cells = [one for some in models for one in some]
-    q = iter(family([one.outcome.p for one in cells]))
+    q = iter(rules.family([one.outcome.p for one in cells]))
     return [tuple(_in_family(one, next(q), len(cells)) for one in some) for some in models]
 
 
 def _in_family(one: Judged, q: float | None, cells: int) -> Judged:
-    if q is None or q <= 1 - LEVEL or one.outcome.word not in ("supported", "contradicted"):
+    if q is None or q <= 1 - rules.LEVEL or one.outcome.word not in ("supported", "contradicted"):
         return replace(one, q=q)
     why = f"by itself {one.outcome.word}, but not over the {cells} cells of this page (q = {q:.2g})"
     return replace(one, q=q, outcome=replace(one.outcome, word="cannot be told", why=why))

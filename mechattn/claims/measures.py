@@ -1,78 +1,110 @@
-"""The table of measures: every name that a register may use."""
+"""What a measure of a claim is, the table of all of them, and how they read a result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Any, Literal, TypeVar
 
-from mechattn.claims import measures_activations as mlp
-from mechattn.claims import measures_answers as answers
-from mechattn.claims import measures_attention as attention
-from mechattn.claims import measures_heads as heads
-from mechattn.claims.measure import ANY, APART, SHARE, Kind, Measure, Range
+import numpy as np
+import xarray as xr
+
+from mechattn.axes import SEGMENTS
+from mechattn.claims.rules import NotApplicable
 from mechattn.errors import OptionError
+from mechattn.results.result import Result
 
-_RECEIVED, _AFFINE, _MLP = ("received_attention",), ("affine_shift",), ("mlp_activations",)
-_FOCUS, _SINKS, _UPDATES = ("attention_focus",), ("attention_sinks",), ("head_updates",)
-_POSITIVE, _UNBOUNDED = (0.0, inf), (-inf, inf)
-
-
-def _row(of: Callable[..., Any], needs: tuple[str, ...], kind: Kind, range: Range = ANY) -> tuple[str, Measure]:
-    says = (of.__doc__ or "").partition("\n")[0]
-    return of.__name__, Measure(of, needs, kind, says, range)
+Kind = Literal["log-ratio", "share", "points", "number"]
+Range = tuple[float, float] | Callable[..., tuple[float, float]]
+Layers = Literal["all", "first", "next", "later", "early", "rest"]  # 0; 1 and 2; from 1 on; a sixth, 0 to 3 of 24
+Of = TypeVar("Of", bound=Callable[..., Any])
+SHARE, APART, POSITIVE = (0.0, 1.0), (-1.0, 1.0), (0.0, inf)
 
 
-MEASURES: Mapping[str, Measure] = dict([
-    _row(attention.fall, _RECEIVED, "log-ratio"),
-    _row(attention.fall_beyond_uniform, _RECEIVED, "log-ratio"),
-    _row(attention.deeper, _RECEIVED, "log-ratio"),
-    _row(attention.peaks, _RECEIVED, "log-ratio"),
-    _row(attention.peak_moved, _RECEIVED, "share", SHARE),
-    _row(attention.peak_moved_apart, _RECEIVED, "points", APART),
-    _row(attention.filler_beside_question, _RECEIVED, "log-ratio"),
-    _row(attention.evenness, _RECEIVED, "share", attention.evenness_range),
-    _row(attention.evenness_apart, _RECEIVED, "points", APART),
-    _row(attention.band, _RECEIVED, "log-ratio"),
-    _row(attention.affine_missed, _AFFINE, "share", _POSITIVE),
-    _row(attention.affine_identity, _AFFINE, "share", _POSITIVE),
-    _row(attention.affine_explained, _AFFINE, "share", (-inf, 1.0)),
-    _row(attention.affine_explained_apart, _AFFINE, "points", _UNBOUNDED),
-    _row(attention.best_affine_missed, _AFFINE, "share", _POSITIVE),
-    _row(attention.one_direction, _AFFINE, "share", SHARE),
-    _row(attention.one_direction_apart, _AFFINE, "points", APART),
-    _row(attention.lambda_spread, _AFFINE, "share", attention.lambda_spread_range),
-    _row(mlp.activations, _MLP, "log-ratio"),
-    _row(mlp.large, _MLP, "log-ratio"),
-    _row(mlp.classes_near_zero, _MLP, "log-ratio"),
-    _row(mlp.distribution_agreement, _MLP, "number", mlp.distribution_range),
-    _row(mlp.distribution_agreement_apart, _MLP, "number", (-2.0, 2.0)),
-    _row(mlp.agreement, _MLP, "number", mlp.agreement_range),
-    _row(mlp.agreement_share, _MLP, "share", APART),
-    _row(heads.early_less_late, _FOCUS, "points", APART),
-    _row(heads.first_and_update, _FOCUS + _UPDATES, "number", APART),
-    _row(heads.update_at_first, _FOCUS + _UPDATES, "log-ratio"),
-    _row(heads.heads_related, _FOCUS, "number", APART),
-    _row(heads.turned, (), "number", SHARE),
-    _row(heads.sink_rate, _SINKS, "share", SHARE),
-    _row(heads.first_beyond_uniform, _SINKS, "log-ratio"),
-    _row(heads.distance_early, _FOCUS, "log-ratio"),
-    _row(heads.sink_value, _SINKS, "number", _POSITIVE),
-    _row(heads.sink_rank, _SINKS, "log-ratio"),
-    _row(heads.strongest, _FOCUS, "share", APART),
-    _row(heads.strongest_apart, _FOCUS, "points", (-2.0, 2.0)),
-    _row(heads.copies, (*_FOCUS, "direct_logits"), "number", _UNBOUNDED),
-    _row(answers.accuracy_apart, ("answers",), "points", answers.accuracy_range),
-    _row(answers.pass_apart, ("answers",), "points", answers.accuracy_range),
-])  # fmt: skip
+@dataclass(frozen=True)
+class Measure:
+    """A named number, pure of everything but the result it is read from.
+
+    Args:
+        of: ``of(result, *conditions, **options)`` gives one float64 a prompt; of an evaluation, an estimate.
+        needs: The analyses that the result must have; "answers" for an evaluation.
+        kind: Its units: "log-ratio" is shown as a change in percent, "share" in percent.
+        says: What it is, in a sentence.
+        range: The values that it can take; a function of the same arguments as ``of`` where this depends on the model.
+            None is any value, for a log-ratio alone.
+    """
+
+    of: Callable[..., Any]
+    needs: tuple[str, ...]
+    kind: Kind
+    says: str
+    range: Range | None = None
+
+
+MEASURES: dict[str, Measure] = {}  # every name that a register may use; the modules measures_* fill it
+
+
+def measure(needs: str, kind: Kind, range: Range | None = None) -> Callable[[Of], Of]:
+    """Enter a function in the table, with the first line of its docstring."""
+
+    def entered(of: Of) -> Of:
+        MEASURES[of.__name__] = Measure(of, tuple(needs.split()), kind, (of.__doc__ or "").partition("\n")[0], range)
+        return of
+
+    return entered
 
 
 def measure_named(name: str) -> Measure:
-    """One of the table.
-
-    Raises:
-        OptionError: There is none of this name.
-    """
+    """One of the table (OptionError where there is none)."""
     if name not in MEASURES:
         raise OptionError(f"measure = {name!r}: there is no such measure; choose one of {', '.join(sorted(MEASURES))}")
     return MEASURES[name]
+
+
+def taken(result: Result, dataset: str, quantity: str, condition: str) -> xr.DataArray:
+    """One quantity under one condition (NotApplicable where the model cannot have it)."""
+    if condition not in result.conditions:
+        raise NotApplicable(f"the model cannot be run under {condition!r}")
+    return result[dataset][quantity].sel(condition=condition)
+
+
+def by_head(result: Result, dataset: str, quantity: str, condition: str) -> np.ndarray:
+    """A quantity of heads, of the question where it has segments [prompt, layer, head]."""
+    found = taken(result, dataset, quantity, condition)
+    found = found.sel(segment="question") if "segment" in found.dims else found
+    return found.transpose("prompt", "layer", "head").values.astype(np.float64)
+
+
+def blind(result: Result, dataset: str, quantity: str) -> str:
+    """The name of a quantity's null: with the model's own biases where it has them (ALiBi), else uniform."""
+    return next(name for name in (f"{quantity}_blind", f"{quantity}_uniform") if name in result[dataset])
+
+
+def null(result: Result, dataset: str, quantity: str, condition: str) -> np.ndarray:
+    """The same of a head that is blind to content [prompt, layer]."""
+    found = taken(result, dataset, blind(result, dataset, quantity), condition)
+    found = found.sel(segment="question") if "segment" in found.dims else found
+    found = found.mean("head") if "head" in found.dims else found
+    return found.transpose("prompt", "layer").values.astype(np.float64)
+
+
+def places(result: Result, condition: str, segment: str) -> np.ndarray:
+    """Which positions hold a segment [prompt, pos]."""
+    return np.asarray(taken(result, "sequences", "segment_index", condition).values == SEGMENTS.index(segment))
+
+
+def in_layers(values: np.ndarray, layers: Layers) -> np.ndarray:
+    """Some of the layers [prompt, layer, …] (NotApplicable where a model of one layer has none of them)."""
+    n = values.shape[1]
+    if n < 2 and layers not in ("all", "first"):
+        raise NotApplicable("the model has one layer")
+    early = ceil(n / 6)
+    ends = {"all": (0, n), "first": (0, 1), "next": (1, 3), "later": (1, n), "early": (0, early), "rest": (early, n)}
+    return values[:, slice(*ends[layers])]
+
+
+def log_ratio(values: np.ndarray, baseline: np.ndarray) -> np.ndarray:
+    """log(values / baseline), infinite or NaN where one of them is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(values / baseline)

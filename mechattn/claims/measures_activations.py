@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.claims.measure import log_ratio, taken
+from mechattn.claims.measures import APART, log_ratio, measure, taken
 from mechattn.claims.rules import NotApplicable
 from mechattn.results.result import Result
 
 _OF = "mlp_activations"
 _LARGE = 0.1  # of the activations in the baseline
 _CLASSES, _OTHER = ("digit", "operator", "conjunction"), "other"
+Statistic = Literal["near_zero", "l1", "l2", "gini", "variance"]
 
 
-def activations(result: Result, condition: str, quantity: str = "near_zero") -> np.ndarray:
+@measure(_OF, "log-ratio")
+def activations(result: Result, condition: str, quantity: Statistic = "near_zero") -> np.ndarray:
     """Log-ratio to the baseline of a statistic of the question's activations (near_zero, l1, l2, gini, variance)."""
-    ours, theirs = (
-        _first(result, f"{quantity}_by_segment", name, segment="question") for name in (condition, BASELINE)
-    )
+    of = f"{quantity}_by_segment"
+    ours, theirs = (_first(result, of, name, segment="question") for name in (condition, BASELINE))
     return _positive(ours, theirs, quantity)
 
 
+@measure(_OF, "log-ratio")
 def large(result: Result, condition: str) -> np.ndarray:
     """Log-ratio to the baseline of the share of large activations: above the bound that a tenth exceed there."""
     edges = result[_OF].bin.values.astype(np.float64)  # left edges; the first is −∞
     right = np.append(edges[1:], np.inf)
-    counts = {name: _first(result, "histogram", name) for name in (condition, BASELINE)}
+    ours, theirs = (_first(result, "histogram", name) for name in (condition, BASELINE))
     for bound in sorted({abs(edge) for edge in edges[1:]}):
         beyond = (edges >= bound) | (right <= -bound)
-        if counts[BASELINE].mean(0)[beyond].sum() <= _LARGE:
-            return _positive(*(counts[name][:, beyond].sum(1) for name in (condition, BASELINE)), "large")
+        if theirs.mean(0)[beyond].sum() <= _LARGE:
+            return _positive(ours[:, beyond].sum(1), theirs[:, beyond].sum(1), "large")
     raise NotApplicable("more than a tenth of the activations lie beyond the last bin")
 
 
+@measure(_OF, "log-ratio")
 def classes_near_zero(result: Result, condition: str = BASELINE) -> np.ndarray:
     """Log-ratio of the share near zero at digits, operators and conjunctions (mean of those there) to the rest."""
     classes = [_first(result, "near_zero_by_token_class", condition, token_class=name) for name in _CLASSES]
@@ -42,38 +47,25 @@ def classes_near_zero(result: Result, condition: str = BASELINE) -> np.ndarray:
     return _positive(mean, _first(result, "near_zero_by_token_class", condition, token_class=_OTHER), "near_zero")
 
 
-def distribution_agreement(result: Result, one: str, other: str) -> np.ndarray:
-    """Cosine of two conditions' changes of the cumulative distribution of activations; 0 where one changes nothing."""
-    return _cosine(*(_change(result, name) for name in (one, other)))
-
-
 def distribution_range(result: Result, one: str, other: str) -> tuple[float, float]:
     """What a change can reach that moves mass outward alone, as ARM's does, beside that of the first condition."""
     change = _change(result, one)
     outward = np.where(result[_OF].bin.values[1:] > 0, change < 0, change > 0) * change
     size = np.linalg.norm(change, axis=1)
-    ends = [
-        np.divide(np.linalg.norm(part, axis=1), size, out=np.zeros_like(size), where=size > 0).mean()
-        for part in (change - outward, outward)
-    ]
-    return -float(ends[0]), float(ends[1])
+    low, high = (_over(np.linalg.norm(part, axis=1), size).mean() for part in (change - outward, outward))
+    return -float(low), float(high)
 
 
-def distribution_agreement_apart(result: Result, one: str, other: str, control: str) -> np.ndarray:
-    """The cosine of two such changes less that of the first with a control."""
-    return distribution_agreement(result, one, other) - distribution_agreement(result, one, control)
-
-
-def agreement(result: Result, one: str, other: str) -> np.ndarray:
-    """Cosine of two conditions' changes, entry by entry; 0 where one changes nothing."""
-    norms = np.sqrt(_between(result, one, one) * _between(result, other, other))
-    return _over(_between(result, one, other), norms)
+@measure(_OF, "number", distribution_range)
+def distribution_agreement(result: Result, one: str, other: str) -> np.ndarray:
+    """Cosine of two conditions' changes of the cumulative distribution of activations; 0 where one changes nothing."""
+    ours, theirs = _change(result, one), _change(result, other)
+    return _over((ours * theirs).sum(1), np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1))
 
 
 def attainable_agreement(result: Result, one: str, other: str) -> np.ndarray:
     """The largest cosine with the first change of any change of the entries that the other condition changes."""
-    within = _between(result, one, other, "change_within")
-    return np.sqrt(_over(within, _between(result, one, one)))
+    return np.sqrt(_over(_between(result, one, other, "change_within"), _between(result, one, one)))
 
 
 def agreement_range(result: Result, one: str, other: str) -> tuple[float, float]:
@@ -82,6 +74,14 @@ def agreement_range(result: Result, one: str, other: str) -> tuple[float, float]
     return -largest, largest
 
 
+@measure(_OF, "number", agreement_range)
+def agreement(result: Result, one: str, other: str) -> np.ndarray:
+    """Cosine of two conditions' changes, entry by entry; 0 where one changes nothing."""
+    norms = np.sqrt(_between(result, one, one) * _between(result, other, other))
+    return _over(_between(result, one, other), norms)
+
+
+@measure(_OF, "share", APART)
 def agreement_share(result: Result, one: str, other: str) -> np.ndarray:
     """The cosine of two changes over the largest that any change of the second's entries can have."""
     return _over(agreement(result, one, other), attainable_agreement(result, one, other))
@@ -102,11 +102,6 @@ def _change(result: Result, condition: str) -> np.ndarray:
     """Of the share of activations below each edge, from the baseline [prompt, edge]."""
     ours, theirs = (_first(result, "histogram", name).cumsum(1)[:, :-1] for name in (condition, BASELINE))
     return ours - theirs
-
-
-def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return _over((one * other).sum(1), norms)
 
 
 def _between(result: Result, one: str, other: str, quantity: str = "change_product") -> np.ndarray:

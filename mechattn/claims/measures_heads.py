@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import inf
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
+from scipy.stats import rankdata
 
 from mechattn.axes import BASELINE
-from mechattn.claims.measure import by_head, later, log_ratio, null, places, rank_correlation, taken
+from mechattn.claims import measures as m
 from mechattn.claims.rules import NotApplicable
 from mechattn.results.result import Result
 
-_FOCUS, _SINKS = "attention_focus", "attention_sinks"
-_EARLY = 1 / 6  # of the layers: 0 to 3 of 24
+Layer = Annotated[int, Field(ge=0, le=1000)]
+Mass = Literal[
+    "self_mass", "first_mass", "previous_mass", "duplicate_mass", "induction_mass", "self_share", "first_share"
+]
+Written = Literal["head_updates", "top_target_updates"]
+_FOCUS, _SINKS, _UPDATES = "attention_focus", "attention_sinks", "head_updates"
+_BOTH, _LOGITS = f"{_FOCUS} {_UPDATES}", "direct_logits"
 _LOOKS = 0.1  # of a head's attention on the first token, for it to look there at all
 _TOKENS = 3  # of a head that look at the first token, and that do not, at least
 _LOCAL = 2  # layers
 
 
-def early_less_late(result: Result, quantity: str) -> np.ndarray:
-    """A quantity of heads in the first sixth of the layers less that in the others."""
-    by_layer = by_head(result, _FOCUS, quantity, BASELINE).mean(-1)
-    cut = _cut(by_layer.shape[1])
-    return by_layer[:, :cut].mean(1) - by_layer[:, cut:].mean(1)
+@m.measure(_FOCUS, "share", m.SHARE)
+def focus(result: Result, quantity: Mass, layers: m.Layers = "all") -> np.ndarray:
+    """What heads give a target, or the share of queries whose strongest target it is; mean over layers."""
+    return np.asarray(m.in_layers(m.by_head(result, _FOCUS, quantity, BASELINE), layers).mean((1, 2)))
 
 
+@m.measure(_BOTH, "number", m.APART)
 def first_and_update(result: Result) -> np.ndarray:
     """Spearman's ρ over a head's tokens of attention to the first one with ‖Δ‖ / ‖h‖; mean over later heads that look.
 
     A head looks at the first token if a tenth of its attention goes there; random weights have none that do, and all
     of their later heads count.
     """
-    mass, size = (_tokens(result, *of) for of in ((_FOCUS, "first_mass_at"), ("head_updates", "magnitude_at")))
+    mass, size = (_tokens(result, *of) for of in ((_FOCUS, "first_mass_at"), (_UPDATES, "magnitude_at")))
     looks = _looking(result)
-    question = places(result, BASELINE, "question")
+    question = m.places(result, BASELINE, "question")
     rows = [
         rank_correlation(*(values[prompt][looks][:, asks] for values in (mass, size))).mean()
         for prompt, asks in enumerate(question)
@@ -41,84 +49,93 @@ def first_and_update(result: Result) -> np.ndarray:
     return np.array(rows)
 
 
+@m.measure(_BOTH, "log-ratio")
 def update_at_first(result: Result) -> np.ndarray:
     """Log-ratio of a head's ‖Δ‖ / ‖h‖ at tokens whose strongest target is the first one to that at its other tokens."""
-    target, size = (_tokens(result, *of) for of in ((_FOCUS, "target_at"), ("head_updates", "magnitude_at")))
+    target, size = (_tokens(result, *of) for of in ((_FOCUS, "target_at"), (_UPDATES, "magnitude_at")))
     looks = _looking(result)
     found = []
-    for prompt, asks in enumerate(places(result, BASELINE, "question")):
+    for prompt, asks in enumerate(m.places(result, BASELINE, "question")):
         at_first, updates = target[prompt][looks][:, asks] == 0, size[prompt][looks][:, asks]
         there, elsewhere = at_first.sum(1), (~at_first).sum(1)
         both = (there >= _TOKENS) & (elsewhere >= _TOKENS)
         if not both.any():
             raise NotApplicable(f"in prompt {prompt} no later head looks at the first token with some of its tokens")
         means = ((updates * some).sum(1)[both] / some.sum(1)[both] for some in (at_first, ~at_first))
-        found.append(log_ratio(*means).mean())
+        found.append(m.log_ratio(*means).mean())
     return np.array(found)
 
 
-def heads_related(result: Result, quantity: str = "self_mass") -> np.ndarray:
+@m.measure(_FOCUS, "number", m.APART)
+def heads_related(result: Result, quantity: Mass = "self_mass") -> np.ndarray:
     """Spearman's ρ over the index of heads between neighbouring layers, mean over pairs of layers."""
-    values = by_head(result, _FOCUS, quantity, BASELINE)
-    return rank_correlation(values[:, :-1], later(values)).mean(1)
+    values = m.by_head(result, _FOCUS, quantity, BASELINE)
+    return rank_correlation(values[:, :-1], m.in_layers(values, "later")).mean(1)
 
 
-def turned(result: Result, of: str = "head_updates") -> np.ndarray:
+@m.measure("", "number", m.SHARE)
+def turned(result: Result, of: Written = "head_updates") -> np.ndarray:
     """|cosine| of a head's update with the hidden state, mean over layers and heads."""
     quantity = "top_target_orientation" if of == "top_target_updates" else "orientation"
-    return np.asarray(abs(by_head(result, of, quantity, BASELINE)).mean((1, 2)))
+    return np.asarray(abs(m.by_head(result, of, quantity, BASELINE)).mean((1, 2)))
 
 
-def sink_rate(result: Result, from_layer: int = 0) -> np.ndarray:
+@m.measure(_SINKS, "share", m.SHARE)
+def sink_rate(result: Result, from_layer: Layer = 0) -> np.ndarray:
     """Share of heads, from a layer on, that give the first token more than 0.3 of their attention (2410.10781)."""
-    return _from(by_head(result, _SINKS, "first_sink", BASELINE), from_layer).mean((1, 2))
+    return _from(m.by_head(result, _SINKS, "first_sink", BASELINE), from_layer).mean((1, 2))
 
 
-def first_beyond_uniform(result: Result, from_layer: int = 0) -> np.ndarray:
+@m.measure(_SINKS, "log-ratio")
+def first_beyond_uniform(result: Result, from_layer: Layer = 0) -> np.ndarray:
     """Log-ratio of what heads from a layer on give the first token, on average, to what blind heads do."""
-    ours = _from(by_head(result, _SINKS, "first_alpha", BASELINE).mean(-1), from_layer).mean(1)
-    return log_ratio(ours, _from(null(result, _SINKS, "first_alpha", BASELINE), from_layer).mean(1))
+    ours = _from(m.by_head(result, _SINKS, "first_alpha", BASELINE).mean(-1), from_layer).mean(1)
+    return m.log_ratio(ours, _from(m.null(result, _SINKS, "first_alpha", BASELINE), from_layer).mean(1))
 
 
+@m.measure(_FOCUS, "log-ratio")
 def distance_early(result: Result) -> np.ndarray:
     """Log-ratio of how far back the heads of layers 0 and 1 look to how far blind heads do."""
-    ours = by_head(result, _FOCUS, "distance", BASELINE).mean(-1)[:, :_LOCAL]
-    return log_ratio(ours, null(result, _FOCUS, "distance", BASELINE)[:, :_LOCAL]).mean(1)
+    ours = m.by_head(result, _FOCUS, "distance", BASELINE).mean(-1)[:, :_LOCAL]
+    return m.log_ratio(ours, m.null(result, _FOCUS, "distance", BASELINE)[:, :_LOCAL]).mean(1)
 
 
+@m.measure(_SINKS, "number", m.POSITIVE)
 def sink_value(result: Result) -> np.ndarray:
     """‖v‖ of the first token over the mean of all, mean over the heads whose sink it is."""
-    return by_head(result, _SINKS, "value_drain", BASELINE)[:, _sinks(result)].mean(1)
+    return m.by_head(result, _SINKS, "value_drain", BASELINE)[:, _sinks(result)].mean(1)
 
 
+@m.measure(_SINKS, "log-ratio")
 def sink_rank(result: Result) -> np.ndarray:
     """Log-ratio of the effective rank of the outputs of heads with a sink to that of the others."""
-    rank, sinks = by_head(result, _SINKS, "output_rank", BASELINE), _sinks(result)
+    rank, sinks = m.by_head(result, _SINKS, "output_rank", BASELINE), _sinks(result)
     if sinks.all():
         raise NotApplicable("every head has a sink at the first token, so there are none to compare with")
-    return log_ratio(rank[:, sinks].mean(1), rank[:, ~sinks].mean(1))
+    return m.log_ratio(rank[:, sinks].mean(1), rank[:, ~sinks].mean(1))
 
 
-def strongest(result: Result, quantity: str, layers: str = "all") -> np.ndarray:
-    """A quantity of one head beyond a blind head's: chosen on every other prompt, measured on the rest.
-
-    ``layers`` is "all", "first" (layer 0 alone) or "later".
-    """
-    values = by_head(result, _FOCUS, quantity, BASELINE) - null(result, _FOCUS, quantity, BASELINE)[..., None]
-    values = {"all": lambda: values, "first": lambda: values[:, :1], "later": lambda: later(values)}[layers]()
+@m.measure(_FOCUS, "share", m.APART)
+def strongest(result: Result, quantity: Mass, layers: m.Layers = "all") -> np.ndarray:
+    """A quantity of one head beyond a blind head's: chosen on every other prompt, measured on the rest."""
+    values = m.by_head(result, _FOCUS, quantity, BASELINE) - m.null(result, _FOCUS, quantity, BASELINE)[..., None]
+    values = m.in_layers(values, layers)
     layer, head = _chosen(values)
     return np.asarray(values[1::2, layer, head])
 
 
-def strongest_apart(result: Result, quantity: str) -> np.ndarray:
-    """That of the strongest head of the later layers less that of the strongest of layer 0."""
-    return strongest(result, quantity, "later") - strongest(result, quantity, "first")
-
-
+@m.measure(f"{_FOCUS} {_LOGITS}", "number", (-inf, inf))
 def copies(result: Result) -> np.ndarray:
     """What the strongest induction head adds to the logit of the next token, in logits, chosen on other prompts."""
-    layer, head = _chosen(by_head(result, _FOCUS, "induction_mass", BASELINE))
-    return by_head(result, "direct_logits", "next_token_logit", BASELINE)[1::2, layer, head]
+    layer, head = _chosen(m.by_head(result, _FOCUS, "induction_mass", BASELINE))
+    return m.by_head(result, _LOGITS, "next_token_logit", BASELINE)[1::2, layer, head]
+
+
+def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Spearman's ρ over the last axis; 0 where all are alike."""
+    centred = [ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(x, axis=-1) for x in (one, other))]
+    norms = np.sqrt((centred[0] ** 2).sum(-1) * (centred[1] ** 2).sum(-1))
+    return np.divide((centred[0] * centred[1]).sum(-1), norms, out=np.zeros_like(norms), where=norms > 0)
 
 
 def _chosen(values: np.ndarray) -> tuple[int, int]:
@@ -131,7 +148,7 @@ def _chosen(values: np.ndarray) -> tuple[int, int]:
 
 def _sinks(result: Result) -> np.ndarray:
     """Which heads have a sink at the first token, in most prompts [layer, head]."""
-    found = by_head(result, _SINKS, "first_sink", BASELINE).mean(0) > 0.5
+    found = m.by_head(result, _SINKS, "first_sink", BASELINE).mean(0) > 0.5
     if not found.any():
         raise NotApplicable("no head gives the first token more than 0.3 of its attention")
     return np.asarray(found)
@@ -139,15 +156,17 @@ def _sinks(result: Result) -> np.ndarray:
 
 def _looking(result: Result) -> np.ndarray:
     """The heads beyond the first sixth of the layers that look at the first token; all of them where none does."""
-    mass = by_head(result, _FOCUS, "first_mass", BASELINE).mean(0)
-    late = np.arange(len(mass))[:, None] >= _cut(len(mass))
+    mass = m.by_head(result, _FOCUS, "first_mass", BASELINE)
+    early = mass.shape[1] - m.in_layers(mass, "rest").shape[1]
+    mass = mass.mean(0)
+    late = np.arange(len(mass))[:, None] >= early
     looks = late & (mass >= _LOOKS)
     return looks if looks.any() else np.broadcast_to(late, mass.shape)
 
 
 def _tokens(result: Result, dataset: str, quantity: str) -> np.ndarray:
     """A quantity of each token [prompt, layer, head, pos]."""
-    found = taken(result, dataset, f"{quantity}_per_prompt", BASELINE)
+    found = m.taken(result, dataset, f"{quantity}_per_prompt", BASELINE)
     return found.transpose("prompt", "layer", "head", "key").values.astype(np.float64)
 
 
@@ -155,10 +174,3 @@ def _from(values: np.ndarray, layer: int) -> np.ndarray:
     if layer >= values.shape[1]:
         raise NotApplicable(f"the model has {values.shape[1]} layers, and this is about those from {layer} on")
     return values[:, layer:]
-
-
-def _cut(layers: int) -> int:
-    """How many layers are early."""
-    if layers < 2:
-        raise NotApplicable("the model has one layer")
-    return ceil(_EARLY * layers)

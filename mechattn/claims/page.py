@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from mechattn import render
-from mechattn.claims.described import rows, said
 from mechattn.claims.register import Claim, Register
-from mechattn.claims.rules import WORDS
-from mechattn.claims.verdicts import TABLES, Verdicts, counted, table_of
+from mechattn.claims.verdicts import Verdicts, counted
+from mechattn.claims.words import TABLES, rows, said, table_of
 from mechattn.errors import OptionError
 from mechattn.pages.figure_sections import Section, drawn_section
 from mechattn.pages.page import heads_options, write_page
@@ -26,7 +24,7 @@ _NEEDS |= {"heads_by_layer": "attention_focus", "update_histogram": "head_update
 Results = Mapping[str, Result]
 
 
-def write(verdicts: Verdicts, results: Seq[Results], out: Path, command: str, force: bool) -> Path:
+def write(verdicts: Verdicts, results: Seq[Results], out: Path, force: bool) -> Path:
     """Write the page, the JSON and the Markdown; the page shows figures of each model's results."""
     made = {"verdicts.json": verdicts.to_json(), "verdicts.md": verdicts.to_markdown() + "\n"}
     for name, text in made.items():
@@ -37,7 +35,7 @@ def write(verdicts: Verdicts, results: Seq[Results], out: Path, command: str, fo
     subtitle = f"{len(verdicts.register.claims)} claims of {'; '.join(about.sources.values())}, judged for {of}."
     lead = ("claims.html.j2", _lead(verdicts, links))
     shown = [next(iter(some.values())) for some in results if some]
-    title = f"{about.title}, claim by claim"
+    title, command = f"{about.title}, claim by claim", verdicts.about["command"]
     return write_page(out / "index.html", title, subtitle, shown, sections, command, force, lead=lead)
 
 
@@ -50,7 +48,12 @@ def _lead(verdicts: Verdicts, links: dict[tuple[int, str], str]) -> dict[str, An
         if (some := [i for i, claim in enumerate(register.claims) if table_of(claim) == which])
     ]
     models = [
-        {"name": m.name, "size": m.caption.removeprefix(m.name).strip(" ()"), "known": m.known, "counts": counted(m)}
+        {
+            "name": m.name,
+            "size": m.caption.removeprefix(m.name).strip(" ()"),
+            "known": m.known,
+            "counts": counted(m.judged),
+        }
         | {"deviations": m.deviations}
         for m in verdicts.models
     ]
@@ -62,11 +65,9 @@ def answer(verdicts: Verdicts) -> str:
     theirs = [
         one for m in verdicts.models for one in m.judged if one.claim.origin == "stated" and not one.claim.identity
     ]
-    counts = Counter(one.outcome.word for one in theirs)
-    said = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
     claims, models = len(theirs) // len(verdicts.models), len(verdicts.models)
     of = f"{claims} claims that the sources state" + (f" × {models} models" if models > 1 else " in this model")
-    return f"{of}: {said}. A verdict is of that model on these prompts, not of the sources’ models."
+    return f"{of}: {counted(theirs)}. A verdict is of that model on these prompts, not of the sources’ models."
 
 
 def _row(verdicts: Verdicts, i: int, links: dict[tuple[int, str], str]) -> dict[str, Any]:
@@ -77,16 +78,9 @@ def _row(verdicts: Verdicts, i: int, links: dict[tuple[int, str], str]) -> dict[
         one = verdicts.content["claims"][i]["verdicts"][model.name]
         kind, link = _KINDS.get(one["verdict"], "not"), links.get((at, claim.figure), "")
         cells.append({**one, "model": model.name, "kind": kind, "link": link})
-    about = [row for row in rows(claim, verdicts.register).items() if row[1]]
-    says, published = said(claim, verdicts.register), claim.published
-    return {
-        "key": claim.key,
-        "title": claim.title,
-        "published": published,
-        "says": says,
-        "about": about,
-        "cells": cells,
-    }
+    register = verdicts.register
+    made = {"key": claim.key, "title": claim.title, "published": claim.published, "exploratory": claim.exploratory}
+    return {**made, "says": said(claim, register), "about": rows(claim, register).items(), "cells": cells}
 
 
 def _sections(register: Register, results: Seq[Results]) -> tuple[list[Section], dict[tuple[int, str], str]]:

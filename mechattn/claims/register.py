@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import sys
 from collections import Counter
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from mechattn.claims import judged, rules
-from mechattn.claims.measure import ANY, Measure
-from mechattn.claims.measures import MEASURES, measure_named
+from mechattn.claims import judged, measures_activations, measures_answers, measures_attention, measures_heads, rules
+from mechattn.claims.measures import MEASURES, Kind, Measure, measure_named
 from mechattn.errors import OptionError
 from mechattn.interventions.arm import ARM
 from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
@@ -28,8 +28,17 @@ FIGURES = (
     "received_attention", "change_map", "scale_by_layer", "activation_metrics", "agreement", "heads_by_layer",
     "update_histogram",
 )  # fmt: skip
-Origin = Literal["stated", "figure", "inferred"]
+_MEASURING = (measures_activations, measures_answers, measures_attention, measures_heads)  # which fill the table
+
+
+def _named(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"{name!r}: files are named after it, so use letters, digits, “-” and “_” alone")
+    return name
+
+
 Name = Annotated[str, Field(min_length=1)]
+FileName = Annotated[str, Field(max_length=80), AfterValidator(_named)]
 
 
 class Named(Section):
@@ -40,7 +49,7 @@ class Named(Section):
     or dataset, unless another one is given.
     """
 
-    name: Name
+    name: FileName
     title: Name
     says: str = ""
     known: list[str] = Field([])
@@ -66,49 +75,88 @@ class RunSection(Section):
     analyses: list[AnalysisSection] = Field([])
     answers: bool = False
     sampled: bool = False  # several answers to each of two fifths of the problems
-    layers: list[int] | None = None
+    layers: list[Annotated[int, Field(ge=0, le=1000)]] | None = None
     draws: Annotated[int, Field(ge=0, le=1000)] = 0  # models with random weights
     positions: Literal["prompts", "moments"] = "moments"
     prompts: Literal["problems", "word-problems", "recall", "repeated-random"] = "problems"  # of the call, or generated
 
 
+class Less(Section):
+    """What is subtracted: the same measure with other conditions or options, or another one."""
+
+    measure: str | None = None
+    conditions: list[str] | None = None
+    options: dict[str, Any] | None = None
+
+
 class Measuring(Section):
-    """A measure by name, of some conditions, with options."""
+    """A measure by name, of some conditions, with options; ``less`` another one."""
 
     measure: str
     conditions: list[str] = Field([])
     options: dict[str, Any] = Field({})
+    less: Less | None = None
 
     @property
     def of(self) -> Measure:
         """The measure of that name."""
         return measure_named(self.measure)
 
+    @property
+    def other(self) -> Measuring | None:
+        """What is subtracted."""
+        given = {"measure": self.measure, "conditions": self.conditions, "options": self.options}
+        return Measuring(**given | self.less.model_dump(exclude_none=True)) if self.less else None
+
+    @property
+    def kind(self) -> Kind:
+        """Its units; shares differ by points."""
+        return "points" if self.less and self.of.kind == "share" else self.of.kind
+
     def __call__(self, evidence: Any) -> Any:
         """What it finds in a result or an evaluation."""
-        return self.of.of(evidence, *self.conditions, **self.options)
+        found = self.of.of(evidence, *self.conditions, **self.options)
+        return found if self.other is None else found - self.other(evidence)
+
+    def attainable(self, evidence: Any) -> tuple[float, float]:
+        """The smallest and the largest value that a model can show."""
+        given = self.of.range
+        low, high = given(evidence, *self.conditions, **self.options) if callable(given) else given or (-inf, inf)
+        if self.other is None:
+            return low, high
+        least, most = self.other.attainable(evidence)
+        return low - most, high - least
 
 
 class Part(Measuring):
-    """A measure and the rule that decides it; ``range`` holds the values it can take, where the measure has none."""
+    """A measure and the rule that decides it; ``range`` holds the values it can take, where the measure has none.
+
+    ``opposite``: the line beyond which the claim is contradicted, where it is another. ``gains``: the same by prompts
+    and model, where something is published for them.
+    """
 
     name: Name
     side: rules.Side
     line: float
-    margin: Annotated[float, Field(ge=0)]
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     opposite: float | None = None
+    gains: dict[str, dict[str, float]] = Field({})
     range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
 
-    @property
-    def rule(self) -> rules.Rule:
-        """The rule."""
-        return rules.Rule(self.side, self.line, self.margin, self.line if self.opposite is None else self.opposite)
+    def rule_of(self, model: str = "", prompts: str = "") -> rules.Rule:
+        """The rule for a model and prompts, both by name."""
+        sets = (gains for name, gains in self.gains.items() if _letters(name) in _letters(prompts))
+        gains = {_letters(name): gain for name, gain in next(sets, {}).items()}
+        opposite = gains.get(_letters(model.rpartition("/")[2]), self.opposite)
+        return rules.Rule(self.side, self.line, self.margin, self.line if opposite is None else opposite)
 
     def attainable(self, evidence: Any) -> tuple[float, float]:
         """The smallest and the largest value that a model can show."""
-        if self.range is not None:
-            return self.range[0], self.range[1]
-        return self.of.attainable(evidence, *self.conditions, **self.options)
+        return super().attainable(evidence) if self.range is None else (self.range[0], self.range[1])
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 class Claim(Section):
@@ -116,15 +164,15 @@ class Claim(Section):
 
     ``origin``: "stated" by the authors, read off a "figure" by an automatic caption, or "inferred" by us, which is no
     claim of theirs. ``identity``: holds by arithmetic, so it checks the library. ``compared``: whether both verdicts
-    have to lie beyond random weights.
+    have to lie beyond random weights. ``exploratory``: what had been seen when the rule was fixed.
     """
 
-    key: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+    key: FileName
     title: Name
     quote: str = ""
     source: str = ""
     where: str = ""
-    origin: Origin
+    origin: Literal["stated", "figure", "inferred"]
     says: str = ""
     audited: bool = True
     of: str = ""
@@ -133,7 +181,7 @@ class Claim(Section):
     null: str = ""
     compared: bool = True
     identity: bool = False
-    measured: str = ""
+    exploratory: str = ""
     deviation: str = ""
     figure: str = ""
     control: Measuring | None = None
@@ -160,7 +208,7 @@ class Register(Section):
     about: Named = Field(alias="register")
     arms: list[Arm] = Field([])
     conditions: dict[str, Condition] = Field({})
-    runs: Annotated[dict[str, RunSection], Field(min_length=1)]  # in the order of their priority
+    runs: Annotated[dict[FileName, RunSection], Field(min_length=1)]  # in the order of their priority
     claims: Annotated[list[Claim], Field(min_length=1)]
     _path: Path = PrivateAttr(Path())
 
@@ -212,66 +260,63 @@ def _check(register: Register) -> None:
         except OptionError as error:
             raise OptionError(f"arms[{i}]: {error}") from None
     for name, run in register.runs.items():
-        _check_run(f"runs.{name}", run, register)
+        if run.answers == bool(run.analyses):
+            raise OptionError(f"runs.{name}: give analyses, or answers = true")
+        if run.answers and (run.draws or run.layers):
+            raise OptionError(f"runs.{name}: random weights answer nothing, and answers have no layers: omit both")
+        made_analyses(run.analyses)
+        _check_known(f"runs.{name}.conditions", run.conditions, register.conditions)
     if twice := [key for key, count in Counter(claim.key for claim in register.claims).items() if count > 1]:
         raise OptionError(f"claims: the key {twice[0]!r} is given twice; give each claim its own")
     for claim in register.claims:
-        _check_claim(claim, register)
-
-
-def _check_run(where: str, run: RunSection, register: Register) -> None:
-    if run.answers == bool(run.analyses):
-        raise OptionError(f"{where}: give analyses, or answers = true")
-    if run.answers and (run.draws or run.layers):
-        raise OptionError(f"{where}: random weights answer nothing, and answers have no layers: omit draws and layers")
-    made_analyses(run.analyses)
-    for name in run.conditions:
-        _check_known(f"{where}.conditions", name, register.conditions)
-
-
-def _check_claim(claim: Claim, register: Register) -> None:
-    where = f"claims.{claim.key}"
-    if claim.source:
-        _check_known(f"{where}.source", claim.source, register.about.sources)
-    _check_known(f"{where}.needs", claim.needs, register.runs)
-    figure = claim.figure.partition(":")[0]
-    if figure:
-        _check_known(f"{where}.figure", figure, FIGURES)
-    for measuring in (*claim.parts, *filter(None, [claim.control])):
-        _check_measure(where, measuring, register.runs[claim.needs])
-    for part in claim.parts:
-        _check_rule(f"{where}, part {part.name!r}", part)
+        where = f"claims.{claim.key}"
+        _check_known(f"{where}.source", [claim.source] if claim.source else [], register.about.sources)
+        _check_known(f"{where}.needs", [claim.needs], register.runs)
+        _check_known(f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], FIGURES)
+        for one in (*claim.parts, *filter(None, [claim.control])):
+            for measuring in filter(None, (one, one.other)):
+                _check_measure(where, measuring, register.runs[claim.needs])
+        for part in claim.parts:
+            _check_rule(f"{where}, part {part.name!r}", part)
 
 
 def _check_measure(where: str, measuring: Measuring, run: RunSection) -> None:
+    name, of = measuring.measure, None
     try:
-        measure = measuring.of
-        inspect.signature(measure.of).bind(None, *measuring.conditions, **measuring.options)
+        of = measuring.of.of
+        inspect.signature(of).bind(None, *measuring.conditions, **measuring.options)
+        hints = get_type_hints(of, include_extras=True)
+        for option, value in measuring.options.items():
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from None
     except TypeError as error:
-        raise OptionError(f"{where}: {measuring.measure} cannot be called like this: {error}") from None
-    have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
-    if missing := [name for name in measure.needs if name not in have]:
+        takes = ", ".join(list(inspect.signature(of).parameters)[1:]) if of else ""
         raise OptionError(
-            f"{where}: {measuring.measure} takes {missing[0]}, which its run has not got ({', '.join(have)})"
-        )
-    for name in measuring.conditions:
-        _check_known(f"{where}.conditions", name, ["baseline", *run.conditions])
+            f"{where}: {name} cannot be called like this: {error}; it takes {takes or 'nothing'}"
+        ) from None
+    except ValidationError as error:
+        raise OptionError(f"{where}: {name}, {option} = {value!r}: {error.errors()[0]['msg']}") from None
+    have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
+    if missing := [need for need in measuring.of.needs if need not in have]:
+        raise OptionError(f"{where}: {name} takes {missing[0]}, which its run has not got ({', '.join(have)})")
+    _check_known(f"{where}.conditions", measuring.conditions, ["baseline", *run.conditions])
 
 
 def _check_rule(where: str, part: Part) -> None:
-    given = part.range or part.of.range
-    if given is ANY and part.of.kind != "log-ratio":
+    ranges = [part.range] if part.range else [one.of.range for one in (part, part.other) if one]
+    if None in ranges and part.kind != "log-ratio":
         raise OptionError(f"{where} has no range: give the smallest and the largest value that it can take")
-    if callable(given):
+    if any(map(callable, ranges)):
         return
-    low, high = given
-    lines = [part.line, part.line if part.opposite is None else part.opposite]
-    if not all(map(isfinite, lines)) or not all(low < line < high for line in lines):
-        raise OptionError(f"{where}: the line {lines[0]} has to lie within the range, {low} to {high}")
+    low, high = (part.range[0], part.range[1]) if part.range else part.attainable(None)
+    gains = [gain for of_set in part.gains.values() for gain in of_set.values()]
+    for line in (part.line, part.rule_of().opposite, *gains):
+        if not isfinite(line) or not low < line < high:
+            raise OptionError(f"{where}: the line {line} has to be a number within the range, {low} to {high}")
 
 
-def _check_known(where: str, name: str, known: Any) -> None:
-    if name not in known:
-        raise OptionError(f"{where}: there is no {name!r}{near(name, known)}; there is {', '.join(known)}")
+def _check_known(where: str, names: list[str], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{where}: there is no {name!r}{near(name, known)}; there is {', '.join(known)}")

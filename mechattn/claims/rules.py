@@ -30,10 +30,6 @@ class NotApplicable(OptionError):
     """A model has not got what a claim is about."""
 
 
-class NotTestable(OptionError):
-    """No outcome of this model at this size could decide a claim."""
-
-
 @dataclass(frozen=True)
 class Rule:
     """The number has to lie on one side of a line, and further there than with random weights, by the margin."""
@@ -121,8 +117,8 @@ def bounds(rule: Rule, chance: Chance | None) -> tuple[float, float]:
     return rule.sign * up, rule.sign * down
 
 
-def check_decidable(rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0) -> None:
-    """Refuse a rule of which this model, at this size, can reach one verdict alone, or none (NotTestable)."""
+def undecidable(rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0) -> str:
+    """Why this model, at this size, can reach one verdict alone, or none; empty where it can reach both."""
     worst, best = sorted(rule.sign * end for end in attainable)
     for reach, sign, word, i in ((best, 1, "supported", 0), (worst, -1, "contradicted", 1)):
         needed, alone = (sign * rule.sign * bounds(rule, beside)[i] + floor for beside in (chance, None))
@@ -130,7 +126,8 @@ def check_decidable(rule: Rule, chance: Chance | None, attainable: tuple[float, 
             why = "random weights reach as far" if sign * reach > alone + _ROUNDING else "out of reach"
             why = "too few values can differ" if floor and sign * reach > alone - floor + _ROUNDING else why
             end, line = rule.sign * reach, rule.sign * sign * needed
-            raise NotTestable(f"{word} would take beyond {line:.3g}, and this model can reach {end:.3g}: {why}")
+            return f"{word} would take beyond {line:.3g}, and this model can reach {end:.3g}: {why}"
+    return ""
 
 
 def both_sides(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, float]:
@@ -154,23 +151,22 @@ def decide(
     Supported: the whole interval is on the predicted side of the line, and the number is further there than random
     weights put it, by the margin and by more than one further draw would be. Contradicted: the same on the other side.
     On a side of the line but no further than random weights: no more than untrained. Else it cannot be told. What lies
-    outside of the attainable values is not tested.
+    outside of the attainable values is not tested. An effect is one even where it is smaller than the published ones.
     """
     if not all(map(isfinite, (found.value, found.low, found.high))):
         few = f"{found.n} values, and an interval takes {FEWEST} at least"
         return Outcome("cannot be told", few if found.n < FEWEST else "some values are no numbers")
-    try:
-        check_decidable(rule, chance, attainable, found.floor)
-    except NotTestable as error:
-        return Outcome("not testable here", str(error))
-    both, told = both_sides(rule, found, chance), _told(rule, found, chance)
-    p = min(1.0, 2 * min(both))
+    if why := undecidable(rule, chance, attainable, found.floor):
+        return Outcome("not testable here", why)
+    (supports, against), told = both_sides(rule, found, chance), _told(rule, found, chance)
+    yes = supports <= ONE_SIDED or supports < against
+    p = min(1.0, 2 * (supports if yes else against))
     if p > 1 - LEVEL:
         return replace(_untold(rule, found, chance), p=p, told=told)
-    word: Word = "supported" if both[0] < both[1] else "contradicted"
-    side = rule.side if both[0] < both[1] else OTHER[rule.side]
     further = "" if chance is None else ", and further than random weights put it"
-    return Outcome(word, f"the whole interval is {side} the line{further}", p, told)
+    further += ", but short of what was published" if yes and against <= ONE_SIDED else ""
+    word: Word = "supported" if yes else "contradicted"
+    return Outcome(word, f"the whole interval is {rule.side if yes else OTHER[rule.side]} the line{further}", p, told)
 
 
 def _untold(rule: Rule, found: Estimate, chance: Chance | None) -> Outcome:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mechattn.claims import numbers
+from mechattn.claims import words
 from mechattn.claims.judged import Judged, JudgedPart
 from mechattn.claims.register import Claim, Register
 from mechattn.claims.rules import WORDS
@@ -19,13 +19,6 @@ from mechattn.markup import table
 
 if TYPE_CHECKING:
     import pandas as pd
-
-TABLES = {  # which claims stand together
-    "stated": "What the sources state",
-    "figure": "What is read off their figures, by automatic captions",
-    "inferred": "What we would ask besides: not claims of the sources",
-    "identity": "Checks of the library: these hold by arithmetic",
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Verdicts:
     @property
     def summary(self) -> str:
         """The number of claims with each verdict, by model."""
-        return "; ".join(f"{of.name}: {counted(of)}" for of in self.models)
+        return "; ".join(f"{of.name}: {counted(of.judged)}" for of in self.models)
 
     @cached_property
     def content(self) -> dict[str, Any]:
@@ -73,16 +66,10 @@ class Verdicts:
         """One row per claim and model: verdict, reason, figures, q, control, and the published figure."""
         import pandas as pd
 
-        columns = ("verdict", "figures", "q", "control_words", "why")
-        return pd.DataFrame(
-            [
-                {"claim": claim["key"], "model": name, **{key: one[key] for key in columns}}
-                | {key: claim[key] for key in ("published", "table")}
-                for name in (of.name for of in self.models)
-                for claim in self.content["claims"]
-                for one in [claim["verdicts"][name]]
-            ]
-        )
+        each = [(name, claim) for name in (of.name for of in self.models) for claim in self.content["claims"]]
+        of_model, of_claim = ["verdict", "figures", "q", "control_words", "why"], ["published", "table"]
+        rows = [{"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim} for name, claim in each]
+        return pd.DataFrame(rows)[["claim", "model", *of_model, *of_claim]]
 
     def to_json(self) -> str:
         """The content as JSON."""
@@ -104,14 +91,9 @@ class Verdicts:
         return table(rows, self.summary, ("claim", *names))
 
 
-def table_of(claim: Claim) -> str:
-    """In which table a claim stands: by its origin, and what holds by arithmetic apart."""
-    return "identity" if claim.identity else claim.origin
-
-
-def counted(of: OfModel) -> str:
+def counted(verdicts: Iterable[Judged]) -> str:
     """How many claims are what."""
-    counts = Counter(one.outcome.word for one in of.judged)
+    counts = Counter(one.outcome.word for one in verdicts)
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
@@ -124,32 +106,29 @@ def family_words(cells: Seq[Judged]) -> str:
 def markdown(stored: Mapping[str, Any]) -> str:
     """The same tables from what was stored as JSON."""
     names = [model["name"] for model in stored["models"]]
+    heads = [model["name"] + " (exploratory)" * model["exploratory"] for model in stored["models"]]
     lines = []
-    for which, title in TABLES.items():
+    for which, title in words.TABLES.items():
         claims = [claim for claim in stored["claims"] if claim["table"] == which]
         if claims:
-            marks = [name + (" (exploratory)" if m["exploratory"] else "") for name, m in zip(names, stored["models"])]
-            lines += [f"**{title}**", "", "| claim | " + " | ".join(marks) + " |", "|---" * (1 + len(names)) + "|"]
+            lines += [f"**{title}**", "", f"| claim | {' | '.join(heads)} |", "|---" * (1 + len(names)) + "|"]
             lines += [_markdown_row(claim, names) for claim in claims] + [""]
     register = stored["register"]
-    return "\n".join(
-        [*lines, f"95 % intervals. {stored['family']} Register {register['name']}, `{register['digest'][:16]}`."]
-    )
+    name, digest = register["name"], register["digest"][:16]
+    return "\n".join([*lines, f"95 % intervals. {stored['family']} Register {name}, `{digest}`."])
 
 
 def _markdown_row(claim: Mapping[str, Any], names: Seq[str]) -> str:
-    cells = [claim["title"]]
-    for name in names:
-        verdict = claim["verdicts"][name]
+    cells = [claim["title"] + " (exploratory)" * bool(claim["exploratory"])]
+    for verdict in (claim["verdicts"][name] for name in names):
         cells.append(f"**{verdict['verdict']}** {verdict['figures']}" if verdict["parts"] else verdict["verdict"])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _claim(claim: Claim, register: Register) -> dict[str, Any]:
-    names = ("key", "title", "quote", "where", "origin", "audited", "says", "of", "published", "null", "deviation")
-    made = {name: getattr(claim, name) for name in names}
-    source = register.about.sources.get(claim.source, "")
-    return {**made, "source": source, "table": table_of(claim), "rules": [*map(numbers.line_words, claim.parts)]}
+    made = claim.model_dump(exclude={"needs", "compared", "identity", "figure", "control", "parts"})
+    of = {"source": register.about.sources.get(claim.source, ""), "table": words.table_of(claim)}
+    return made | of | {"rules": [*map(words.line_words, claim.parts)]}
 
 
 def _verdict(one: Judged) -> dict[str, Any]:
@@ -158,39 +137,33 @@ def _verdict(one: Judged) -> dict[str, Any]:
         "why": one.outcome.why,
         "p": one.outcome.p,
         "q": one.q,
-        "figures": numbers.cell(one),
-        "short": numbers.short(one),
+        "figures": words.cell(one),
+        "short": words.short(one),
         "parts": [_part(part) for part in one.parts],
         "control": None if one.control is None else asdict(one.control),
-        "control_words": numbers.control_words(one),
+        "control_words": words.control_words(one),
     }
 
 
 def _part(part: JudgedPart) -> dict[str, Any]:
-    words = {
-        "found": f"{part.part.name}: {numbers.with_interval(part.estimate, part.part.of.kind)}",
-        "attainable": numbers.range_words(part),
-        "random": numbers.chance_words(part),
-        "told": numbers.told_words(part),
-    }
     return {
         "name": part.part.name,
-        "kind": part.part.of.kind,
-        "rule": asdict(part.part.rule),
+        "kind": part.part.kind,
+        "rule": asdict(part.rule),
         **asdict(part.estimate),
         "random": None if part.chance is None else asdict(part.chance),
         "attainable": part.attainable,
         "told": part.outcome.told,
         "verdict": part.outcome.word,
         "why": part.outcome.why,
-        "words": words,
+        "words": words.part_words(part),
     }
 
 
 def _finite(value: Any) -> Any:
     """With null where a number is none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(one) for key, one in value.items()}
     return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -113,12 +113,6 @@ def claims(
         list[str],
         typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
     ] = [],  # noqa: B006
-    models: Annotated[
-        Path | None, typer.Option(help="Without --model: a folder with stories260K, to include that model.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help='Refuse what takes longer, such as "30min"; it changes no number.')
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")] = None,
     prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
     field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
@@ -150,16 +144,19 @@ def claims(
     """Test the claims of a register on your model, by rules that stand in it."""
     from mechattn.claims.judge import judge
     from mechattn.claims.register import read_register
-    from mechattn.commands.claims import models_of
+    from mechattn.claims.settings import ClaimSettings
+    from mechattn.jobs.executor import executor_named
 
     read = read_register(register)
     out = out or Path("out") / ("paper" if read.about.name == register == PAPER else read.about.name)
-    options: dict[str, Any] = {"prompts": prompts, "field": field, "limit": limit, "problems": problems}
-    options |= {"answer_field": answer_field, "group_field": group_field, "system": system}
-    options |= {"template": "chat" if chat_template else "plain", "without": [n for n in without.split(",") if n]}
-    options |= {"samples": samples, "new_tokens": new_tokens, "seed": seed, "dtype": dtype, "device": device}
-    options |= {"shard": shard, "executor": executor, "address": address, "workers": workers, "fresh": fresh}
-    found = judge(read, models_of(model, models), out, budget=budget, force=force, command=_command(), **options)
+    settings = ClaimSettings(
+        prompts=prompts, field=field, answer_field=answer_field, group_field=group_field, system=system,
+        template="chat" if chat_template else "plain", limit=limit, problems=problems, samples=samples,
+        new_tokens=new_tokens, without=[name for name in without.split(",") if name], seed=seed, dtype=dtype,
+        device=device, command=_command(),
+    )  # fmt: skip
+    where = executor_named(executor, address, workers)  # type: ignore[arg-type]
+    found = judge(read, model, out, settings, shard=shard, executor=where, fresh=fresh, force=force)
     if found is None:
         _say(f"This part is in {out}. When all parts are there, run the same command without --shard.")
         return

@@ -13,7 +13,7 @@ REGISTER = Path(__file__).parents[1] / "claims" / "small.toml"
 def page_of_claims(tmp_path_factory):
     """Verdicts of the toy on a small register, without its answers."""
     out = tmp_path_factory.mktemp("claims")
-    ma.judge(REGISTER, "toy:llama", out, limit=6, without=("answers", "samples"))
+    ma.judge(REGISTER, "toy:llama", out, ma.ClaimSettings(limit=6, without=("answers", "samples")))
     return out / "index.html"
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.claims import budget, evidence, judge
+from mechattn.claims import evidence, judge
 from mechattn.claims.register import read_register
+from mechattn.claims.settings import ClaimSettings
 from mechattn.claims.verdicts import markdown
 from mechattn.errors import Interrupted, MechattnError, ModelError, OptionError, OutputError, PromptTooLong
 
@@ -34,8 +35,8 @@ def tiny(tmp_path_factory, tokenizer):
     return str(folder)
 
 
-def judged_in(tiny, out, **options):
-    return ma.judge(REGISTER, tiny, out, **(SMALL | options))
+def judged_in(tiny, out, shard=None, **options):
+    return ma.judge(REGISTER, tiny, out, ClaimSettings(**SMALL | options), shard=shard)
 
 
 @pytest.fixture(scope="module")
@@ -143,44 +144,18 @@ def test_counts_are_those_that_there_are(tmp_path):
     problems = [{"q": f"What is {i} + 1?", "a": str(i + 1), "kind": f"k{i % 2}"} for i in range(40)]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)))
-    given = {
-        "source": str(path),
-        "field": "q",
-        "answer_field": "a",
-        "group_field": "kind",
-        "system": "S",
-        "template": "plain",
-    }
-    settings = judge.Settings(read_register(REGISTER), ("toy:llama",), tmp_path, given)
-    unsaid = judge.Settings(read_register("2510.01032"), ("toy:llama",), tmp_path, given | {"system": None})
-    assert unsaid.prompts[0].system.startswith("Please reason step by step"), "that of the register"
-    counts = {name: row["of"] for name, row in judge._counts(settings).items()}
+    given = {"prompts": str(path), "field": "q", "answer_field": "a", "group_field": "kind"}
+
+    def work(register, **more):
+        settings = ClaimSettings(**given, **more)
+        (found,) = judge._checked(read_register(register), ("toy:llama",), tmp_path, settings, force=False)
+        return found
+
+    assert work("2510.01032").problems[0].system.startswith("Please reason step by step"), "that of the register"
+    found = work(REGISTER, system="S")
+    counts = {name: row["of"] for name, row in judge._counts(found).items()}
     assert counts == {"first": 32, "answers": 40, "samples": 16}, "100 problems of a file of 40 are 40"
-    assert (settings.prompts[0].system, settings.prompts[1].group, settings.prompts[1].solution) == ("S", "k1", "2")
-
-
-def test_a_budget_changes_no_number_but_refuses(judged, tiny, tmp_path, monkeypatch):
-    verdicts, out = judged
-    monkeypatch.setattr(judge, "write", nothing)
-    monkeypatch.setattr(budget, "timed", lambda call: 1.0)
-    with pytest.raises(OptionError, match=r"first 12 s, .*samples would have to be left out: give without=.*--without"):
-        judged_in(tiny, tmp_path / "a", budget="20s")
-    assert not list((tmp_path / "a").glob("*/*"))
-    monkeypatch.setattr(budget, "timed", lambda call: 1e-9)
-    assert words(judged_in(tiny, out, budget="1h")) == words(verdicts)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("30min", 1800), ("1.5 h", 5400), ("90s", 90), (7, 7), (None, None), ("2d", 172800)]
-)
-def test_a_length_of_time(text, expected):
-    assert judge.seconds(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "30", "-1h", "0s", 0, float("inf"), float("nan"), True, "1 fortnight"])
-def test_what_is_no_length_of_time(text):
-    with pytest.raises(OptionError, match="budget="):
-        judge.seconds(text)
+    assert (found.problems[0].system, found.problems[1].group, found.problems[1].solution) == ("S", "k1", "2")
 
 
 @pytest.mark.parametrize(
@@ -189,12 +164,12 @@ def test_what_is_no_length_of_time(text):
         ({"models": "toy:lama"}, ModelError, "toy:lama"),
         ({"models": ["toy:llama", "nowhere/at-all"]}, ModelError, "there is no model"),
         ({"models": ["toy:llama", "toy:llama"]}, OptionError, "given twice"),
-        ({"budget": "soon"}, OptionError, 'such as "30min"'),
         ({"without": "nothing"}, OptionError, "there is no such run; there is first, answers, samples"),
         ({"limit": 2}, OptionError, "limit=2"),
         ({"problems": True}, OptionError, "problems=True"),
         ({"samples": 1}, OptionError, "samples=1"),
         ({"new_tokens": 1000}, PromptTooLong, r"1,000 new ones are allowed; toy:llama takes 1,024. Give fewer"),
+        ({"prompts": "no.jsonl"}, MechattnError, "no.jsonl"),
         ({"register": "no.toml"}, OptionError, "there is no register at"),
     ],
 )
@@ -203,7 +178,7 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(tmp_path, monkeyp
     options = {"register": REGISTER, "models": "toy:llama"} | SMALL | given
     register, models = options.pop("register"), options.pop("models")
     with pytest.raises(error, match=why):
-        ma.judge(register, models, tmp_path, **options)
+        ma.judge(register, models, tmp_path, ClaimSettings(**options))
 
 
 def test_a_page_of_others_is_not_replaced(tmp_path):
@@ -214,7 +189,7 @@ def test_a_page_of_others_is_not_replaced(tmp_path):
 
 def test_paper_is_the_register_that_is_shipped(monkeypatch):
     monkeypatch.setattr(judge, "judge", lambda *given, **options: (given, options))
-    assert judge.paper("toy:llama", limit=5) == (("2510.01032", "toy:llama", "out/paper"), {"limit": 5})
+    assert judge.paper("toy:llama", force=True) == (("2510.01032", "toy:llama", "out/paper"), {"force": True})
 
 
 def nothing(*args):

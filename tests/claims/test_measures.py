@@ -13,8 +13,9 @@ from mechattn.axes import SEGMENTS
 from mechattn.claims import measures_activations as mlp
 from mechattn.claims import measures_attention as of
 from mechattn.claims import measures_heads as heads
-from mechattn.claims.measure import NotApplicable
-from mechattn.claims.measures import MEASURES, measure_named
+from mechattn.claims.measures import MEASURES, in_layers, measure_named
+from mechattn.claims.register import Measuring
+from mechattn.claims.rules import NotApplicable
 from mechattn.errors import OptionError
 from mechattn.functional.affine import split
 from mechattn.functional.redistribution import redistribute
@@ -115,8 +116,12 @@ def test_the_fall_and_what_is_beyond_a_blind_head(result, cached):
         for i in every
     ]
     near(of.fall_beyond_uniform(result, "slash"), [b[0] for b in beyond])
-    near(of.deeper(result, "slash"), [(b[1] + b[2]) / 2 - b[0] for b in beyond])
-    for measure in (of.fall, of.fall_beyond_uniform, of.deeper, of.peaks, of.band):
+    near(of.fall_beyond_uniform(result, "slash", layers="next"), [(b[1] + b[2]) / 2 for b in beyond])
+    deeper = {"conditions": ["slash"], "options": {"layers": "next"}, "less": {"options": {"layers": "first"}}}
+    deeper = Measuring(measure="fall_beyond_uniform", **deeper)
+    near(deeper(result), [(b[1] + b[2]) / 2 - b[0] for b in beyond])
+    assert deeper.attainable(result) == (-math.inf, math.inf)
+    for measure in (of.fall, of.fall_beyond_uniform, of.peaks, of.band):
         near(measure(result, "slash", "slash"), np.zeros(PROMPTS))  # nothing has changed
 
 
@@ -169,7 +174,10 @@ def test_which_token_is_the_peak(result, cached):
         tops = [np.nanargmax(of_segment(cached, n, i, "question", 1), 1) for n in ("slash", "baseline")]
         expected.append((tops[0] != tops[1]).mean())
     near(of.peak_moved(result, "slash", 1), expected)
-    near(of.peak_moved_apart(result, "slash"), of.peak_moved(result, "slash", 1) - of.peak_moved(result, "slash", 0))
+    less = {"options": {"layer": 0}}
+    moved = Measuring(measure="peak_moved", conditions=["slash"], options={"layer": 1}, less=less)
+    near(moved(result), of.peak_moved(result, "slash", 1) - of.peak_moved(result, "slash", 0))
+    assert (moved.kind, moved.attainable(result)) == ("points", (-1, 1))
     near(of.peak_moved(result, "baseline", 1), np.zeros(PROMPTS))
     with pytest.raises(NotApplicable, match="no layer 99"):
         of.peak_moved(result, "slash", 99)
@@ -200,8 +208,10 @@ def test_evenness(result, cached):
             share = got / got.sum(1, keepdims=True)
             expected.append(np.mean([math.exp(-sum(p * math.log(p) for p in head)) for head in share]) / got.shape[1])
         near(of.evenness(result, name), expected)
-    near(of.evenness_apart(result, "slash", "sentence"), of.evenness(result, "slash") - of.evenness(result, "sentence"))
+    apart = Measuring(measure="evenness", conditions=["slash"], less={"conditions": ["sentence"]})
+    near(apart(result), of.evenness(result, "slash") - of.evenness(result, "sentence"))
     low, high = of.evenness_range(result, "slash")
+    assert apart.attainable(result) == (low - high, high - low)
     mask = result["sequences"].segment_index.sel(condition="slash").values == SEGMENTS.index("inserted")
 
     def one_gets_all(values):
@@ -255,7 +265,6 @@ def test_the_affine_form(result):
     near(of.affine_explained(result, "slash"), 1 - rest[:, 0].mean(-1), 1e-5)
     later = 1 - rest[:, 1:].mean((1, 2))
     near(of.affine_explained(result, "slash", "later"), later, 1e-5)
-    near(of.affine_explained_apart(result, "slash"), later - (1 - rest[:, 0].mean(-1)), 1e-5)
     assert (of.affine_missed(result, "slash") > 0.01).all(), "negative control: with shifted positions it is not exact"
     with pytest.raises(NotApplicable, match="cannot be run under 'nothing'"):
         of.affine_missed(result, "nothing")
@@ -312,10 +321,6 @@ def test_the_direction_of_the_shift(result, cached):
             energies = [np.linalg.svd(shift, compute_uv=False) ** 2 for shift in shifts]
             expected.append(np.mean([e[0] / e.sum() for e in energies]))
         near(of.one_direction(result, name), expected, 1e-3)
-    near(
-        of.one_direction_apart(result, "slash", "sentence"),
-        of.one_direction(result, "slash") - of.one_direction(result, "sentence"),
-    )
 
 
 def test_the_spread_of_lambda_is_over_the_queries_of_a_head(result, cached):
@@ -389,7 +394,6 @@ def test_agreement_of_distributions(activations):
     near(mlp.distribution_agreement(made, "a", "twice"), [1.0])
     near(mlp.distribution_agreement(made, "a", "b"), [-1.0])
     near(mlp.distribution_agreement(made, "a", "none"), [0.0])
-    near(mlp.distribution_agreement_apart(made, "a", "twice", "b"), [2.0])
     assert mlp.distribution_range(made, "a", "b") == pytest.approx((0, 1))
     assert mlp.distribution_range(made, "b", "a") == pytest.approx((-1, 0))
     # Below −0.3 and −0.1 the share grows (outward), at 0.1 it is unchanged, at 0.3 it grows (inward).
@@ -477,10 +481,12 @@ def test_heads_by_layer(tokens):
     own = focus.self_mass.transpose("prompt", "layer", "head").values.astype(float)
     pairs = [[stats.spearmanr(row[n], row[n + 1])[0] for n in range(own.shape[1] - 1)] for row in own]
     near(heads.heads_related(tokens), np.mean(pairs, 1), 1e-9)
-    near(heads.early_less_late(tokens, "self_mass"), own[:, 0].mean(-1) - own[:, 1:].mean((1, 2)), 1e-6)
+    near(heads.focus(tokens, "self_mass", "early"), own[:, 0].mean(-1), 1e-6)
+    near(heads.focus(tokens, "self_mass", "rest"), own[:, 1:].mean((1, 2)), 1e-6)
+    near(heads.focus(tokens, "self_mass"), own.mean((1, 2)), 1e-6)
     alike = changed(tokens, "attention_focus", "self_mass", lambda values: values[:, :, :1] + 0 * values)
     near(heads.heads_related(alike), np.ones(PROMPTS))
-    near(heads.early_less_late(alike, "self_mass"), np.zeros(PROMPTS))
+    near(heads.focus(alike, "self_mass", "early"), heads.focus(alike, "self_mass", "rest"))
     for dataset, name in (("head_updates", "orientation"), ("top_target_updates", "top_target_orientation")):
         expected = abs(tokens[dataset][name].isel(condition=0).sel(segment="question").values.astype(float))
         near(heads.turned(tokens, dataset), expected.mean((1, 2)), 1e-6)
@@ -531,7 +537,6 @@ def written():
 def test_heads_that_were_written_are_the_strongest(written):
     for quantity, layers in (("induction_mass", "later"), ("previous_mass", "first"), ("previous_mass", "all")):
         assert heads.strongest(written, quantity, layers).min() > 0.9, quantity
-    assert heads.strongest_apart(written, "induction_mass").min() > 0.9
     assert abs(heads.strongest(written, "induction_mass", "first")).max() < 0.1
     logits = written["direct_logits"].next_token_logit.sel(condition="baseline", segment="question", layer=1, head=0)
     near(heads.copies(written), logits.values[1::2], 1e-9)
@@ -580,6 +585,18 @@ def test_the_table_has_every_measure_with_words_and_a_range():
     for name, measure in MEASURES.items():
         assert measure.of.__name__ == name
         assert measure.says.endswith("."), name
-        assert callable(measure.range) or measure.range[0] < measure.range[1], name
+        assert measure.range is None or callable(measure.range) or measure.range[0] < measure.range[1], name
     with pytest.raises(OptionError, match="there is no such measure; choose one of accuracy_apart"):
         measure_named("eval")
+
+
+def test_which_layers():
+    values = np.arange(24.0)[None, :, None]
+    found = {name: in_layers(values, name)[0, :, 0].tolist() for name in ("all", "first", "next", "later", "early")}
+    assert found == {
+        "all": [*range(24)], "first": [0], "next": [1, 2], "later": [*range(1, 24)], "early": [0, 1, 2, 3],
+    }  # fmt: skip
+    assert in_layers(values, "rest")[0, :, 0].tolist() == [*range(4, 24)]
+    assert in_layers(values[:, :1], "all").shape == (1, 1, 1)
+    with pytest.raises(NotApplicable, match="the model has one layer"):
+        in_layers(values[:, :1], "rest")

@@ -7,9 +7,9 @@ import pytest
 
 from mechattn.claims import judged, rules
 from mechattn.claims.conditions import conditions_for
-from mechattn.claims.described import register_markdown
 from mechattn.claims.measures import MEASURES
 from mechattn.claims.register import LONGEST_QUOTE, PAPER, SHIPPED, read_register
+from mechattn.claims.words import register_markdown
 from mechattn.errors import ConditionError, OptionError
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.toml"))
@@ -59,7 +59,7 @@ def read(tmp_path, text):
 def test_a_register_of_ones_own(tmp_path):
     register = read(tmp_path, GOOD)
     (claim,) = register.claims
-    assert (claim.key, claim.parts[0].rule) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
+    assert (claim.key, claim.parts[0].rule_of()) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
     assert not register.about.known
     inferred = GOOD.replace(
         'quote = "it falls"\nsource = "paper"\nwhere = "section 1"\norigin = "stated"',
@@ -68,45 +68,74 @@ def test_a_register_of_ones_own(tmp_path):
     assert read(tmp_path, inferred).claims[0].quote == ""
 
 
+LINE, NAME, MEASURE, KIND = "line = -0.02", 'name = "mine"', 'measure = "fall"', 'kind = "ReceivedAttention"'
+MARGIN, QUOTE = "margin = 0.02", 'quote = "it falls"'
+NUMBER = "claims.0.parts.0.line: Input should be a valid number, not "
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ('measure = "fall"', 'measure = "os.system"', r"claims.falls: measure = 'os.system': there is no such measure; .*fall_beyond"),
-        ('measure = "fall"', 'measure = "affine_missed"', r"affine_missed takes affine_shift, which its run has not got"),
-        ('"baseline"]', '"base"]', r"claims.falls.conditions: there is no 'base' \(did you mean 'baseline'\?\)"),
-        ("line = -0.02\n", "", r"claims.0.parts.0.line: is missing"),
-        ("margin = 0.02", "margin = -1.0", r"margin"),
-        ("line = -0.02", "line = nan", r"has to lie within the range"),
-        ('side = "below"', 'side = "under"', r"side"),
-        ('quote = "it falls"', "", r"falls: a claim of others needs a quote, its source and where"),
-        ('source = "paper"\n', "", r"falls: a claim of others needs a quote, its source and where"),
-        ('source = "paper"\n', 'source = "book"\n', r"claims.falls.source: there is no 'book'; there is paper"),
-        ('quote = "it falls"', f'quote = "{"it " * 26}"', rf"the quote has 26 words; quote at most {LONGEST_QUOTE}"),
-        ('needs = "first"', 'needs = "second"', r"claims.falls.needs: there is no 'second'"),
-        ('kind = "ReceivedAttention"', 'kind = "Mine"', r"kind = 'Mine': choose one of"),
-        ("draws = 3", "draws = 3\nrun = 'x'", r"runs.first.run: there is no such key here.*the keys are says, conditions"),
-        ('text = "/"', 'text = ["/", "?"]', r"conditions.slash: give one value for each option; a register has no sweeps"),
-        ("margin = 0.02", "margin = 0.02\noptions = { __class__ = 1 }", r"fall cannot be called like this"),
-        ("layers = [0]", "layers = [0]\nanswers = true", r"runs.first: give analyses, or answers = true"),
-        ('key = "falls"', 'key = "falls"\nkey = "rises"', r"is not TOML: .*[Cc]annot overwrite|twice|redefine"),
-        ('key = "falls"', 'key = "falls"\nfigure = "write_image"', r"claims.falls.figure: there is no 'write_image'"),
-        ("[register]", "[[arms]]\nform = 'odd'\nc = 1.0\np1 = 99.0\n[register]", r"arms\[0\]: form='odd': choose one of"),
+        (MEASURE, 'measure = "os.system"', "claims.falls: measure = 'os.system': there is no such measure; choose one of accuracy_apart"),
+        (MEASURE, 'measure = "affine_missed"', "claims.falls: affine_missed takes affine_shift, which its run has not got (received_attention)"),
+        ('"baseline"]', '"base"]', "claims.falls.conditions: there is no 'base' (did you mean 'baseline'?); there is baseline, slash"),
+        (MARGIN, MARGIN + "\nrange = [0.0, 1.0]", "part 'change': the line -0.02 has to be a number within the range, 0.0 to 1.0"),
+        (LINE + "\n", "", "claims.0.parts.0.line: is missing"),
+        (LINE, "line = nan", "the line nan has to be a number within the range"),
+        (LINE, "line = 1e400", "the line inf has to be a number within the range"),
+        (LINE, "line = " + "9" * 500, NUMBER + "'" + "9" * 40 + "'"),
+        (LINE, "line = " + "9" * 5000, "is not TOML: "),
+        (LINE, "line = 1979-05-27", NUMBER + "'1979-05-27'"),
+        (LINE, 'line = "exec(1)"', NUMBER + "'exec(1)'"),
+        (MARGIN, "margin = -1.0", "claims.0.parts.0.margin: Input should be greater than or equal to 0, not '-1.0'"),
+        (MARGIN, "margin = inf", "claims.0.parts.0.margin: Input should be a finite number, not 'inf'"),
+        (MARGIN, MARGIN + '\ngains.SET = { m = 1e400 }', "the line inf has to be a number"),
+        (MARGIN, MARGIN + '\nless = { measure = "eval" }', "claims.falls: measure = 'eval': there is no such measure"),
+        (MARGIN, MARGIN + "\nless = { run = 1 }", "less.run: there is no such key here; the keys are measure, conditions, options"),
+        (MARGIN, MARGIN + "\noptions = { __class__ = 1 }", "fall cannot be called like this: got an unexpected keyword argument '__class__'; it takes condition, to"),
+        (MEASURE, 'measure = "fall_beyond_uniform"\noptions = { layers = "__dict__" }', "fall_beyond_uniform, layers = '__dict__': Input should be 'all', 'first', 'next'"),
+        (MEASURE, 'measure = "peak_moved"\nless = { options = { layer = -1 } }\nrange = [-1.0, 1.0]', "peak_moved"),
+        ('side = "below"', 'side = "under"', "side: Input should be 'above' or 'below', not 'under'"),
+        (QUOTE, "", 'falls: a claim of others needs a quote, its source and where; or origin = "inferred"'),
+        ('source = "paper"\n', "", 'falls: a claim of others needs a quote, its source and where; or origin = "inferred"'),
+        ('source = "paper"\n', 'source = "book"\n', "claims.falls.source: there is no 'book'; there is paper"),
+        (QUOTE, f'quote = "{"it " * 26}"', f"the quote has 26 words; quote at most {LONGEST_QUOTE}"),
+        (QUOTE, 'quote = { py = "it" }', "claims.0.quote: Input should be a valid string, not"),
+        (NAME, 'name = "../../etc/x"', "register.name: '../../etc/x': files are named after it, so use letters, digits"),
+        (NAME, 'name = "/etc/x"', "register.name: '/etc/x': files are named after it, so use letters, digits"),
+        ("[runs.first]", '[runs."../first"]', "'../first': files are named after it, so use letters, digits"),
+        ('key = "falls"', 'key = "<b>"', "claims.0.key: '<b>': files are named after it, so use letters, digits"),
+        ('needs = "first"', 'needs = "second"', "claims.falls.needs: there is no 'second'"),
+        (KIND, 'kind = "os.system"', "analyses[0].kind = 'os.system': choose one of"),
+        ('text = "/"', 'kind = "eval"', "conditions.slash.kind = 'eval': choose one of"),
+        ('text = "/"', 'text = "/"\nintervention = { kind = "exec" }', "conditions.slash.intervention.kind = 'exec': choose one of ARM"),
+        ("count = 55", "count = 1000000000000", "count=1000000000000: insert at most 1,000,000 tokens"),
+        ("draws = 3", "draws = 1000000000", "runs.first.draws: Input should be less than or equal to 1000, not '1000000000'"),
+        ("draws = 3", "draws = 3\nrun = 'x'", "runs.first.run: there is no such key here"),
+        ("draws = 3", 'draws = 3\nprompts = "/etc/passwd"', "runs.first.prompts: Input should be 'problems', 'word-problems', 'recall' or 'repeated-random', not '/etc/passwd'"),
+        ("layers = [0]", "layers = [-1]", "runs.first.layers.0: Input should be greater than or equal to 0, not '-1'"),
+        ('text = "/"', 'text = ["/", "?"]', "conditions.slash: give one value for each option; a register has no sweeps"),
+        ("layers = [0]", "layers = [0]\nanswers = true", "runs.first: give analyses, or answers = true"),
+        ('key = "falls"', 'key = "falls"\nkey = "rises"', "is not TOML: Cannot overwrite"),
+        ('key = "falls"', 'key = "falls"\nfigure = "write_image"', "claims.falls.figure: there is no 'write_image'"),
+        ("[register]", "[[arms]]\nform = 'odd'\nc = 1.0\np1 = 99.0\n[register]", "arms[0]: form='odd': choose one of"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, old, new, why):
+    """Names, numbers, types and paths that are none: nothing is run, and the message says what was given and what to give."""
     assert old in GOOD
-    with pytest.raises(OptionError, match=why) as error:
+    with pytest.raises(OptionError, match=re.escape(why)) as error:
         read(tmp_path, GOOD.replace(old, new, 1))
     assert "mine.toml" in str(error.value)
 
 
 def test_a_rule_without_a_range_is_refused(tmp_path, monkeypatch):
-    open_ended = replace(MEASURES["fall"], kind="share")
+    open_ended = replace(MEASURES["fall"], kind="share", range=None)
     monkeypatch.setitem(MEASURES, "fall", open_ended)
     with pytest.raises(OptionError, match="part 'change' has no range: give the smallest and the largest value"):
         read(tmp_path, GOOD)
     assert read(tmp_path, GOOD + "range = [-1.0, 1.0]\n").claims
-    with pytest.raises(OptionError, match=r"the line -0.02 has to lie within the range, 0.0 to 1.0"):
+    with pytest.raises(OptionError, match="the line -0.02 has to be a number within the range, 0.0 to 1.0"):
         read(tmp_path, GOOD + "range = [0.0, 1.0]\n")
 
 
@@ -168,7 +197,7 @@ def test_arm_is_that_of_the_model_by_name_else_of_its_family(tokenizer):
     )
     form, c, p1, said = arm_of("someone/gemma-3-1b", "Gemma3ForConditionalGeneration", tokenizer)
     assert (form, c, p1) == ("gemma", 0.25, 85.0)
-    assert "ARM as for Gemma3" in said
+    assert "ARM as for Gemma3 (c = 0.25, p1 = 85): the register has no values for gemma-3-1b." in said
     assert arm_of("gpt2", "GPT2LMHeadModel", tokenizer)[0] == "paper"
     direction = conditions_for(read_register(PAPER), "gpt2", "", tokenizer).made["direction"]
     assert direction.interventions[0].control == "random_direction"
@@ -193,7 +222,7 @@ def test_the_filler_is_what_the_tokenizer_can_make(tokenizer):
     found = conditions_for(register, "toy", "", pairs)
     unshifted = found.made["unshifted"].condition
     assert (found.made["slash"].count, found.made["sentence"].count, unshifted.count) == (56, 56, 56)
-    assert re.search("slash: 56 “/” tokens, with blanks, for 55", " ".join(found.deviations))
+    assert re.search("slash: 56 “/” tokens in place of 55, with spaces between them.", " ".join(found.deviations))
 
     def forty(text, add_special_tokens=True):
         return {"input_ids": [0] * 40 * text.count("/")}

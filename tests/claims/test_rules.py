@@ -73,9 +73,13 @@ def test_both_verdicts_take_more_than_random_weights_do(apart, spread, half, bey
 
 def test_the_line_of_contradiction_may_be_another():
     gain = Rule("above", 0.0, 0.0, 0.02)
-    for value, word in ((0.015, "supported"), (0.005, "contradicted"), (0.03, "supported"), (-0.1, "contradicted")):
+    for value, word in ((0.03, "supported"), (0.001, "contradicted"), (-0.1, "contradicted")):
         assert decide(gain, at(value, 0.004)).word == word
-    assert decide(gain, at(0.005, 0.02)).word == "cannot be told", "a small gain, and none, are in the interval"
+    assert decide(gain, at(0.01, 0.02)).word == "cannot be told", "no gain, and the published one, are in the interval"
+    small = decide(gain, at(0.01, 0.004))
+    assert small.word == "supported", "a gain is a gain"
+    assert "short of what was published" in small.why
+    assert "short" not in decide(gain, at(0.03, 0.004)).why
 
 
 def test_an_exact_test_has_to_agree():
