@@ -58,12 +58,9 @@ if TYPE_CHECKING:
     from mechattn.pages.one_prompt import pattern_difference as pattern_difference
     from mechattn.pages.page import browse as browse
     from mechattn.pages.page import page as page
-    from mechattn.patching.head_patching import patch_heads as patch_heads
-    from mechattn.patching.head_patching import patch_residual as patch_residual
-    from mechattn.patching.head_patching import patch_together as patch_together
-    from mechattn.patching.table import HeadPatching as HeadPatching
-    from mechattn.patching.table import LayerPatching as LayerPatching
-    from mechattn.patching.table import SetPatching as SetPatching
+    from mechattn.patching.effects import Patching as Patching
+    from mechattn.patching.patch import patch as patch
+    from mechattn.patching.sites import Sites as Sites
     from mechattn.prompts.conditions import Baseline as Baseline
     from mechattn.prompts.conditions import Counting as Counting
     from mechattn.prompts.conditions import Insertion as Insertion
@@ -101,9 +98,6 @@ _HOME = {
     "Counting": "prompts.conditions",
     "Evaluation": "evaluation.evaluation",
     "HeadAblation": "interventions.ablation",
-    "HeadPatching": "patching.table",
-    "LayerPatching": "patching.table",
-    "SetPatching": "patching.table",
     "HeadUpdates": "analysis.head_updates",
     "Insertion": "prompts.conditions",
     "Job": "jobs.job",
@@ -113,6 +107,7 @@ _HOME = {
     "Text": "prompts.conditions",
     "MechattnError": "errors",
     "MlpActivations": "analysis.mlp_activations",
+    "Patching": "patching.effects",
     "Prompt": "prompts.prompt",
     "QueryAnalysis": "analysis.query_analysis",
     "RandomSentence": "prompts.conditions",
@@ -125,6 +120,7 @@ _HOME = {
     "SegmentFlow": "analysis.segment_flow",
     "SegmentLogits": "analysis.segment_logits",
     "Sequence": "prompts.sequences",
+    "Sites": "patching.sites",
     "ShuffledSentence": "prompts.conditions",
     "TopTargetUpdates": "analysis.head_updates",
     "Transplant": "interventions.transplant",
@@ -145,9 +141,7 @@ _HOME = {
     "measure": "engine.own_forward",
     "page": "pages.page",
     "paper": "claims.judge",
-    "patch_heads": "patching.head_patching",
-    "patch_residual": "patching.head_patching",
-    "patch_together": "patching.head_patching",
+    "patch": "patching.patch",
     "pattern": "pages.one_prompt",
     "pattern_difference": "pages.one_prompt",
     "random_weights": "model.random_weights",

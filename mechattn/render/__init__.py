@@ -21,7 +21,7 @@ from mechattn.render.focus_figures import by_layer as by_layer
 from mechattn.render.focus_figures import heads_by_layer as heads_by_layer
 from mechattn.render.head_figures import across_layers as across_layers
 from mechattn.render.head_figures import meaningless_and_sentence as meaningless_and_sentence
-from mechattn.render.patching_figures import patched_heads as patched_heads
+from mechattn.render.patching_map import patching_map as patching_map
 from mechattn.render.patterns import attention_pattern as attention_pattern
 from mechattn.render.patterns import pattern_difference as pattern_difference
 from mechattn.render.patterns import received_text as received_text
