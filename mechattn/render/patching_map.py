@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mechattn.errors import OptionError
-from mechattn.render.change_figures import sure_marks
-from mechattn.render.theme import headed
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
 from mechattn.render.words import says
 
 if TYPE_CHECKING:
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from mechattn.patching.effects import Patching
 
 
+@declare("patching")
 def patching_map(patching: Patching) -> go.Figure:
     """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over the map).
 
@@ -28,8 +27,6 @@ def patching_map(patching: Patching) -> go.Figure:
     Raises:
         OptionError: The effects are not of heads, or of layers by segment.
     """
-    import plotly.graph_objects as go
-
     if patching.labels[0] != "layer" or len(patching.labels) != 2:
         raise OptionError(f"a map needs heads or layers in rows and columns; these are by {patching.labels}")
     across = patching.labels[1]
@@ -37,33 +34,22 @@ def patching_map(patching: Patching) -> go.Figure:
     names = ("effect", "low", "high", "q", "share", "random")
     at = [label for label in patching.effects[across].values.tolist() if label in set(table[across])]
     wide = {name: table.pivot(index="layer", columns=across, values=name)[at] for name in names}
-    effect, sure = wide["effect"], wide["q"] < 0.05
-    known = bool(table.share.notna().all())
-    reach = float(np.nanmax(abs(effect.values))) or 1.0
-    heat = go.Heatmap(
-        z=effect.values, x=effect.columns, y=effect.index, zmin=-reach, zmax=reach, colorscale="RdBu_r", name="effect",
-        meta=list(names[1:]), customdata=np.dstack([wide[name].values for name in names[1:]]),
-        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>"
-        "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]"
-        "<br>q = %{customdata[2]:.2g}" + "; %{customdata[3]:.1%} of the whole effect" * known +
-        "<br>random direction %{customdata[4]:.3g}<extra></extra>",
-        colorbar=dict(title="effect"),
-    )  # fmt: skip
+    sure, known = wide["q"] < 0.05, bool(table.share.notna().all())
+    hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
+    hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
+    figure = draw.head_map(wide, "effect", "effect", hover, across)
     about, (whole, low, high) = patching.about, patching.whole
     note = (
         f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
         f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
     )
-    figure = go.Figure([heat, sure_marks(sure)])
-    title = f"{about['model']}: patching effect by {across}"
-    figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
-    figure.update_xaxes(title_text=across)
-    figure.update_yaxes(title_text="layer", autorange="reversed")
+    heading = f"{about['model']}: patching effect by {across}"
+    draw.title(figure, heading, note, max(320, 160 + 24 * len(sure)), top=110)
     top = table.iloc[0]
     return says(
         figure,
         f"{int(sure.values.sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{top[across]}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
+        f"{table[across].iloc[0]}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
