@@ -69,7 +69,7 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
             "predicts the answer's first token and has no counterpart in the baseline, so nothing is patched there and "
             "not even the last layer's stream restores that token. Insert elsewhere, or begin the answer with a token "
-            "that the model is sure of",
+            "that the model is sure of"
         )
 
 

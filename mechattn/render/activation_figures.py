@@ -148,10 +148,7 @@ def _overall(result: Result, condition: str, quantity: str, segment: str, layer:
 
 @declare(NAME, compares=True, report=[{}])
 def agreement(
-    results: Seq[Result] | Result,
-    condition: str,
-    conditions: Seq[str] | None = None,
-    layer: int = 0,
+    results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
 

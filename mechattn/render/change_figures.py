@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @declare(compares=True, report=[{}])
 def change_map(
-    result: Result,
-    condition: str | None = None,
-    quantity: str = "received",
-    segment: str = "question",
+    result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
     """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
 

@@ -111,7 +111,7 @@ def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], 
     steps = [
         dict(
             method="update", label=str(layer),
-            args=[{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}],
+            args=[{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}]
         )
         for number, layer in enumerate(layers)
     ]  # fmt: skip

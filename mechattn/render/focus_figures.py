@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mechattn.contrast.blocks import in_parts
 from mechattn.contrast.means import mean_over_prompts
+from mechattn.contrast.quantities import by_layer as values_by_layer
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
@@ -37,10 +39,7 @@ _WORDS = {
 
 @declare(report=[{"quantity": "self_share"}, {"quantity": "first_share"}])
 def heads_by_layer(
-    result: Result,
-    quantity: str = "self_share",
-    segment: str = "question",
-    conditions: Seq[str] | None = None,
+    result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
     """Plot one number per head over the layers, one panel per condition; lines are sorted within each layer.
 
@@ -57,13 +56,12 @@ def heads_by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
     """
-    names = list(result.conditions if conditions is None else conditions)
-    variable = _variable(result, quantity, segment, names)
+    names = _names(result, conditions)
+    variable, null = values_by_layer(result, quantity, segment)
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
     figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
-    null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
         values = variable.sel(condition=name).transpose("prompt", "layer", "head")
         mean, low, high = mean_over_prompts(result, values)
@@ -90,12 +88,7 @@ def heads_by_layer(
 
 
 @declare(report=[{"quantity": "span_mass"}, {"quantity": "block_magnitude"}])
-def by_layer(
-    result: Result,
-    quantity: str,
-    segment: str = "question",
-    conditions: Seq[str] | None = None,
-) -> go.Figure:
+def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
     Args:
@@ -108,12 +101,11 @@ def by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition.
     """
-    names = list(result.conditions if conditions is None else conditions)
-    variable = _variable(result, quantity, segment, names)
+    names = _names(result, conditions)
+    variable, null = values_by_layer(result, quantity, segment)
     names = [name for name in names if _has_any(result, variable.sel(condition=name))]
     panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
     figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
-    null = _uniform(result, quantity, segment)
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
         for name, colour in zip(names, cycle(COLOURS), strict=False):
@@ -174,46 +166,14 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
     )  # fmt: skip
 
 
-def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> xr.DataArray:
-    """The values [prompt, condition, layer, …] of a quantity."""
-    if not conditions:
+def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
+    """The conditions, by default all."""
+    names = list(result.conditions if conditions is None else conditions)
+    if not names:
         raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
-    for name in conditions:
-        if name not in result.conditions:
-            have = ", ".join(map(repr, result.conditions))
-            raise OptionError(f"there is no condition {name!r}; the result has {have}")
-    found = _found(result, quantity)
-    if found is None:
-        known = sorted(
-            str(name) for at in result.datasets for name, v in result[at].items() if {"prompt", "layer"} <= set(v.dims)
-        )
-        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; it has {', '.join(known)}")
-    if "segment" in found.dims:
-        if segment not in found.segment.values:
-            raise OptionError(
-                f"segment={segment!r}: choose one of {', '.join(map(repr, found.segment.values.tolist()))}"
-            )
-        found = found.sel(segment=segment)
-    others = set(found.dims) - {"prompt", "condition", "layer", "head", "block"}
-    if others:
-        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(sorted(others))})")
-    return found
-
-
-def _found(result: Result, quantity: str) -> Any:
-    for at in result.datasets:
-        for name in (quantity, f"{quantity}_by_segment"):
-            if name in result[at] and {"prompt", "layer"} <= set(result[at][name].dims):
-                return result[at][name]
-    return None
-
-
-def _uniform(result: Result, quantity: str, segment: str) -> xr.DataArray | None:
-    for name in (f"{quantity}_uniform", f"{quantity}_by_segment_uniform"):
-        found = _found(result, name)
-        if found is not None:
-            return found.sel(segment=segment) if "segment" in found.dims else found
-    return None
+    for name in names:
+        check_condition(result, name)
+    return names
 
 
 def _of(variable: xr.DataArray, segment: str) -> str:

@@ -120,10 +120,7 @@ def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | N
 
 
 def verdict_words(
-    result: Result,
-    condition: str | None = None,
-    segment: str = "question",
-    control: str | None = None,
+    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
 ) -> str:
     """State the change of a segment's received attention and its uniform null in one sentence.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import summed
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
@@ -163,9 +164,7 @@ def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
     """The updates of a condition."""
     if reading not in READINGS:
         raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
-    if condition not in result.conditions:
-        have = ", ".join(map(repr, result.conditions))
-        raise OptionError(f"there is no condition {condition!r}; the result has {have}")
+    check_condition(result, condition)
     return result[READINGS[reading]].sel(condition=condition)
 
 
