@@ -115,7 +115,7 @@ def by_layer(result: Result, quantity: str, segment: str) -> tuple[xr.DataArray,
     values = in_segment(result[at][name], segment)
     others = set(values.dims) ^ {"prompt", "condition", "layer"}
     if others - {"head", "block"}:
-        raise OptionError(f"{quantity!r} has not one number for each head or layer ({', '.join(map(str, others))})")
+        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(map(str, others))})")
     return values, None if null is None else in_segment(null, segment)
 
 

@@ -112,7 +112,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, null.sel(condition=name), colour, column)
-    figure.update_xaxes(title_text="layer")
+    figure.update_xaxes(title_text="layer", dtick=max(1, variable.sizes["layer"] // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = f"{_of(variable, segment)}{heads}n = {count_words(result)}; bands: 95 % intervals"

@@ -165,7 +165,11 @@ def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
     if reading not in READINGS:
         raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
     check_condition(result, condition)
-    return result[READINGS[reading]].sel(condition=condition)
+    name = READINGS[reading]
+    if name not in result.datasets:
+        analysis = name.title().replace("_", "")
+        raise OptionError(f"this result has no {name}; run it with analyses=[{analysis}(), …]")
+    return result[name].sel(condition=condition)
 
 
 def _means(result: Result, condition: str, reading: str) -> str:
