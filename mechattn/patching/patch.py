@@ -287,7 +287,8 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], one: _Prom
     for name in ("effect", *CONTROLS):
         values = np.full((len(prompts), *sizes, max(1, len(segments))), np.nan)
         each = np.stack([row[name] for row in found]).reshape(len(prompts), len(at[0]), -1)
-        values[(slice(None), *at[: len(sizes)])] = each
+        cells: Any = (slice(None), *at[: len(sizes)])
+        values[cells] = each
         made[name] = (("prompt", *labels, "segment"), values) if segments else (("prompt", *labels), values[..., 0])
     made["whole"] = (("prompt",), np.array([float(row["whole"]) for row in found]))
     return xr.Dataset(made, {"prompt": list(prompts), **labels} | ({"segment": segments} if segments else {}))

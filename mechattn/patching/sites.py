@@ -60,9 +60,10 @@ class Target:
 
 def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is patched exactly."""
-    sites = (
-        at if isinstance(at, Sites) else Sites(at) if isinstance(at, str) and at in get_args(Part) else Sites("z", at)
-    )
+    named: Any = at
+    if not isinstance(at, Sites):
+        named = Sites(named) if isinstance(at, str) and at in get_args(Part) else Sites("z", named)
+    sites: Sites = named
     if sites.part not in get_args(Part):
         raise OptionError(f"part={sites.part!r}: choose one of {', '.join(map(repr, get_args(Part)))}")
     if sites.by not in (None, "segment"):
@@ -70,8 +71,8 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     if not isinstance(together, bool):
         raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
     if sites.part == "resid_post":
-        named: Any = sites.where
-        heads = [(layer, 0) for layer in chosen_layers(model, named)]
+        layers: Any = sites.where
+        heads = [(layer, 0) for layer in chosen_layers(model, layers)]
     else:
         heads = _heads(model, sites.where, kv_heads_of(model) if sites.part == "v" else int(model.cfg.n_heads))
     if sites.part == "pattern" and not _patterns_act(model):

@@ -51,39 +51,33 @@ class Run:
 @contextmanager
 def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace a part of each layer [batch pos head d_head] by a function of it during forward passes."""
-    if part == "z":
-        with changing_z(model, layers):
-            yield
-        return
-    if part == "v":
-        heads = kv_heads_of(model)
-        with changing_keys_values(model, {n: partial(_values_only, change, heads) for n, change in layers.items()}):
-            yield
-        return
     with ExitStack() as stack:
-        for layer, change in layers.items():
-            if part == "pattern":
-                hook = model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
-                stack.callback(hook.register_forward_hook(partial(_by_query, change)).remove)
-                continue
-            hook = model.hook_dict[f"blocks.{layer}.hook_resid_post"]
-            stack.callback(hook.register_forward_hook(partial(_as_one_head, change)).remove)
+        if part == "z":
+            stack.enter_context(changing_z(model, layers))
+        elif part == "v":
+            values = {n: partial(_values_only, change, kv_heads_of(model)) for n, change in layers.items()}
+            stack.enter_context(changing_keys_values(model, values))
+        else:
+            name, shape, by_head = _HOOKS[part]
+            for layer, change in layers.items():
+                put = partial(_reshaped, change, f"{shape} -> {by_head}", f"{by_head} -> {shape}")
+                stack.callback(model.hook_dict[name.format(layer)].register_forward_hook(put).remove)
         yield
+
+
+# Hooks whose values have other axes than [batch pos head d_head], and those axes in that order.
+_HOOKS = {
+    "pattern": ("blocks.{}.attn.hook_pattern", "batch head query key", "batch query head key"),
+    "resid_post": ("blocks.{}.hook_resid_post", "batch pos d_model", "batch pos 1 d_model"),
+}
 
 
 def _values_only(change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
     return change(split_heads(shown, heads)).reshape(shown.shape) if which == "v" else shown
 
 
-def _by_query(change: Callable[[Tensor], Tensor], module: Any, given: Any, pattern: Tensor) -> Tensor:
-    return rearrange(
-        change(rearrange(pattern, "batch head query key -> batch query head key")),
-        "batch query head key -> batch head query key",
-    )
-
-
-def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, stream: Tensor) -> Tensor:
-    return change(stream.unsqueeze(2)).squeeze(2)
+def _reshaped(change: Callable[[Tensor], Tensor], there: str, back: str, module: Any, given: Any, x: Tensor) -> Tensor:
+    return rearrange(change(rearrange(x, there)), back)
 
 
 def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = "z") -> Run:

@@ -161,10 +161,10 @@ def _points(
     figure: go.Figure, x: Any, rows: pd.DataFrame, name: str, colour: str, dash: str = "", **style: Any
 ) -> None:
     """The accuracies of a table's rows in percent."""
-    line = {"line": dict(dash=dash)} if dash else {}
+    style |= {"line": dict(dash=dash)} if dash else {}
     draw.points(
         figure, x, [100 * rows[column] for column in ("accuracy", "low", "high")], name, colour,
-        customdata=list(rows.index), hover="%{customdata}: %{y:.1f} %<extra></extra>", **style, **line,
+        customdata=list(rows.index), hovertemplate="%{customdata}: %{y:.1f} %<extra></extra>", **style,
     )  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def _points(
     """Estimates (estimate, low, high), with the condition or class of each on hover."""
     draw.points(
         figure, x, made, name, colour, column=column, showlegend=column in (None, 1), legendgroup=name,
-        marker=dict(size=7), customdata=list(words), hover="%{customdata}: %{y:.3g}",
+        marker=dict(size=7), customdata=list(words), hovertemplate="%{customdata}: %{y:.3g}",
     )  # fmt: skip
 
 

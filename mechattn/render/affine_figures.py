@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -93,5 +93,5 @@ def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
 def _bars(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:
     """Means over prompts and heads, by layer, with t intervals."""
     made = mean_over_prompts(result, values, ["head"] if "head" in values.dims else [])
-    style = dict(mode="lines+markers", line=dict(color=colour, width=2))
+    style: dict[str, Any] = dict(mode="lines+markers", line=dict(color=colour, width=2))
     draw.points(figure, values.layer.values, made, name, colour, column=column, **style)

@@ -48,7 +48,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         draw.points(
             figure, places + away, shown, f"{said} answers", colour, column=1, sideways=True, meta=["n", "tokens"],
             marker=dict(symbol=symbol, size=10, line_width=2), customdata=table[[f"{said}_n", f"{said}_tokens"]].values,
-            hover="%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>",
+            hovertemplate="%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
             x=null, y=places + away, mode="markers", name=f"uniform, {said}",
@@ -59,7 +59,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     draw.points(
         figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9), meta=["pairs", "p"],
         customdata=table[["pairs", "p"]].values,
-        hover="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
+        hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
     )  # fmt: skip
     figure.add_vline(0, line=dict(width=1, color="#444"), row=1, col=2)
     labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]

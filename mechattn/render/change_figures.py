@@ -168,7 +168,7 @@ def _where(layer: int | None) -> str:
 def _percents(figure: go.Figure, x: list, changes: Seq[Any], name: str, colour: str, mode: str) -> None:
     """Relative changes in percent, with their intervals."""
     hover = "%{x}: %{y:.1f} %<extra></extra>"
-    draw.points(figure, x, 100 * np.array(changes, dtype=np.float64).T, name, colour, mode=mode, hover=hover)
+    draw.points(figure, x, 100 * np.array(changes, dtype=np.float64).T, name, colour, mode=mode, hovertemplate=hover)
 
 
 def _n(table: pd.DataFrame) -> str:

@@ -52,7 +52,7 @@ class Declared:
         ]
         wanted += [name for name in ("heads", "choose") if name in named and "choose" in self.takes]
         for extra in self.report:
-            dataset = self.dataset(result, self.takes | dict(extra))
+            dataset = self.dataset(result, {**self.takes, **extra})
             if dataset is not None:
                 yield dataset, {name: named[name] for name in wanted} | dict(extra)
 

@@ -37,15 +37,15 @@ def at(column: int | None, row: int = 1) -> dict[str, int]:
 
 
 def points(
-    figure: go.Figure, x: Any, estimates: Seq[Any], name: str, colour: str, *, column: int | None = None,
-    mode: str = "markers", hover: str | None = None, sideways: bool = False, **style: Any,
+    figure: go.Figure, x: Any, estimates: Any, name: str, colour: str, column: int | None = None,
+    sideways: bool = False, **style: Any,
 ) -> None:  # fmt: skip
     """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
     bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, thickness=1.3)
     axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
-    marker = dict(color=colour, size=8) | style.pop("marker", {})
-    figure.add_scatter(**axes, name=name, mode=mode, marker=marker, hovertemplate=hover, **at(column), **style)
+    style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=8) | style.get("marker", {})}
+    figure.add_scatter(**axes, name=name, **at(column), **style)
 
 
 def ribbon(

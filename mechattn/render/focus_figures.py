@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def _has_any(result: Result, values: xr.DataArray) -> bool:
 
 def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
     """The value under uniform attention in each layer, dotted."""
-    style = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
+    style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
     draw.dotted(figure, null.layer.values, null.mean("prompt").values, "uniform", colour, column=column, **style)
 
 
