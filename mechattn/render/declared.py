@@ -45,10 +45,10 @@ class Declared:
         if self.compares and result.shown_condition() == BASELINE:
             return
         named = {"condition": result.shown_condition(), "conditions": result.conditions[1:], **given}
-        wanted = [
+        wanted = [  # a figure whose condition or layer is None by default chooses for each result
             name
             for name, default in self.takes.items()
-            if name == "condition" or (name in named and (default is inspect.Parameter.empty or default == 0))
+            if name in named and (default is inspect.Parameter.empty or default in (0, BASELINE))
         ]
         wanted += [name for name in ("heads", "choose") if name in named and "choose" in self.takes]
         for extra in self.report:
