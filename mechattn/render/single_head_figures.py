@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 _BANDS = "bands: pointwise 95 % intervals"
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     result: Result
     layer: int
     head: int
@@ -110,9 +108,8 @@ def across_layers(
         for n in layers
         if (change := change_words(result, condition, layer=n, heads=[head]))
     ]
-    if not said:  # with only the baseline, nothing has changed
-        return figure
-    return says(figure, f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}.")
+    words = f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}."
+    return says(figure, words if said else "")  # with only the baseline, nothing has changed
 
 
 def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
