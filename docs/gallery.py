@@ -257,8 +257,8 @@ ma.render.while_answering(answers)
 
 # %%
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
-patched = ma.patch_heads(solver, answered, slash)
-ma.render.patched_heads(patched)
+patched = ma.patch(solver, answered, slash)
+ma.render.patching_map(patched)
 
 # %% [markdown]
 # ## Everything in one page

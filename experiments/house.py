@@ -94,11 +94,10 @@ def walk() -> None:
     made: list[ma.Result] = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        patch = getattr(ma, "patch", None) or ma.patch_heads
         calls: dict[str, Callable[[], object]] = {
             "run": lambda: made.append(ma.run(model, prompts, conditions={"slash": slash})),
             "compare": lambda: made[0].compare("slash"),
-            "patch": lambda: patch(model, prompts, slash, progress=False),
+            "patch": lambda: ma.patch(model, prompts, slash, progress=False),
             "page": lambda: made[0].page(out / "page.html"),
             "paper": lambda: ma.paper(
                 "toy:llama", out / "paper", settings=ma.ClaimSettings(limit=8, problems=20, samples=2, new_tokens=8)

@@ -32,9 +32,9 @@ from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
 from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
-from .patching.head_patching import patch_heads as patch_heads
-from .patching.head_patching import patch_residual as patch_residual
-from .patching.head_patching import patch_together as patch_together
+from .patching.effects import Patching as Patching
+from .patching.patch import patch as patch
+from .patching.sites import Sites as Sites
 from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence

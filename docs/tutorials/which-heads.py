@@ -24,7 +24,7 @@ print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 
 # %%
 answered = ma.load_prompts("word-problems", limit=24, with_answer=True)
-print(ma.patch_residual(model, answered, slash, progress=False))
+print(ma.patch(model, answered, slash, at="resid_post", progress=False))
 
 # %% [markdown]
 # Everything is decided after layer 0: with the other run's stream there, the answer is back. So look at the eight heads
@@ -33,12 +33,12 @@ print(ma.patch_residual(model, answered, slash, progress=False))
 
 # %%
 first = [(0, head) for head in range(8)]
-back = ma.patch_heads(model, answered, slash, heads=first, progress=False)
+back = ma.patch(model, answered, slash, at=first, progress=False)
 print(back)
 
 # %%
-away = ma.patch_heads(model, answered, slash, heads=first, direction="noising", progress=False)
-print(away.heads()[["head", "effect", "low", "high", "q"]].round(3).to_string(index=False))
+away = ma.patch(model, answered, slash, at=first, direction="noising", progress=False)
+print(away.table(top=8)[["head", "effect", "low", "high", "q"]].round(3).to_string(index=False))
 
 # %% [markdown]
 # Heads 2 and 3 stand out in a strange way: restoring *either* of them makes the answer worse, not better. The
@@ -46,22 +46,24 @@ print(away.heads()[["head", "effect", "low", "high", "q"]].round(3).to_string(in
 # otherwise. Such heads have no effect of their own that could be measured. Patch them as one set:
 
 # %%
-pair = ma.patch_together(model, answered, slash, [(0, 2), (0, 3)], progress=False)
+two = ["L0H2", "L0H3"]
+pair = ma.patch(model, answered, slash, at=two, together=True, progress=False)
 print(pair)
 
 # %% [markdown]
 # ## What do they read?
 #
-# With `part="pattern"` only *where* the two heads attend is restored: nothing to the slashes, and to the question as
+# With `Sites("pattern")` only *where* the two heads attend is restored: nothing to the slashes, and to the question as
 # in the run without slashes. In the other direction the two attend to the question as they would with slashes, but
 # there are none to read.
 
 # %%
-looking = ma.patch_together(model, answered, slash, [(0, 2), (0, 3)], part="pattern", progress=False)
+where = ma.Sites("pattern", two)
+looking = ma.patch(model, answered, slash, at=where, together=True, progress=False)
 print(looking)
 
 # %%
-moved = ma.patch_together(model, answered, slash, [(0, 2), (0, 3)], part="pattern", direction="noising", progress=False)
+moved = ma.patch(model, answered, slash, at=where, together=True, direction="noising", progress=False)
 print(moved)
 
 # %%

@@ -7,31 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mechattn import render
 from mechattn.analysis.analysis import Analysis
 from mechattn.axes import BASELINE
 from mechattn.commands.config_file import Config, Figure, read_sections
 from mechattn.errors import OptionError
 from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
+from mechattn.render.declared import FIGURES as DECLARED
 from mechattn.sections import near, no_such_key
 from mechattn.store.file_names import file_names as file_names
 
-FIGURES: dict[str, Callable] = {  # every function of mechattn.render that draws results
-    name: draw
-    for name, draw in vars(render).items()
-    if inspect.isfunction(draw)
-    and next(iter(inspect.signature(draw).parameters)) in ("result", "results")
-    and inspect.signature(draw).return_annotation == "go.Figure"
-}
-_SHOWS = {
-    "scale_by_layer": "AffineShift",
-    "shift_rank": "AffineShift",
-    "activation_histogram": "MlpActivations",
-    "activation_metrics": "MlpActivations",
-    "near_zero_by_class": "MlpActivations",
-    "agreement": "MlpActivations",
-}
-_READINGS = {"mixed": "HeadUpdates", "top_target": "TopTargetUpdates"}
+FIGURES: dict[str, Callable] = {name: one.draw for name, one in DECLARED.items() if one.draws_results}
 
 
 def read_config(path: str | Path) -> Config:
@@ -59,8 +44,8 @@ def read_config(path: str | Path) -> Config:
 
 def shown_options(figure: Figure) -> dict[str, Any]:
     """The options of a figure, including defaults."""
-    takes = inspect.signature(FIGURES[figure.kind]).parameters.values()
-    return {p.name: p.default for p in takes if p.default is not inspect.Parameter.empty} | figure.options
+    takes = DECLARED[figure.kind].takes
+    return {name: default for name, default in takes.items() if default is not inspect.Parameter.empty} | figure.options
 
 
 def _check_figures(config: Config) -> None:
@@ -97,23 +82,22 @@ def _check_names(figure: Figure, where: str) -> None:
         raise OptionError(
             f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
         )
-    takes = inspect.signature(FIGURES[figure.kind]).parameters
+    takes = DECLARED[figure.kind].takes
     for name in figure.options:
-        if name not in takes or name in ("result", "results"):
-            raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes)[1:])}")
-    needed = [p.name for p in list(takes.values())[1:] if p.default is inspect.Parameter.empty]
+        if name not in takes:
+            raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes))}")
+    needed = [name for name, default in takes.items() if default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in figure.options]:
         raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
 
 
 def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
-    if "reading" in shown:
-        if not isinstance(shown["reading"], str) or shown["reading"] not in _READINGS:
-            raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(_READINGS)}")
-        return [_READINGS[shown["reading"]]]
-    if "quantity" not in shown:
-        return [_SHOWS.get(figure.kind, "ReceivedAttention")]
+    one = DECLARED[figure.kind]
+    if isinstance(one.needs, Mapping) and shown["reading"] not in one.needs:
+        raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}")
+    if one.needs:
+        return [kind for kind, make in ANALYSES.items() if make().name == one.analysis(shown)]
     of = [kind for kind, cls in ANALYSES.items() if str(shown["quantity"]) in _quantities(cls())]
     if not of:
         raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from mechattn import render
-from mechattn.axes import BASELINE
+from mechattn.analysis.registry import ANALYSES
 from mechattn.errors import OptionError
 from mechattn.pages.page import heads_options, results_page
 from mechattn.pages.verdict_words import flat, verdicts
+from mechattn.render.declared import FIGURES
 from mechattn.render.html import check_page_place
 from mechattn.render.received_figures import check_heads
 from mechattn.results.memory import MEMORY
@@ -19,10 +19,6 @@ from mechattn.results.result import Result
 from mechattn.store.reading import load_result
 
 Figures = list[tuple[Callable, Mapping[str, Any]]]
-_COMPARING = (  # these compare a condition with the baseline
-    render.change_map, render.two_by_two, render.scale_by_layer, render.shift_rank, render.activation_metrics,
-    render.agreement,
-)  # fmt: skip
 
 
 def report(
@@ -49,32 +45,13 @@ def report(
 
 
 def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, choose: int = 3) -> Figures:
-    """The figures for the analyses of a result, and their options."""
-    condition = result.shown_condition()
+    """The figures for the analyses of a result, in the order of the analyses, with their options."""
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
-    several: dict[str, Figures] = {
-        "received_attention": [
-            (render.received_attention, {"layer": layer} | heads_options(result, heads, choose)),
-            (render.change_map, {"condition": condition}),
-            (render.two_by_two, {"conditions": result.conditions[1:]}),
-        ],
-        "affine_shift": [(render.scale_by_layer, {"condition": condition}), (render.shift_rank, {})],
-        "mlp_activations": [
-            (render.activation_metrics, {"layer": layer}),
-            (render.activation_histogram, {"layer": layer}),
-            (render.agreement, {"condition": condition, "layer": layer}),
-        ],
-        "attention_focus": [(render.heads_by_layer, {"quantity": name}) for name in ("self_share", "first_share")],
-        "head_updates": [
-            (render.update_histogram, {"condition": condition}),
-            (render.update_map, {"condition": condition}),
-        ],
-        "attention_sinks": [(render.by_layer, {"quantity": "span_mass"})],
-        "block_updates": [(render.by_layer, {"quantity": "block_magnitude"})],
-    }
-    found = [figure for name, figures in several.items() if name in result.datasets for figure in figures]
-    alone = condition == BASELINE
-    return [(draw, options) for draw, options in found if not (alone and draw in _COMPARING)]
+    given = {"layer": layer} | heads_options(result, heads, choose)
+    found = [(at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)]
+    order = [make().name for make in ANALYSES]
+    found.sort(key=lambda each: (order.index(each[0]) if each[0] in order else len(order), each[1].compares))
+    return [(one.draw, options) for _, one, options in found]
 
 
 def summary(result: Result) -> str:

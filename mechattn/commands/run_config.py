@@ -181,10 +181,8 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
 
 
 def _chooses(section: Figure) -> bool:
-    """Whether the heads of a figure are chosen by the data; in old configs, ``heads`` was a number for this."""
-    if section.kind != "received_attention":
-        return False
-    return "choose" in section.options or isinstance(section.options.get("heads"), int)
+    """Whether the heads of a figure are chosen by the data."""
+    return section.options.get("choose") is not None
 
 
 def check_enough(prompts: int, by_half: bool) -> None:

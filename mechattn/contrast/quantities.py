@@ -98,15 +98,30 @@ def check_condition(result: Result, condition: str) -> None:
         )
 
 
+def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
+    """A variable's values in a segment, if it has segments."""
+    if "segment" not in variable.dims or segment is None:
+        return variable
+    if segment not in variable.segment.values:
+        known = ", ".join(map(repr, variable.segment.values.tolist()))
+        raise OptionError(f"segment={segment!r}: choose one of {known}")
+    return variable.sel(segment=segment)
+
+
+def by_layer(result: Result, quantity: str, segment: str) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """The values [prompt, condition, layer, …] of a quantity with at most one number per head, unread, and its null."""
+    at, name = dataset_of(result, quantity)
+    null = result[at].get(f"{name}_uniform")
+    values = in_segment(result[at][name], segment)
+    others = set(values.dims) ^ {"prompt", "condition", "layer"}
+    if others - {"head", "block"}:
+        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(map(str, others))})")
+    return values, None if null is None else in_segment(null, segment)
+
+
 def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
     """A variable's float64 values in a condition and a segment."""
-    made = variable.sel(condition=condition)
-    if "segment" in made.dims and segment is not None:
-        if segment not in made.segment.values:
-            raise OptionError(
-                f"segment={segment!r}: choose one of {', '.join(map(repr, made.segment.values.tolist()))}"
-            )
-        made = made.sel(segment=segment)
+    made = in_segment(variable.sel(condition=condition), segment)
     made = made.astype(np.float64, copy=False)
     first = [dim for dim in ("prompt", "layer", "head") if dim in made.dims]
     return made.transpose(*first, ...).reset_coords(drop=True)

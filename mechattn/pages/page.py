@@ -40,7 +40,7 @@ def page(
     return results_page([result], path, figures, force=force)
 
 
-def heads_options(result: Result, heads: Seq[int] | int | None, choose: int) -> dict[str, Any]:
+def heads_options(result: Result, heads: Seq[int] | None, choose: int) -> dict[str, Any]:
     """The options of ``received_attention`` that select heads; the first heads if the data cannot choose."""
     listed, number = listed_or_chosen(heads, None if heads is not None else choose)
     if number is None:

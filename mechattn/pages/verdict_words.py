@@ -11,10 +11,11 @@ from mechattn.analysis.registry import ANALYSES
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.figure_sections import time_words
-from mechattn.render.received_figures import matched_control, stated
+from mechattn.render.received_figures import stated
 from mechattn.render.theme import model_caption
 from mechattn.render.words import percent, percent_words
 from mechattn.results.result import Result
+from mechattn.results.stored_conditions import matched_control
 from mechattn.stats.comparison import Verdict
 
 VERDICT_COLUMNS = (

@@ -17,11 +17,9 @@ from mechattn.render.change_figures import change_map as change_map
 from mechattn.render.change_figures import sweep as sweep
 from mechattn.render.change_figures import two_by_two as two_by_two
 from mechattn.render.explorer import attention_explorer as attention_explorer
-from mechattn.render.focus_figures import by_layer as by_layer
-from mechattn.render.focus_figures import heads_by_layer as heads_by_layer
-from mechattn.render.head_figures import across_layers as across_layers
-from mechattn.render.head_figures import meaningless_and_sentence as meaningless_and_sentence
-from mechattn.render.patching_figures import patched_heads as patched_heads
+from mechattn.render.layer_figures import by_layer as by_layer
+from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
+from mechattn.render.patching_map import patching_map as patching_map
 from mechattn.render.patterns import attention_pattern as attention_pattern
 from mechattn.render.patterns import pattern_difference as pattern_difference
 from mechattn.render.patterns import received_text as received_text
@@ -29,6 +27,8 @@ from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
 from mechattn.render.received_figures import received_attention as received_attention
 from mechattn.render.received_figures import verdict_words as verdict_words
+from mechattn.render.single_head_figures import across_layers as across_layers
+from mechattn.render.single_head_figures import meaningless_and_sentence as meaningless_and_sentence
 from mechattn.render.update_figures import update_by_position as update_by_position
 from mechattn.render.update_figures import update_histogram as update_histogram
 from mechattn.render.update_figures import update_map as update_map

@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
 from mechattn.render.plain_names import with_plain_names
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT
+from mechattn.render.theme import COLOURS
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
 _LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
-_COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)
 
 
+@declare("evaluation")
 def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Plot accuracy by condition with 95 % intervals, one colour per model; dotted lines mark the baselines.
 
     Args:
         tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
     """
-    import plotly.graph_objects as go
-
     names = _conditions(tables)
-    figure = go.Figure()
-    for i, ((model, table), colour) in enumerate(zip(tables.items(), cycle(_COLOURS), strict=False)):
+    figure = draw.empty()
+    for i, ((model, table), colour) in enumerate(zip(tables.items(), cycle(COLOURS), strict=False)):
         rows = table.set_index("condition").reindex(names)
         place = np.arange(len(names)) + 0.14 * (i - (len(tables) - 1) / 2)
         _points(figure, place, rows, model, colour)
@@ -42,6 +42,7 @@ def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     return with_plain_names(figure)
 
 
+@declare("evaluation")
 def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
     """Plot accuracy over the values of a swept option with 95 % intervals, one line per model.
 
@@ -49,20 +50,17 @@ def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") ->
         tables: The table of ``Evaluation.accuracy()`` for each model by name, with conditions from ``ma.sweep``.
         option: The swept option.
 
-
     Raises:
         OptionError: No condition is named after the option.
     """
-    import plotly.graph_objects as go
-
     names = [name for name in _conditions(tables) if f"{option}=" in name]
     if not names:
         raise OptionError(f"no condition is named {option}=…; evaluate with conditions=ma.sweep(…)")
     values = [name.split(f"{option}=")[1].split(",")[0] for name in names]
     numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
     start = [BASELINE] if option == "count" else []
-    figure = go.Figure()
-    for (model, table), colour in zip(tables.items(), cycle(_COLOURS), strict=False):
+    figure = draw.empty()
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
         rows = table.set_index("condition").reindex([*start, *names])
         x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
         _points(figure, x, rows, model, colour, mode="lines+markers")
@@ -71,6 +69,7 @@ def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") ->
     return with_plain_names(figure)
 
 
+@declare("evaluation")
 def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
     """Map accuracy over two swept options; don't report the best cell on the same problems.
 
@@ -85,8 +84,6 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     Raises:
         OptionError: No condition is named after both options.
     """
-    import plotly.graph_objects as go
-
     cells = {}
     for name, value in zip(table.condition, table.accuracy, strict=True):
         options = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
@@ -98,18 +95,19 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
     reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
-    heat = go.Heatmap(
+    figure = draw.empty()
+    figure.add_heatmap(
         z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
         texttemplate="%{z:.1f}",
     )  # fmt: skip
-    figure = go.Figure(heat)
     about = f"n = {_n([table])}; {base:.1f} % in the baseline, white; blue is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
-    figure.update_layout(**LAYOUT, title_text=f"{model}: accuracy<br><sup>{about}</sup>", height=420)
+    draw.title(figure, f"{model}: accuracy", about, 420)
     return with_plain_names(figure)
 
 
+@declare("evaluation")
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
     """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one dash style per table.
 
@@ -121,37 +119,35 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     Raises:
         OptionError: There are no tables.
     """
-    import plotly.graph_objects as go
-
-    colours = dict(zip(_conditions(tables), cycle(_COLOURS), strict=False))
-    figure = go.Figure()
+    colours = dict(zip(_conditions(tables), cycle(COLOURS), strict=False))
+    figure = draw.empty()
     for (measure, table), dash in zip(tables.items(), cycle(("solid", "dash", "dot")), strict=False):
         for name, rows in table.groupby("condition", sort=False):
             renamed = rows.rename(columns={"estimate": "accuracy"}).set_index("condition")
-            _points(figure, rows.k.to_list(), renamed, f"{name}, {measure}", colours[name], "lines+markers", dash)
+            _points(figure, rows.k.to_list(), renamed, f"{name}, {measure}", colours[name], dash, mode="lines+markers")
     figure.update_xaxes(title_text="answers to each question (k)")
     figure.update_yaxes(title_text="probability of a right answer (%)", rangemode="tozero")
     note = "bars: 95 % intervals over problems"
-    figure.update_layout(**LAYOUT, title_text=f"{model}: {' and '.join(tables)}<br><sup>{note}</sup>", height=460)
+    draw.title(figure, f"{model}: {' and '.join(tables)}", note, 460)
     return with_plain_names(figure)
 
 
+@declare("evaluation")
 def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Plot the diversity of the answers to one question by condition, one colour per model.
 
     Args:
         tables: The table of ``Evaluation.diversity()`` for each model, by its name in the figure.
     """
-    import plotly.graph_objects as go
 
-    names, figure = _conditions(tables), go.Figure()
-    for (model, table), colour in zip(tables.items(), cycle(_COLOURS), strict=False):
+    names, figure = _conditions(tables), draw.empty()
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
         rows = table.rename(columns={"estimate": "accuracy"}).set_index("condition").reindex(names)
         _points(figure, names, rows, model, colour)
     n = int(next(iter(tables.values())).n.iloc[0])
     figure.update_yaxes(title_text=f"distinct {n}-grams (% of all)")
     note = "of all answers to one question; bars: 95 % intervals over questions"
-    figure.update_layout(**LAYOUT, title_text=f"diversity of answers<br><sup>{note}</sup>", height=420)
+    draw.title(figure, "diversity of answers", note, 420)
     return with_plain_names(figure)
 
 
@@ -162,19 +158,13 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
 
 
 def _points(
-    figure: go.Figure,
-    x: list | np.ndarray,
-    rows: pd.DataFrame,
-    name: str,
-    colour: str,
-    mode: str = "markers",
-    dash: str = "solid",
+    figure: go.Figure, x: Any, rows: pd.DataFrame, name: str, colour: str, dash: str = "", **style: Any
 ) -> None:
-    estimate, low, high = (100 * rows[column].to_numpy() for column in ("accuracy", "low", "high"))
-    bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
-    figure.add_scatter(
-        x=x, y=estimate, error_y=bars, name=name, mode=mode, marker=dict(color=colour, size=8), line=dict(dash=dash),
-        customdata=list(rows.index), hovertemplate="%{customdata}: %{y:.1f} %<extra></extra>",
+    """The accuracies of a table's rows in percent."""
+    style |= {"line": dict(dash=dash)} if dash else {}
+    draw.points(
+        figure, x, [100 * rows[column] for column in ("accuracy", "low", "high")], name, colour,
+        customdata=list(rows.index), hovertemplate="%{customdata}: %{y:.1f} %<extra></extra>", **style,
     )  # fmt: skip
 
 
@@ -189,4 +179,4 @@ def _n(tables: Seq[pd.DataFrame]) -> str:
 def _finish(figure: go.Figure, tables: Mapping[str, pd.DataFrame], title: str) -> None:
     note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    figure.update_layout(**LAYOUT, title_text=f"{title}<br><sup>{note}</sup>", height=460)
+    draw.title(figure, title, note, 460)

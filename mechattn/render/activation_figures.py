@@ -10,22 +10,25 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
-from mechattn.render.theme import OTHERS, THIRD, WITH, WITHOUT, faint, headed, model_caption
-from mechattn.render.words import count_words, mean_words, number_words, over_units, percent_words, says
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
+from mechattn.render.theme import COLOURS, model_caption
+from mechattn.render.words import count_words, mean_words, number_words, percent_words, says
 from mechattn.results.result import Result
-from mechattn.stats.intervals import Interval, t_interval
+from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
 
 NAME = "mlp_activations"
-_COLOURS = (WITH, THIRD, *OTHERS)
 _METRICS = {"near_zero": "near-zero share", "l1": "L1 norm", "l2": "L2 norm", "gini": "Gini coefficient"}
 
 
+@declare(NAME, report=[{}])
 def activation_histogram(
     results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
 ) -> go.Figure:
@@ -43,9 +46,12 @@ def activation_histogram(
     figure = _panels(results)
     for column, result in enumerate(results, 1):
         at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
-        for name, colour in zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False):
-            made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "bin")))
-            _band(figure, at.bin.values, made.low, made.high, colour, column)
+        for name, colour in zip([BASELINE, *names], cycle(COLOURS), strict=False):
+            made = mean_over_prompts(result, at.sel(condition=name).transpose("prompt", "bin"))
+            least = np.nanmin(_positive(made.high)) / 10
+            steps = np.repeat(at.bin.values, 2)[1:]
+            low, high = (np.repeat(edge.clip(least), 2)[:-1] for edge in (made.low, made.high))
+            draw.ribbon(figure, steps, low, high, colour, column=column, alpha=0.15)
             figure.add_scatter(
                 x=at.bin.values, y=_positive(made.estimate), row=1, col=column, name=name, showlegend=column == 1,
                 legendgroup=name, line=dict(color=colour, width=1.6, shape="hv"),
@@ -59,7 +65,7 @@ def activation_histogram(
     note = (
         f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
     )
-    figure.update_layout(**_layout("activations of the MLP", note, 480, top=150))
+    draw.title(figure, "activations of the MLP", note, 480, top=150)
     parts = [
         f"{model_caption(r)}: " + "; ".join(f"{n} {mean_words(r, _near_zero(r, n, layer))}" for n in [BASELINE, *names])
         for r in results
@@ -67,6 +73,7 @@ def activation_histogram(
     return says(figure, "Near-zero share:", ". ".join(parts) + ".")
 
 
+@declare(NAME, compares=True, report=[{}])
 def activation_metrics(
     results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0, segment: str = "question"
 ) -> go.Figure:
@@ -78,20 +85,18 @@ def activation_metrics(
         layer: The layer, from 0.
         segment: The segment of the tokens.
     """
-    from plotly.subplots import make_subplots
-
     results, names = _checked(results, conditions, layer)
-    figure = make_subplots(1, 4, subplot_titles=list(_METRICS.values()), horizontal_spacing=0.05)
+    figure = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05)
     for column, metric in enumerate(_METRICS, 1):
-        for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
-            made = [100 * np.array(_overall(result, name, metric, segment, layer)) for name in names]
+        for i, (result, colour) in enumerate(zip(results, cycle(COLOURS[1:]), strict=False)):
+            made = 100 * np.array([_overall(result, name, metric, segment, layer) for name in names]).T
             place = np.arange(len(names)) + 0.14 * (i - (len(results) - 1) / 2)
-            _points(figure, place, np.array(made), model_caption(result), colour, column, column == 1, names)
-        figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
+            _points(figure, place, made, model_caption(result), colour, column, names)
+        draw.zero(figure, row=1, col=column)
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=list(names), row=1, col=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
-    figure.update_layout(**_layout("changes of the MLP's activations", note, 520))
+    draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
     parts = [
         f"{model_caption(r)}: "
         + "; ".join(f"{n} {percent_words(_overall(r, n, 'near_zero', segment, layer))}" for n in names)
@@ -100,6 +105,7 @@ def activation_metrics(
     return says(figure, "Change of the near-zero share:", ". ".join(parts) + ".")
 
 
+@declare(NAME)
 def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0) -> go.Figure:
     """Plot the share of near-zero activations by token class: digits, operators, conjunctions and others.
 
@@ -114,16 +120,16 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         at = result[NAME].near_zero_by_token_class.sel(layer=layer)
         there = (at.notnull().all("condition").sum("prompt") >= 3).values
         classes = at.token_class.values[there]
-        for i, (name, colour) in enumerate(zip([BASELINE, *names], cycle((WITHOUT, *_COLOURS)), strict=False)):
-            made = t_interval(over_units(result, at.sel(condition=name).transpose("prompt", "token_class"))[:, there])
+        for i, (name, colour) in enumerate(zip([BASELINE, *names], cycle(COLOURS), strict=False)):
+            made = mean_over_prompts(result, at.sel(condition=name).transpose("prompt", "token_class")[:, there])
             place = np.arange(len(classes)) + 0.8 / (len(names) + 1) * (i - len(names) / 2)
-            _points(figure, place, np.array(made).T, name, colour, column, column == 1, list(classes))
+            _points(figure, place, made, name, colour, column, list(classes))
         counts = at.sel(condition=BASELINE).notnull().sum("prompt").values[there]
         labels = [f"{label}<br>n = {count}" for label, count in zip(classes, counts, strict=True)]
         figure.update_xaxes(tickvals=list(range(len(classes))), ticktext=labels, row=1, col=column)
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
-    figure.update_layout(**_layout("near-zero activations by class of token", note, 500, top=150))
+    draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
     at = results[0][NAME].near_zero_by_token_class.sel(layer=layer)
     parts = [
         f"{kind}: "
@@ -140,11 +146,9 @@ def _overall(result: Result, condition: str, quantity: str, segment: str, layer:
     return Contrast(result, condition, quantity=quantity, segment=segment).overall(layer)[0]
 
 
+@declare(NAME, compares=True, report=[{}])
 def agreement(
-    results: Seq[Result] | Result,
-    condition: str,
-    conditions: Seq[str] | None = None,
-    layer: int = 0,
+    results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
 
@@ -154,34 +158,29 @@ def agreement(
         conditions: The others; all by default.
         layer: The layer, from 0.
     """
-    import plotly.graph_objects as go
-
     results, names = _checked(results, conditions, layer)
     others = [name for name in names if name != condition]
     if not others:
         raise OptionError(f"there is no condition to compare with {condition!r}; run at least one more")
-    figure, said = go.Figure(), []
-    for i, (result, colour) in enumerate(zip(results, cycle(_COLOURS), strict=False)):
+    figure, said = draw.empty(), []
+    for i, (result, colour) in enumerate(zip(results, cycle(COLOURS[1:]), strict=False)):
         table = result.agreement(condition, others[0], controls=others[1:])
         table = table[table.layer == layer]
         made = table[["cosine", "low", "high"]].to_numpy()
         place = np.arange(len(others)) + 0.14 * (i - (len(results) - 1) / 2)
         said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(others, made, strict=True)]
-        _points(figure, place, made, model_caption(result), colour, None, True, others)
-    figure.add_hline(0, line_width=1, line_color="#888")
+        _points(figure, place, made.T, model_caption(result), colour, None, others)
+    draw.zero(figure)
     figure.update_xaxes(tickvals=list(range(len(others))), ticktext=list(others))
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
     note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
-    figure.update_layout(**_layout(f"agreement with “{condition}”", note, 460))
+    draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, "; ".join(said) + ".")
 
 
 def _panels(results: Seq[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
-    from plotly.subplots import make_subplots
-
-    titles = [model_caption(result).replace(" (", "<br>(") for result in results]
-    return make_subplots(1, len(results), subplot_titles=titles, horizontal_spacing=0.06, **options)
+    return draw.panels([model_caption(r).replace(" (", "<br>(") for r in results], horizontal_spacing=0.06, **options)
 
 
 def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int) -> tuple[list[Result], list[str]]:
@@ -217,28 +216,13 @@ def _positive(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, np.nan)
 
 
-def _band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str, column: int) -> None:
-    least = np.nanmin(_positive(high)) / 10
-    steps = np.repeat(x, 2)[1:]
-    top, bottom = (np.repeat(edge.clip(least), 2)[:-1] for edge in (high, low))
-    outline = dict(x=np.concatenate([steps, steps[::-1]]), y=np.concatenate([top, bottom[::-1]]))
-    figure.add_scatter(
-        **outline, row=1, col=column, fill="toself", fillcolor=faint(colour, 0.15), line=dict(width=0),
-        hoverinfo="skip", showlegend=False,
-    )  # fmt: skip
-
-
 def _points(
-    figure: go.Figure, x: np.ndarray, made: np.ndarray, name: str, colour: str, column: int | None, legend: bool,
-    words: Seq[str],
+    figure: go.Figure, x: np.ndarray, made: Any, name: str, colour: str, column: int | None, words: Seq[str]
 ) -> None:  # fmt: skip
-    """Estimates [point, (estimate, low, high)], drawn with their intervals."""
-    estimate, low, high = made.T
-    bars = dict(type="data", array=high - estimate, arrayminus=estimate - low, symmetric=False, thickness=1.3)
-    where = {} if column is None else {"row": 1, "col": column}
-    figure.add_scatter(
-        x=x, y=estimate, error_y=bars, mode="markers", name=name, showlegend=legend, legendgroup=name,
-        marker=dict(color=colour, size=7), customdata=list(words), hovertemplate="%{customdata}: %{y:.3g}", **where,
+    """Estimates (estimate, low, high), with the condition or class of each on hover."""
+    draw.points(
+        figure, x, made, name, colour, column=column, showlegend=column in (None, 1), legendgroup=name,
+        marker=dict(size=7), customdata=list(words), hovertemplate="%{customdata}: %{y:.3g}",
     )  # fmt: skip
 
 
@@ -246,7 +230,3 @@ def _n(results: Seq[Result]) -> str:
     counts = sorted({result["sequences"].sizes["prompt"] for result in results})
     alike = {count_words(result) for result in results}
     return f"n = {alike.pop()}" if len(alike) == 1 else f"n = {', '.join(map(str, counts))} prompts"
-
-
-def _layout(title: str, note: str, height: int, top: int = 130) -> dict:
-    return headed(top, height) | {"title_text": f"{title}<br><sup>{note}</sup>"}

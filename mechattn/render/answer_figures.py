@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.errors import OptionError
+from mechattn.render import draw
 from mechattn.render.accuracy_figures import accuracy_sweep
 from mechattn.render.change_figures import sweep
+from mechattn.render.declared import figure as declare
 from mechattn.render.plain_names import with_plain_names
-from mechattn.render.theme import THIRD, WITH, WITHOUT, headed, model_caption, quantity_words
+from mechattn.render.theme import THIRD, WITH, WITHOUT, model_caption, quantity_words
 from mechattn.render.words import said as said_by
 from mechattn.render.words import says
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mechattn.stats.trend import Trend
 
 
+@declare("evaluation")
 def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure:
     """Plot the attention of right and of wrong answers to a segment by condition, with 95 % intervals over answers.
 
@@ -34,43 +37,35 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         measured: The result of ``ma.while_answering``.
         to: The segment of the keys.
     """
-    from plotly.subplots import make_subplots
-
     table = measured.table(to).dropna(subset=["right", "wrong"], how="all").reset_index(drop=True)
     if table.empty:
         raise OptionError(f"no condition has a {to} segment, or no answer was written")
     titles = [f"attention to the {to} (%)", "right minus wrong, beyond uniform (points)"]
-    figure = make_subplots(cols=2, shared_yaxes=True, column_widths=[0.6, 0.4], subplot_titles=titles)
+    figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
     places = np.arange(len(table))
     for said, symbol, colour, away in (("right", "circle", THIRD, -0.12), ("wrong", "circle-open", WITH, 0.12)):
-        mean, low, high, null = (100 * table[f"{said}{end}"] for end in ("", "_low", "_high", "_uniform"))
-        bars = dict(type="data", array=high - mean, arrayminus=mean - low, symmetric=False, thickness=1.3)
-        figure.add_scatter(
-            x=mean, y=places + away, error_x=bars, mode="markers", name=f"{said} answers", meta=["n", "tokens"],
-            marker=dict(symbol=symbol, color=colour, size=10, line_width=2),
-            customdata=table[[f"{said}_n", f"{said}_tokens"]].values,
+        *shown, null = (100 * table[f"{said}{end}"] for end in ("", "_low", "_high", "_uniform"))
+        draw.points(
+            figure, places + away, shown, f"{said} answers", colour, column=1, sideways=True, meta=["n", "tokens"],
+            marker=dict(symbol=symbol, size=10, line_width=2), customdata=table[[f"{said}_n", f"{said}_tokens"]].values,
             hovertemplate="%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>",
-            row=1, col=1,
         )  # fmt: skip
         figure.add_scatter(
             x=null, y=places + away, mode="markers", name=f"uniform, {said}",
             marker=dict(symbol="line-ns-open", color=colour, size=12, line_width=1.5),
             hovertemplate="uniform attention: %{x:.1f} %<extra></extra>", row=1, col=1,
         )  # fmt: skip
-    beyond, low, high = (100 * table[name] for name in ("beyond", "beyond_low", "beyond_high"))
-    bars = dict(type="data", array=high - beyond, arrayminus=beyond - low, symmetric=False, thickness=1.3)
-    figure.add_scatter(
-        x=beyond, y=places, error_x=bars, mode="markers", name="pairs", marker=dict(color=WITHOUT, size=9),
-        meta=["pairs", "p"], customdata=table[["pairs", "p"]].values,
+    beyond = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
+    draw.points(
+        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9), meta=["pairs", "p"],
+        customdata=table[["pairs", "p"]].values,
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
-        row=1, col=2,
     )  # fmt: skip
     figure.add_vline(0, line=dict(width=1, color="#444"), row=1, col=2)
     labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
     note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
-    title = f"{measured.about}: attention of {measured.queries}<br><sup>{note}</sup>"
-    figure.update_layout(**headed(150, 260 + 60 * len(table)), title_text=title)
+    draw.title(figure, f"{measured.about}: attention of {measured.queries}", note, 260 + 60 * len(table), top=150)
     return says(with_plain_names(figure), _said(table))
 
 
@@ -88,6 +83,7 @@ def _said(table: pd.DataFrame) -> str:
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."
 
 
+@declare("evaluation")
 def dose_curves(
     accuracy: pd.DataFrame,
     result: Result,
@@ -115,25 +111,22 @@ def dose_curves(
     Raises:
         OptionError: No condition is named after the option, or the evaluation and the result have different conditions.
     """
-    from plotly.subplots import make_subplots
-
     ours, theirs = ({n for n in names if f"{option}=" in n} for names in (accuracy.condition, result.conditions))
     if ours != theirs:
         apart = sorted(ours ^ theirs)[0]
         raise OptionError(f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both")
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
-    figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=titles)
+    figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy_sweep({"right answers": accuracy}, option)
     lower = sweep(result, option, quantity, segment, layer)
     for row, drawn in ((1, upper), (2, lower)):
         for trace in drawn.data:
             figure.add_trace(trace, row=row, col=1)
-    figure.add_hline(0, line_width=1, line_color="#888", row=2, col=1)
+    draw.zero(figure, row=2, col=1)
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     note = "bars: 95 %, over problems above, over prompts below; dotted: uniform attention"
-    title = f"{model_caption(result)}: answers and attention by {option}<br><sup>{note}</sup>"
-    figure.update_layout(**headed(150, 640), title_text=title)
+    draw.title(figure, f"{model_caption(result)}: answers and attention by {option}", note, 640, top=150)
     said = [
         f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}" for what, t in (trends or {}).items()
     ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, WITH, WITHOUT, headed, model_caption, quantity_words
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
+from mechattn.render.theme import OTHERS, WITH, WITHOUT, model_caption, quantity_words
 from mechattn.render.words import change_words, count_words, percent, says
 from mechattn.results.result import Result
 
@@ -19,11 +21,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
+@declare(compares=True, report=[{}])
 def change_map(
-    result: Result,
-    condition: str | None = None,
-    quantity: str = "received",
-    segment: str = "question",
+    result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
     """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
 
@@ -36,19 +36,19 @@ def change_map(
         quantity: The quantity, as for ``result.compare``.
         segment: The segment that it is about.
     """
-    import plotly.graph_objects as go
-
     condition = result.condition(condition)
     table = Contrast(result, condition, quantity=quantity, segment=segment).table(bootstrap=False)
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any())
-    column = "beyond" if known else "difference"
-    names = {"shown": column, "low": f"{column}_low".removeprefix("difference_"), "difference": "difference", "q": "q"}
-    names["high"] = names["low"].replace("low", "high")
+    column, what = ("beyond", "beyond the null") if known else ("difference", "change")
+    low, high = (f"{column}_{end}".removeprefix("difference_") for end in ("low", "high"))
+    names = {"shown": column, "change": "difference", "q": "q", "low": low, "high": high}
     wide = {name: table.pivot(index="layer", columns="head", values=of) for name, of in names.items()}
     sure = wide["q"] < 0.05
-    figure = go.Figure(_map_and_marks(wide, sure, f"{table.scale.iloc[0]}{'<br>less null' * known}"))
+    hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
+    figure = draw.head_map(wide, what, f"{table.scale.iloc[0]}{'<br>less null' * known}", hover)
     note = (
         f"{condition}; {int(sure.values.sum())} of {sure.size} heads at q < 0.05; n = {_n(table)}; "
         f"{'null: ' * known}{table.attrs['null']}"
@@ -58,10 +58,8 @@ def change_map(
     if table.attrs["left_out"]:
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
     relative = "change relative to its null" if known else "change"
-    title = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
-    figure.update_layout(**headed(110, max(320, 160 + 24 * len(sure))), title_text=f"{title}<br><sup>{note}</sup>")
-    figure.update_xaxes(title_text="head")
-    figure.update_yaxes(title_text="layer", autorange="reversed")
+    heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
+    draw.title(figure, heading, note, max(320, 160 + 24 * len(sure)), top=110)
     return says(figure, _map_words(table, column))
 
 
@@ -84,34 +82,7 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
     return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
 
 
-def _map_and_marks(wide: dict[str, pd.DataFrame], sure: pd.DataFrame, unit: str) -> list:
-    """The heat map of the tested differences, with intervals on hover, and a dot on each significant cell."""
-    import plotly.graph_objects as go
-
-    beyond, what = wide["shown"], "beyond the null" if "null" in unit else "change"
-    reach = float(np.nanmax(abs(beyond.values))) or 1.0
-    heat = go.Heatmap(
-        z=beyond.values, x=beyond.columns, y=beyond.index, zmin=-reach, zmax=reach, colorscale="RdBu_r",
-        name=what, meta=["change", "q", "low", "high"],
-        customdata=np.dstack([wide[name].values for name in ("difference", "q", "low", "high")]),
-        hovertemplate=f"layer %{{y}} head %{{x}}<br>{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
-        "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}<extra></extra>",
-        colorbar=dict(title=unit),
-    )  # fmt: skip
-    return [heat, sure_marks(sure)]
-
-
-def sure_marks(sure: pd.DataFrame) -> go.Scatter:
-    """A dot on each significant cell of a map [layer head]."""
-    import plotly.graph_objects as go
-
-    layer, head = np.nonzero(sure.values)
-    return go.Scatter(
-        x=sure.columns.values[head], y=sure.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
-        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
-    )  # fmt: skip
-
-
+@declare()
 def sweep(
     result: Result,
     option: str = "count",
@@ -131,8 +102,6 @@ def sweep(
     Raises:
         OptionError: No condition of the result is named after the option.
     """
-    import plotly.graph_objects as go
-
     lines: dict[str, dict[str, str]] = {}
     for name in result.conditions:
         parts = name.split(", ")
@@ -142,26 +111,25 @@ def sweep(
             lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
     if not lines:
         raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
-    figure = go.Figure()
+    figure = draw.empty()
     for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
         numeric = all(value.lstrip("-").isdigit() for value in named)
         x = [int(value) for value in named] if numeric else list(named)
         changes = [Contrast(result, name, quantity=quantity, segment=segment).overall(layer) for name in named.values()]
         start = ([0], [0.0]) if numeric else ([], [])  # nothing inserted, so nothing changed
-        _interval_line(
-            figure, start[0] + x, [None] * len(start[0]) + [c for c, _ in changes], words or quantity, colour
-        )
+        shown = [(0.0, 0.0, 0.0)] * len(start[0]) + [change for change, _ in changes]
+        _percents(figure, start[0] + x, shown, words or quantity, colour, "lines+markers")
         if changes[0][1] is not None:
             nulls = start[1] + [100 * float(null.estimate) for _, null in changes if null is not None]
-            line = dict(dash="dot", color=colour)
             name = f"uniform attention{', ' * bool(words)}{words}" if len(lines) > 1 else "uniform attention"
-            figure.add_scatter(x=start[0] + x, y=nulls, name=name, line=line, mode="lines+markers")
+            draw.dotted(figure, start[0] + x, nulls, name, colour, mode="lines+markers")
     _finish(figure, result, f"{quantity_words(quantity, segment)}, by {option}", layer)
     figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
     ends = [list(named.items())[-1] for named in lines.values()]
     return says(figure, *(f"{name}: {change_words(result, name, quantity, segment, layer)}." for _, name in ends))
 
 
+@declare(compares=True, report=[{}])
 def two_by_two(
     result: Result,
     conditions: Seq[str],
@@ -181,11 +149,9 @@ def two_by_two(
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
     """
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = draw.empty()
     changes = [Contrast(result, name, quantity=quantity, segment=segment).overall(layer) for name in conditions]
-    _interval_line(figure, list(conditions), [change for change, _ in changes], "measured", WITH, mode="markers")
+    _percents(figure, list(conditions), [change for change, _ in changes], "measured", WITH, "markers")
     if all(null is not None for _, null in changes):
         nulls = [100 * float(null.estimate) for _, null in changes if null is not None]
         marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
@@ -199,17 +165,10 @@ def _where(layer: int | None) -> str:
     return "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
 
 
-def _interval_line(
-    figure: go.Figure, x: list, changes: list, name: str, colour: str, mode: str = "lines+markers"
-) -> None:
-    """Estimates in percent with their intervals; None stands for the baseline, 0 by definition."""
-    y = [0.0 if c is None else 100 * float(c.estimate) for c in changes]
-    above = [0.0 if c is None else 100 * float(c.high - c.estimate) for c in changes]
-    below = [0.0 if c is None else 100 * float(c.estimate - c.low) for c in changes]
-    bars = dict(type="data", array=above, arrayminus=below, symmetric=False, thickness=1.4)
-    marker = dict(size=8, color=colour)
+def _percents(figure: go.Figure, x: list, changes: Seq[Any], name: str, colour: str, mode: str) -> None:
+    """Relative changes in percent, with their intervals."""
     hover = "%{x}: %{y:.1f} %<extra></extra>"
-    figure.add_scatter(x=x, y=y, error_y=bars, name=name, mode=mode, marker=marker, hovertemplate=hover)
+    draw.points(figure, x, 100 * np.array(changes, dtype=np.float64).T, name, colour, mode=mode, hovertemplate=hover)
 
 
 def _n(table: pd.DataFrame) -> str:
@@ -221,8 +180,6 @@ def _n(table: pd.DataFrame) -> str:
 
 def _finish(figure: go.Figure, result: Result, what: str, layer: int | None) -> None:
     note = f"{_where(layer)}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    figure.add_hline(0, line_width=1, line_color="#888")
-    figure.update_layout(
-        **LAYOUT, title_text=f"{model_caption(result)}: change of {what}<br><sup>{note}</sup>", height=440
-    )
+    draw.zero(figure)
+    draw.title(figure, f"{model_caption(result)}: change of {what}", note, 440)
     figure.update_yaxes(title_text="change from the baseline (%)")

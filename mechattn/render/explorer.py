@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.render.received_figures import check_heads
 from mechattn.render.theme import FONT, model_caption
@@ -77,10 +78,7 @@ def attention_explorer(
 
 
 def _check(result: Result, condition: str, prompt: int, maps: Any) -> None:
-    if condition not in result.conditions:
-        raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
-        )
+    check_condition(result, condition)
     if not 0 <= prompt < maps.sizes["prompt"]:
         raise OptionError(f"prompt={prompt}: the result has prompts 0 to {maps.sizes['prompt'] - 1}")
     check_count(maps.sizes["layer"], maps.sizes["head"])

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.means import Positions, at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
-from mechattn.errors import OptionError, warn
+from mechattn.errors import OptionError
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
 from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
 from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
 from mechattn.results.result import Result
 from mechattn.results.result_units import units_of
-from mechattn.results.stored_conditions import stored_condition
-from mechattn.stats.intervals import t_interval_of_moments
-from mechattn.stats.moments import Moments
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    import xarray as xr
 
     from mechattn.stats.comparison import Verdict
 
 NAME = "received_attention"
 
 
+@declare(NAME, report=[{}])
 def received_attention(
     result: Result,
     layer: int,
@@ -56,35 +56,33 @@ def received_attention(
     Raises:
         OptionError: There is no such layer, head or condition, or heads cannot be chosen.
     """
-    from plotly.subplots import make_subplots
-
     dataset = result[NAME]
     condition = result.shown_condition(condition)
     check_layer(layer, dataset)
     heads, choose = listed_or_chosen(heads, choose)
-    prompts = np.arange(dataset.sizes["prompt"])
-    chosen, shown, how = prompts, prompts, "chosen by hand"
+    shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
     if choose is not None:
-        chosen, shown = units_of(result, len(prompts)).halves()
+        chosen, shown = units_of(result, len(shown)).halves()
         heads, how = choose_heads(result, layer, choose, condition, chosen), "chosen on the other half of the prompts"
     check_heads(heads, dataset.sizes["head"])
-    titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
     alone = condition == BASELINE
     rows = [(1, "received_by_origin", BASELINE)]
     rows += [] if alone else [(1, "received_by_origin", condition), (2, "received", condition)]
-    spacing = dict(vertical_spacing=0.16, horizontal_spacing=0.06)
-    figure = make_subplots(rows[-1][0], len(heads), subplot_titles=titles, **spacing)
+    titles = [f"Layer {layer + one_based} head {head + one_based}" for head in heads]
+    titles += [] if alone else [""] * len(heads)
+    figure = draw.panels(titles, rows[-1][0], vertical_spacing=0.16, horizontal_spacing=0.06)
     span = _inserted_span(result, condition)
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     for column, head in enumerate(heads, 1):
         for row, quantity, name in rows:
-            moments = moments_of(dataset, quantity, name, layer, head, shown)
             label = "baseline" if alone else f"{'w/o' if name == BASELINE else 'w/'} {condition}"
-            colour = WITHOUT if name == BASELINE else WITH
-            for trace in line_and_band(moments, label, colour, len(shown), legend=(row, column) == (1, 1)):
-                figure.add_trace(trace, row, column)
-            null = _null_line(dataset, quantity, name, layer, shown, trace.x, label, colour)
-            figure.add_trace(null.update(showlegend=(row, column) == (1, 1)), row, column)
+            colour, legend = WITHOUT if name == BASELINE else WITH, (row, column) == (1, 1)
+            at: dict[str, object] = {"condition": name, "layer": layer}
+            found = at_positions(dataset, quantity, at | {"head": head}, shown)
+            line_and_band(figure, found, label, colour, row, column, legend)
+            null = uniform_at_positions(dataset, quantity, at, shown)[found.at]
+            style = dict(legendgroup=f"uniform, {label}", hovertemplate="%{y:.4f}", showlegend=legend)
+            draw.dotted(figure, found.at, null, f"uniform, {label}", colour, column=column, row=row, **style)
     _label(figure, len(heads), rows[-1][0], span, condition)
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
@@ -99,32 +97,10 @@ def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], promp
     if condition == BASELINE:
         at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
         mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
-        return f"{of}: {mean}, {len(prompts)} prompts; {_uniform_words(at)}."
+        uniform = float(at.received_by_segment_uniform.mean())
+        return f"{of}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
     change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts)
     return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
-
-
-def _uniform_words(at: xr.Dataset) -> str:
-    """The value that uniform attention would give."""
-    return f"uniform attention would give {float(at.received_by_segment_uniform.mean()):.3g}"
-
-
-def _null_line(
-    dataset: xr.Dataset, quantity: str, condition: str, layer: int, prompts: np.ndarray, keys: np.ndarray,
-    label: str, colour: str,
-) -> go.Scatter:  # fmt: skip
-    """The received attention if every head attended uniformly, dotted, since part of any change is expected."""
-    import plotly.graph_objects as go
-
-    name = quantity.replace("received", "received_uniform", 1)
-    if len(prompts) < dataset.sizes["prompt"]:
-        values = dataset[f"{name}_per_prompt"].isel(prompt=prompts).mean("prompt")
-    else:
-        values = dataset[name]
-    return go.Scatter(
-        x=keys, y=values.sel(condition=condition, layer=layer).values[keys], name=f"uniform, {label}", mode="lines",
-        line=dict(color=colour, width=1.3, dash="dot"), legendgroup=f"uniform, {label}", hovertemplate="%{y:.4f}",
-    )  # fmt: skip
 
 
 def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | None, words: str) -> None:
@@ -143,35 +119,8 @@ def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | N
     figure.update_layout(**headed(125, 640 if rows > 1 else 400), hovermode="x unified")
 
 
-def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
-    """The ``count`` heads of a layer whose attention to the question is furthest from the null on these prompts."""
-    dataset = result[NAME]
-    if "received_per_prompt" not in dataset:
-        raise OptionError(
-            "choosing heads on one half of the prompts needs the positions of each prompt: "
-            'run with positions="prompts", or name the heads'
-        )
-    if not 1 <= count <= dataset.sizes["head"] or len(prompts) < 3:
-        raise OptionError(
-            f"cannot choose {count} of {dataset.sizes['head']} heads on {len(prompts)} prompts (one half); "
-            "name the heads, or run at least 6 prompts"
-        )
-    at = dict(layer=layer, segment="question")
-    half = dataset.isel(prompt=prompts)
-    received = half.received_by_segment.sel(at)
-    null = half.received_by_segment_uniform.sel(at)
-    beyond = np.log(received.sel(condition=condition) / null.sel(condition=condition))
-    if condition != BASELINE:
-        beyond = beyond - np.log(received.sel(condition=BASELINE) / null.sel(condition=BASELINE))
-    score = abs(beyond.mean("prompt")).transpose("head").values
-    return sorted(np.argsort(-score, kind="stable")[:count].tolist())
-
-
 def verdict_words(
-    result: Result,
-    condition: str | None = None,
-    segment: str = "question",
-    control: str | None = None,
+    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
 ) -> str:
     """State the change of a segment's received attention and its uniform null in one sentence.
 
@@ -194,48 +143,20 @@ def stated(
     result: Result, condition: str, verdict: Verdict, segment: str, control: str | None, of_control: Verdict | None
 ) -> str:
     """The sentence of a verdict, beside that of a control."""
-    beside = ""
+    beside, sizes = "", result[NAME].sizes
     if of_control is not None:
         beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
     beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. Mean over {_heads_words(result)}, {count_words(result)}; "
-        f"{beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it (q < 0.05)."
+        f"attention {percent(verdict.null.estimate)}. Mean over {sizes['layer']} layers × {sizes['head']} heads, "
+        f"{count_words(result)}; {beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it "
+        "(q < 0.05)."
     )
 
 
-def _heads_words(result: Result) -> str:
-    sizes = result[NAME].sizes
-    return f"{sizes['layer']} layers × {sizes['head']} heads"
-
-
-def matched_control(result: Result, condition: str) -> str | None:
-    """The condition that inserts as many tokens of a random sentence at the same place; None if there is none."""
-    origin = result["sequences"].origin
-    if _is_random_sentence(result, condition):
-        return None
-    for name in result.conditions:
-        if name != condition and _is_random_sentence(result, name):
-            pair = [origin.sel(condition=of).values for of in (name, condition)]
-            if np.array_equal(*pair):
-                return name
-    return None
-
-
-def _is_random_sentence(result: Result, name: str) -> bool:
-    about = stored_condition(result, name)
-    return about.inserts_only and about.kind == "RandomSentence"
-
-
-def listed_or_chosen(heads: Seq[int] | int | None, choose: int | None) -> tuple[list[int], int | None]:
-    """The named heads, or the number of heads to choose; ``heads=3`` was the old form of ``choose=3``."""
-    if isinstance(heads, int) and not isinstance(heads, bool) and choose is None:
-        warn(
-            f"heads={heads} chooses heads: give choose={heads}; heads is a list",
-            FutureWarning,
-        )
-        heads, choose = None, heads
+def listed_or_chosen(heads: Seq[int] | None, choose: int | None) -> tuple[list[int], int | None]:
+    """The named heads, or the number of heads to choose."""
     if (heads is None) == (choose is None):
         raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of the two, such as heads=[0, 3] or choose=3")
     if choose is not None:
@@ -260,46 +181,20 @@ def check_heads(heads: Seq[int], count: int) -> None:
         raise OptionError(f"heads={list(heads)} names a head twice")
 
 
-def moments_of(
-    dataset: xr.Dataset, quantity: str, condition: str, layer: int, head: int, prompts: np.ndarray
-) -> Moments:
-    """Moments over some prompts, for a quantity at each position of one head."""
-    at = dict(condition=condition, layer=layer, head=head)
-    if len(prompts) < dataset.sizes["prompt"]:
-        return Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
-    n = dataset[f"{quantity}_n"].sel(at).values
-    variance = dataset[f"{quantity}_variance"].sel(at).values
-    return Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
-
-
-def line_and_band(moments: Moments, name: str, colour: str, prompts: int, legend: bool) -> list:
-    """The mean over prompts and its band, without the keys that too few prompts have."""
-    import plotly.graph_objects as go
-
-    position = np.flatnonzero(moments.n >= max(min(10, prompts), prompts / 2))
-    n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
-    band = t_interval_of_moments(n, mean, variance)
-    hover = "%{y:.4f} (n = %{customdata})"
-    common = dict(legendgroup=name, mode="lines", x=position)
+def line_and_band(
+    figure: go.Figure, found: Positions, name: str, colour: str, row: int, column: int, legend: bool
+) -> None:
+    """The mean over prompts and its band."""
+    common = dict(legendgroup=name, mode="lines", x=found.at, row=row, col=column)
     edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
-    traces = []
-    if np.isfinite(band.low).any():
+    if np.isfinite(found.low).any():
+        figure.add_scatter(y=found.low, name=f"{name}, low", **common, **edges)
         filled = dict(fill="tonexty", fillcolor=faint(colour))
-        traces = [
-            go.Scatter(y=band.low, name=f"{name}, low", **common, **edges),
-            go.Scatter(y=band.high, name=f"{name}, high", **common, **edges, **filled),
-        ]
-    line = go.Scatter(
-        y=mean,
-        name=name,
-        showlegend=legend,
-        line=dict(color=colour, width=1.6),
-        customdata=n,
-        meta=["n"],
-        hovertemplate=hover,
-        **common,
-    )
-    return [*traces, line]
+        figure.add_scatter(y=found.high, name=f"{name}, high", **common, **edges, **filled)
+    figure.add_scatter(
+        y=found.mean, name=name, showlegend=legend, line=dict(color=colour, width=1.6), customdata=found.n, meta=["n"],
+        hovertemplate="%{y:.4f} (n = %{customdata})", **common,
+    )  # fmt: skip
 
 
 def band_words(result: Result) -> str:

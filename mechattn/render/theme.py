@@ -9,6 +9,7 @@ WITHOUT = "#0072b2"  # blue: without the inserted tokens
 WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
+COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
 DARK = {
     WITHOUT: "#56b4e9",
     WITH: "#ff9a4d",

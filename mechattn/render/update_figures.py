@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import in_parts
+from mechattn.contrast.means import summed
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, WITH, model_caption
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
+from mechattn.render.theme import WITH, model_caption
 from mechattn.render.words import count_words, mean_words, says
 from mechattn.results.result import Result
 
@@ -18,10 +21,12 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Reading = Literal["mixed", "top_target"]
+READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
 FEWEST_PER_KEY = 10
 _SCALE = [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]]
 
 
+@declare(READINGS, report=[{}])
 def update_histogram(
     result: Result,
     quantity: Literal["magnitude", "orientation"] = "magnitude",
@@ -43,14 +48,12 @@ def update_histogram(
     Raises:
         OptionError: The quantity was not measured.
     """
-    import plotly.graph_objects as go
-
     if quantity not in ("magnitude", "orientation"):
         raise OptionError(f'quantity={quantity!r}: choose "magnitude" or "orientation"')
     counts = _counts(result, f"{quantity}_counts", condition, reading)
     bins = counts[f"{quantity}_bin"].values
     shown = slice(1, -1) if quantity == "magnitude" else slice(1, None)
-    figure, heads = go.Figure(), counts.sizes["head"]
+    figure, heads = draw.empty(), counts.sizes["head"]
     for number, layer in enumerate(counts.layer.values):
         here = counts.sel(layer=layer).transpose("head", ...)
         with np.errstate(invalid="ignore"):  # a head that adds nothing has no counts
@@ -62,14 +65,14 @@ def update_histogram(
             customdata=np.broadcast_to(_ranges(bins)[shown], (heads, len(x))),
             hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
         )  # fmt: skip
-    reference = np.log10(1 / heads) if quantity == "magnitude" else 0
-    figure.add_vline(reference, line=dict(dash="dot", width=1.5, color=WITH))
+    draw.reference(figure, WITH, x=np.log10(1 / heads) if quantity == "magnitude" else 0)
     figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
     figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
     _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
     return says(figure, _means(result, condition, reading))
 
 
+@declare(READINGS, report=[{}])
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the layer.
 
@@ -85,11 +88,9 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     Raises:
         OptionError: The quantity was not measured.
     """
-    import plotly.graph_objects as go
-
     counts = _counts(result, "joint_counts", condition, reading)
     sizes, turns = counts.magnitude_bin.values, counts.orientation_bin.values
-    figure = go.Figure()
+    figure = draw.empty()
     for number, layer in enumerate(counts.layer.values):
         every = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
         z = every[1:, 1:-1]
@@ -100,14 +101,15 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
             visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
-    figure.add_hline(0, line=dict(dash="dot", width=1.5, color=WITH))
-    figure.add_vline(np.log10(1 / _heads(result)), line=dict(dash="dot", width=1.5, color=WITH))
+    draw.reference(figure, WITH, y=0)
+    draw.reference(figure, WITH, x=np.log10(1 / int(result.provenance["model"]["heads"])))
     figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
     figure.update_yaxes(title_text=_AXIS["orientation"])
     _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
     return says(figure, _means(result, condition, reading))
 
 
+@declare(READINGS)
 def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot the mean magnitude of every head's update by position, with a slider for the layer (R. Claus, figure 10).
 
@@ -122,18 +124,15 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
     Raises:
         OptionError: The quantity was not measured for each token.
     """
-    import plotly.graph_objects as go
-
-    dataset = _dataset(result, reading)
+    dataset = _dataset(result, reading, condition)
     name = f"{_prefix(reading)}magnitude_at"
     if name not in dataset:
         raise OptionError("the updates of single tokens were not kept: measure HeadUpdates(per_query=True)")
-    _check_condition(result, condition)
-    values, n = dataset[name].sel(condition=condition), dataset[f"{name}_n"].sel(condition=condition)
+    values, n = dataset[name], dataset[f"{name}_n"]
     prompts = result["sequences"].sizes["prompt"]
     texts = result["sequences"].first_prompt_text.sel(condition=condition).values if prompts == 1 else None
     fewest = prompts / 2 if prompts < 2 * FEWEST_PER_KEY else max(FEWEST_PER_KEY, prompts / 2)
-    heads, figure = values.sizes["head"], go.Figure()
+    heads, figure = values.sizes["head"], draw.empty()
     for number, layer in enumerate(values.layer.values):
         y = values.sel(layer=layer).transpose("head", "key").values
         many = n.sel(layer=layer).transpose("head", "key").values
@@ -147,7 +146,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
             marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
-    figure.add_hline(1 / heads, line=dict(dash="dot", width=1.5, color=WITH))
+    draw.reference(figure, WITH, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     _finish(figure, result, condition, reading, "head updates by position", values, 500)
@@ -161,19 +160,21 @@ def _prefix(reading: str) -> str:
     return "top_target_" if reading == "top_target" else ""
 
 
-def _dataset(result: Result, reading: str) -> xr.Dataset:
-    names = {"mixed": ("head_updates", "HeadUpdates"), "top_target": ("top_target_updates", "TopTargetUpdates")}
-    if reading not in names:
+def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
+    """The updates of a condition."""
+    if reading not in READINGS:
         raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
-    name, analysis = names[reading]
+    check_condition(result, condition)
+    name = READINGS[reading]
     if name not in result.datasets:
+        analysis = name.title().replace("_", "")
         raise OptionError(f"this result has no {name}; run it with analyses=[{analysis}(), …]")
-    return result[name]
+    return result[name].sel(condition=condition)
 
 
 def _means(result: Result, condition: str, reading: str) -> str:
     """Mean magnitude and orientation of the question's tokens, over layers and heads."""
-    dataset, prefix = _dataset(result, reading).sel(condition=condition, segment="question"), _prefix(reading)
+    dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
     size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
     return (
         f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
@@ -181,23 +182,9 @@ def _means(result: Result, condition: str, reading: str) -> str:
     )
 
 
-def _check_condition(result: Result, condition: str) -> None:
-    if condition not in result.conditions:
-        have = ", ".join(map(repr, result.conditions))
-        raise OptionError(f"there is no condition {condition!r}; the result has {have}")
-
-
 def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
     """Counts summed over prompts."""
-    dataset = _dataset(result, reading)
-    _check_condition(result, condition)
-    each = dataset[f"{_prefix(reading)}{name}"].sel(condition=condition)
-    parts = [part.sum("prompt") for part in in_parts(each, "prompt", result.memory)]
-    return sum(parts[1:], parts[0])
-
-
-def _heads(result: Result) -> int:
-    return int(result.provenance["model"]["heads"])
+    return summed(result, _dataset(result, reading, condition)[f"{_prefix(reading)}{name}"])
 
 
 def _middles(edges: np.ndarray) -> np.ndarray:
@@ -231,7 +218,6 @@ def _finish(
     figure: go.Figure, result: Result, condition: str, reading: str, what: str, values: xr.DataArray, height: int
 ) -> None:
     """Set the title, and a slider with one step per layer."""
-    layers = values.layer.values.tolist()
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
@@ -239,12 +225,4 @@ def _finish(
     def words(layer: int) -> str:
         return f"{title}<br><sup>layer {layer}; {note}</sup>"
 
-    steps = [
-        dict(
-            method="update", label=str(layer),
-            args=[{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}],
-        )
-        for number, layer in enumerate(layers)
-    ]  # fmt: skip
-    slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
-    figure.update_layout(**LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]})
+    draw.by_layer_slider(figure, values.layer.values.tolist(), words, height)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import prompt_means
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.means import overall_mean
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.plain_names import with_plain_names
 from mechattn.results.result import Result
-from mechattn.results.result_units import units_in, units_of
-from mechattn.stats.intervals import FEWEST, Interval, t_interval
+from mechattn.results.result_units import units_of
+from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -51,11 +51,6 @@ def number_words(interval: Interval, units: str = "") -> str:
     return f"{words} {units}".rstrip()
 
 
-def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """The values [unit, …] that an interval is computed from: those of prompts, or the means of groups."""
-    return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
-
-
 def count_words(result: Result) -> str:
     """The number of prompts of a result, in words such as "64 prompts" or "24 groups of 96 prompts"."""
     return units_of(result, result["sequences"].sizes["prompt"]).words
@@ -63,10 +58,7 @@ def count_words(result: Result) -> str:
 
 def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    each = over_units(result, prompt_means(values, [str(dim) for dim in values.dims if dim != "prompt"], result.memory))
-    if len(each) < FEWEST:
-        return number_words(Interval(*np.array([each.mean(), np.nan, np.nan])), units)
-    return number_words(t_interval(each), units)
+    return number_words(overall_mean(result, values), units)
 
 
 def change_words(

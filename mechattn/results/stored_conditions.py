@@ -46,6 +46,19 @@ def stored_condition(result: Result, name: str) -> StoredCondition:
     return StoredCondition(**(about | {"interventions": tuple(about["interventions"])}))
 
 
+def matched_control(result: Result, condition: str) -> str | None:
+    """The condition that inserts as many tokens of a random sentence at the same place; None if there is none."""
+
+    def is_sentence(name: str) -> bool:
+        about = stored_condition(result, name)
+        return about.inserts_only and about.kind == "RandomSentence"
+
+    origin = result["sequences"].origin
+    others = [name for name in result.conditions if name != condition and is_sentence(name)]
+    alike = [n for n in others if (origin.sel(condition=n).values == origin.sel(condition=condition).values).all()]
+    return alike[0] if alike and not is_sentence(condition) else None
+
+
 def from_words(written: str) -> dict[str, Any]:
     """The data of a condition that an older result (schemas 1 and 2) has only as text, from ``repr``."""
     made: dict[str, Any] = {"kind": "", "options": {}, "masked": False, "unshifted": False, "interventions": []}

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import mechattn as ma
+from mechattn.render.declared import FIGURES
 
 SOURCE = (Path(__file__).parents[2] / "docs" / "gallery.py").read_text(encoding="utf-8")
 WRITES = "ma.render.write_image("  # a file, so the text names it
@@ -13,6 +14,7 @@ WRITES = "ma.render.write_image("  # a file, so the text names it
 def public() -> list[str]:
     """Calls of everything that draws."""
     names = [name for name, thing in vars(ma.render).items() if inspect.isfunction(thing) and not name.startswith("_")]
+    assert set(FIGURES) < set(names), "a figure is drawn under a name that ma.render lacks"
     views = ["ma.pattern(", "ma.pattern_difference(", "ma.explore(", "ma.browse("]
     return [f"ma.render.{name}(" for name in names] + views
 

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import ModelError
-from mechattn.known_answers import handmade, known_heads as heads, published, spans
+from mechattn.known_answers import handmade, published, spans
+from mechattn.known_answers import known_heads as heads
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
 
 

@@ -39,9 +39,7 @@ USES = {
         model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1, progress=False
     ),
     "probe of a server": lambda model: probe._known(facts_of(model).native, model.tokenizer, [5, 6], [7]),
-    "patch_heads": lambda model: ma.patch_heads(model, ANSWERED, SLASH, heads=[(0, 0)], progress=False),
-    "patch_together": lambda model: ma.patch_together(model, ANSWERED, SLASH, [(0, 0)], progress=False),
-    "patch_residual": lambda model: ma.patch_residual(model, ANSWERED, SLASH, layers=0, progress=False),
+    "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)], progress=False),
     "record_affine": lambda model: ma.record_affine(model, [ASKED], SLASH),
     "record_keys_values": lambda model: ma.record_keys_values(model, [ASKED], SLASH, layers=0),
     "head_means": lambda model: ma.head_means(model, [ASKED], layers=0),

@@ -9,11 +9,11 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.report import report
+from mechattn.contrast.means import at_positions
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
 from mechattn.pages.head_values import head_quantities, head_values
 from mechattn.pages.map_data import instrument, model_data
 from mechattn.pages.packed_arrays import unpacked
-from mechattn.render.received_figures import line_and_band, moments_of
 from tests.pages.read import data_of
 
 
@@ -90,14 +90,13 @@ def test_curves_are_those_of_the_figure(slash_result):
     mean, half, null = (unpacked(held[name]) for name in ("mean", "half", "null"))
     prompts = np.arange(data.sizes["prompt"])
     for condition, at in (("baseline", 0), ("slash", 1)):
-        moments = moments_of(data, "received_by_origin", condition, 2, 5, prompts)
-        low, high, line = line_and_band(moments, "", "#000000", len(prompts), legend=False)
-        assert np.flatnonzero(np.isfinite(mean[at, 2, 5])).tolist() == list(line.x)
-        here = mean[at, 2, 5, line.x]
-        np.testing.assert_allclose(here, line.y, rtol=1e-6)
-        np.testing.assert_allclose(here * (1 + half[at, 2, 5, line.x]), high.y, rtol=1e-6)
-        np.testing.assert_allclose(here * (1 - half[at, 2, 5, line.x]), low.y, rtol=1e-5, atol=1e-8)
-        assert unpacked(held["n"])[at, 2, line.x].tolist() == list(line.customdata)
+        found = at_positions(data, "received_by_origin", {"condition": condition, "layer": 2, "head": 5}, prompts)
+        assert np.flatnonzero(np.isfinite(mean[at, 2, 5])).tolist() == found.at.tolist()
+        here = mean[at, 2, 5, found.at]
+        np.testing.assert_allclose(here, found.mean, rtol=1e-6)
+        np.testing.assert_allclose(here * (1 + half[at, 2, 5, found.at]), found.high, rtol=1e-6)
+        np.testing.assert_allclose(here * (1 - half[at, 2, 5, found.at]), found.low, rtol=1e-5, atol=1e-8)
+        assert unpacked(held["n"])[at, 2, found.at].tolist() == found.n.tolist()
         expected = data.received_uniform_by_origin.sel(condition=condition, layer=2).values[: null.shape[-1]]
         np.testing.assert_allclose(null[at, 2], expected, rtol=1e-6)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from mechattn.contrast.means import choose_heads
 from mechattn.errors import OptionError
-from mechattn.render.received_figures import choose_heads
 
 
 def lines(figure):
@@ -175,23 +175,6 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
     assert [a.text for a in figure.layout.annotations[:2]] == expected
 
 
-def test_a_number_of_heads_is_what_choose_says_now(slash_result):
-    with pytest.warns(FutureWarning, match="heads=2 chooses heads: give choose=2; heads is a list"):
-        old = ma.render.received_attention(slash_result, 0, 2)
-    assert old.to_json() == ma.render.received_attention(slash_result, 0, choose=2).to_json()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, r"heads=None, choose=None: give one of the two"),
-        ({"heads": [0], "choose": 2}, "give one of the two"),
-        ({"choose": 0}, "choose=0: give a number of heads"),
-        ({"choose": True}, "choose=True: give a number of heads"),
-        ({"heads": True}, "heads=True: give a list"),
-        ({"heads": "0"}, "heads='0': give a list"),
-    ],
-)
-def test_heads_are_listed_or_chosen(slash_result, options, message):
-    with pytest.raises(ma.MechattnError, match=message):
-        ma.render.received_attention(slash_result, 0, **options)
+def test_a_number_is_no_list_of_heads(slash_result):
+    with pytest.raises(OptionError, match=r"heads=2: give a list, such as \[0, 3\], or choose="):
+        ma.render.received_attention(slash_result, 0, 2)

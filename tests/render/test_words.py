@@ -9,6 +9,7 @@ from scipy import stats
 import mechattn as ma
 from mechattn.commands.config import FIGURES
 from mechattn.render.words import change_words, mean_words, said
+from mechattn.results.stored_conditions import matched_control
 
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 20),
@@ -79,8 +80,6 @@ def test_a_mean_over_prompts(result):
 
 
 def test_the_verdict_names_its_matched_control(result):
-    from mechattn.render.received_figures import matched_control
-
     assert matched_control(result, "slash") == "sentence"
     assert matched_control(result, "sentence") is None, "a control has no control"
     words = ma.render.verdict_words(result, "slash", control="sentence")
@@ -89,7 +88,5 @@ def test_the_verdict_names_its_matched_control(result):
 
 
 def test_another_length_is_no_matched_control(toy, prompts):
-    from mechattn.render.received_figures import matched_control
-
     conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(20)}
     assert matched_control(ma.run(toy, prompts[:3], conditions, progress=False), "slash") is None

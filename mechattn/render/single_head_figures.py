@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.means import at_positions
 from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
-from mechattn.render.received_figures import NAME, band_words, check_heads, line_and_band, moments_of
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
+from mechattn.render.received_figures import NAME, band_words, check_heads, line_and_band
 from mechattn.render.theme import THIRD, WITH, WITHOUT, headed, model_caption
 from mechattn.render.words import change_words, says
 from mechattn.results.result import Result
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
 _BANDS = "bands: pointwise 95 % intervals"
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     result: Result
     layer: int
     head: int
     title: str
 
 
+@declare(NAME, compares=True)
 def meaningless_and_sentence(
     results: Seq[Result] | Result,
     layer: int = 0,
@@ -74,6 +76,7 @@ def meaningless_and_sentence(
     return says(figure, "Change of the attention received by the question's tokens.", *said)
 
 
+@declare(NAME)
 def across_layers(
     result: Result,
     layers: Seq[int] = (0, 1, 2),
@@ -105,16 +108,13 @@ def across_layers(
         for n in layers
         if (change := change_words(result, condition, layer=n, heads=[head]))
     ]
-    if not said:  # with only the baseline, nothing has changed
-        return figure
-    return says(figure, f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}.")
+    words = f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}."
+    return says(figure, words if said else "")  # with only the baseline, nothing has changed
 
 
 def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
     """Panels side by side, each with a line and its band for each condition."""
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(1, len(panels), subplot_titles=[p.title for p in panels], horizontal_spacing=0.07)
+    figure = draw.panels([panel.title for panel in panels], horizontal_spacing=0.07)
     for column, panel in enumerate(panels, 1):
         dataset = panel.result[NAME]
         check_layer(panel.layer, dataset)
@@ -123,9 +123,8 @@ def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: 
         for name, colour in zip(conditions, colours, strict=False):
             if name != BASELINE:
                 panel.result.condition(name)
-            moments = moments_of(dataset, quantity, name, panel.layer, panel.head, prompts)
-            for trace in line_and_band(moments, name, colour, len(prompts), legend=column == 1):
-                figure.add_trace(trace, 1, column)
+            at = {"condition": name, "layer": panel.layer, "head": panel.head}
+            line_and_band(figure, at_positions(dataset, quantity, at, prompts), name, colour, 1, column, column == 1)
     figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
     figure.update_layout(**headed(150, 450), hovermode="x unified")

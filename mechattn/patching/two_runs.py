@@ -23,20 +23,15 @@ from mechattn.prompts.sequences import Sequence
 
 # Each head's output before W_O; its values before RoPE and norms (for heads with their own values); its pattern
 # [pos head key]; the residual stream after a layer, treated as one head.
-Part = Literal["z", "value", "pattern", "resid"]
+Part = Literal["z", "v", "pattern", "resid_post"]
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
+Change = tuple[Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]]  # a head, positions, and what to put there
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sequence that ends in the reference answer.
-
-    Args:
-        sequence: The sequence.
-        z: Each head's output before W_O, by layer; or another part instead.
-        logits: Logits before each token of the answer.
-    """
+    """One run of a sequence that ends in the reference answer: a part by layer, and the logits before the answer."""
 
     sequence: Sequence
     z: Mapping[int, Z]
@@ -56,39 +51,33 @@ class Run:
 @contextmanager
 def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace a part of each layer [batch pos head d_head] by a function of it during forward passes."""
-    if part == "z":
-        with changing_z(model, layers):
-            yield
-        return
-    if part == "value":
-        heads = kv_heads_of(model)
-        with changing_keys_values(model, {n: partial(_values_only, change, heads) for n, change in layers.items()}):
-            yield
-        return
     with ExitStack() as stack:
-        for layer, change in layers.items():
-            if part == "pattern":
-                hook = model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
-                stack.callback(hook.register_forward_hook(partial(_by_query, change)).remove)
-                continue
-            hook = model.hook_dict[f"blocks.{layer}.hook_resid_post"]
-            stack.callback(hook.register_forward_hook(partial(_as_one_head, change)).remove)
+        if part == "z":
+            stack.enter_context(changing_z(model, layers))
+        elif part == "v":
+            values = {n: partial(_values_only, change, kv_heads_of(model)) for n, change in layers.items()}
+            stack.enter_context(changing_keys_values(model, values))
+        else:
+            name, shape, by_head = _HOOKS[part]
+            for layer, change in layers.items():
+                put = partial(_reshaped, change, f"{shape} -> {by_head}", f"{by_head} -> {shape}")
+                stack.callback(model.hook_dict[name.format(layer)].register_forward_hook(put).remove)
         yield
+
+
+# Hooks whose values have other axes than [batch pos head d_head], and those axes in that order.
+_HOOKS = {
+    "pattern": ("blocks.{}.attn.hook_pattern", "batch head query key", "batch query head key"),
+    "resid_post": ("blocks.{}.hook_resid_post", "batch pos d_model", "batch pos 1 d_model"),
+}
 
 
 def _values_only(change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
     return change(split_heads(shown, heads)).reshape(shown.shape) if which == "v" else shown
 
 
-def _by_query(change: Callable[[Tensor], Tensor], module: Any, given: Any, pattern: Tensor) -> Tensor:
-    return rearrange(
-        change(rearrange(pattern, "batch head query key -> batch query head key")),
-        "batch query head key -> batch head query key",
-    )
-
-
-def _as_one_head(change: Callable[[Tensor], Tensor], module: Any, given: Any, stream: Tensor) -> Tensor:
-    return change(stream.unsqueeze(2)).squeeze(2)
+def _reshaped(change: Callable[[Tensor], Tensor], there: str, back: str, module: Any, given: Any, x: Tensor) -> Tensor:
+    return rearrange(change(rearrange(x, there)), back)
 
 
 def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = "z") -> Run:
@@ -107,7 +96,7 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = 
 def logits_of(
     model: HookedModel, sequence: Sequence, rows: int, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits before each token of the answer, for several copies of a sequence in one batch."""
+    """Logits before each token of the answer, for several copies of a sequence in a batch."""
     device = next(model.parameters()).device
     tokens = sequence.tokens.to(device).expand(rows, -1)
     options: dict[str, Any] = dict(keeping_nothing(model))
@@ -121,23 +110,22 @@ def logits_of(
 
 
 def patched_logits(
-    model: HookedModel, receiver: Run, put: Seq[Mapping[Where, Z]], part: Part = "z"
+    model: HookedModel, sequence: Sequence, put: Seq[Seq[Change]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of the receiver with some heads' outputs replaced in each row; row i uses ``put[i]``."""
-    places = receiver.places
-    of_layer: dict[int, list[tuple[int, int, Tensor]]] = {}
-    for row, several in enumerate(put):
-        for (layer, head), value in several.items():
-            of_layer.setdefault(layer, []).append((row, head, value))
+    """Logits of a sequence with a part replaced in each row; row i makes the changes ``put[i]``."""
+    of_layer: dict[int, list[tuple[int, int, Tensor, Tensor]]] = {}
+    for row, changes in enumerate(put):
+        for (layer, head), places, value in changes:
+            of_layer.setdefault(layer, []).append((row, head, places, value))
 
-    def change(changes: list[tuple[int, int, Tensor]], z: Tensor) -> Tensor:
+    def change(changes: list[tuple[int, int, Tensor, Tensor]], z: Tensor) -> Tensor:
         z = z.clone()
-        for row, head, value in changes:
+        for row, head, places, value in changes:
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
     with changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}):
-        return logits_of(model, receiver.sequence, len(put))
+        return logits_of(model, sequence, len(put))
 
 
 def read_with_gradients(

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.contrast.blocks import in_parts, prompt_means
+from mechattn.contrast.blocks import in_parts
+from mechattn.contrast.means import mean_over_prompts
+from mechattn.contrast.quantities import by_layer as values_by_layer
+from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
-from mechattn.render.theme import LAYOUT, OTHERS, THIRD, WITH, WITHOUT, faint, model_caption
-from mechattn.render.words import count_words, mean_words, over_units, says
+from mechattn.render import draw
+from mechattn.render.declared import figure as declare
+from mechattn.render.theme import COLOURS, model_caption
+from mechattn.render.words import count_words, mean_words, says
 from mechattn.results.result import Result
-from mechattn.stats.intervals import FEWEST, t_interval
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -33,11 +37,9 @@ _WORDS = {
 }
 
 
+@declare(report=[{"quantity": "self_share"}, {"quantity": "first_share"}])
 def heads_by_layer(
-    result: Result,
-    quantity: str = "self_share",
-    segment: str = "question",
-    conditions: Seq[str] | None = None,
+    result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
     """Plot one number per head over the layers, one panel per condition; lines are sorted within each layer.
 
@@ -54,19 +56,15 @@ def heads_by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
     """
-    from plotly.subplots import make_subplots
-
-    names = list(result.conditions if conditions is None else conditions)
-    variable = _variable(result, quantity, segment, names)
+    names = _names(result, conditions)
+    variable, null = values_by_layer(result, quantity, segment)
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
-    figure = make_subplots(1, len(names), subplot_titles=list(names), shared_yaxes=True, horizontal_spacing=0.04)
+    figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
     layers = variable.layer.values
-    null = _uniform(result, quantity, segment)
     for column, name in enumerate(names, 1):
         values = variable.sel(condition=name).transpose("prompt", "layer", "head")
-        parts = [_interval(over_units(result, part)) for part in in_parts(values, "layer", result.memory)]
-        mean, low, high = (np.concatenate(ends) for ends in zip(*parts, strict=True))
+        mean, low, high = mean_over_prompts(result, values)
         order = np.argsort(mean, axis=1)[:, ::-1]
         for rank in range(mean.shape[1]):
             at = np.arange(len(layers)), order[:, rank]
@@ -78,24 +76,19 @@ def heads_by_layer(
                 hovertemplate="layer %{x}, head %{customdata[0]}: %{y:.3f} [%{customdata[1]:.3f}, "
                 "%{customdata[2]:.3f}]<extra></extra>",
             )  # fmt: skip
-        figure.add_hline(0, row=1, col=column, line_width=1, line_color="#888")
+        draw.zero(figure, row=1, col=column)
     for column, name in enumerate(names if null is not None else [], 1):
         _null_line(figure, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
     figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     note = f"{_of(variable, segment)}n = {count_words(result)}; lines sorted within each layer"
     note += _null_words(variable, null)
-    title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head"
-    figure.update_layout(**LAYOUT | {"height": 460, "title_text": f"{title}<br><sup>{note}</sup>"})
+    draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head", note, 460)
     return says(figure, _means(result, variable, null, names))
 
 
-def by_layer(
-    result: Result,
-    quantity: str,
-    segment: str = "question",
-    conditions: Seq[str] | None = None,
-) -> go.Figure:
+@declare(report=[{"quantity": "span_mass"}, {"quantity": "block_magnitude"}])
+def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
     Args:
@@ -108,27 +101,23 @@ def by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition.
     """
-    from plotly.subplots import make_subplots
-
-    names = list(result.conditions if conditions is None else conditions)
-    variable = _variable(result, quantity, segment, names)
+    names = _names(result, conditions)
+    variable, null = values_by_layer(result, quantity, segment)
     names = [name for name in names if _has_any(result, variable.sel(condition=name))]
     panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
-    figure = make_subplots(1, len(panels), subplot_titles=[p or "" for p in panels], horizontal_spacing=0.08)
-    null = _uniform(result, quantity, segment)
+    figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
-        for name, colour in zip(names, cycle((WITHOUT, WITH, THIRD, *OTHERS)), strict=False):
+        for name, colour in zip(names, cycle(COLOURS), strict=False):
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, null.sel(condition=name), colour, column)
-    figure.update_xaxes(title_text="layer")
+    figure.update_xaxes(title_text="layer", dtick=max(1, variable.sizes["layer"] // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = f"{_of(variable, segment)}{heads}n = {count_words(result)}; bands: 95 % intervals"
     note += _null_words(variable, null)
-    title = f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer"
-    figure.update_layout(**LAYOUT | {"height": 440, "title_text": f"{title}<br><sup>{note}</sup>"})
+    draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer", note, 440)
     return says(figure, _means(result, variable, null, names))
 
 
@@ -139,11 +128,8 @@ def _has_any(result: Result, values: xr.DataArray) -> bool:
 
 def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
     """The value under uniform attention in each layer, dotted."""
-    figure.add_scatter(
-        x=null.layer.values, y=null.mean("prompt").values, mode="lines", showlegend=False, row=1, col=column,
-        name="uniform", line=dict(color=colour, dash="dot", width=1.3),
-        hovertemplate="uniform: %{y:.3f}<extra></extra>",
-    )  # fmt: skip
+    style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
+    draw.dotted(figure, null.layer.values, null.mean("prompt").values, "uniform", colour, column=column, **style)
 
 
 def _null_words(variable: xr.DataArray, null: xr.DataArray | None) -> str:
@@ -169,13 +155,10 @@ def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, na
 
 def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int) -> None:
     """A line over layers with its band."""
-    prompts = prompt_means(values, ["head"], result.memory) if "head" in values.dims else values
-    mean, low, high = _interval(over_units(result, prompts.transpose("prompt", "layer")))
+    over = ["head"] if "head" in values.dims else []
+    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
     x = values.layer.values
-    figure.add_scatter(
-        x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", fillcolor=faint(colour), line_width=0,
-        mode="lines", hoverinfo="skip", showlegend=False, row=1, col=column, legendgroup=words,
-    )  # fmt: skip
+    draw.ribbon(figure, x, low, high, colour, column=column, legendgroup=words)
     figure.add_scatter(
         x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
         meta=["low", "high"], mode="lines+markers", line=dict(color=colour), row=1, col=column,
@@ -183,55 +166,14 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
     )  # fmt: skip
 
 
-def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mean and interval over prompts; no interval with fewer than three prompts."""
-    if len(values) >= FEWEST:
-        made = t_interval(values)
-        return made.estimate, made.low, made.high
-    mean = np.nanmean(values, axis=0)
-    return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
-
-
-def _variable(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> xr.DataArray:
-    """The values [prompt, condition, layer, …] of a quantity."""
-    if not conditions:
+def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
+    """The conditions, by default all."""
+    names = list(result.conditions if conditions is None else conditions)
+    if not names:
         raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
-    for name in conditions:
-        if name not in result.conditions:
-            have = ", ".join(map(repr, result.conditions))
-            raise OptionError(f"there is no condition {name!r}; the result has {have}")
-    found = _found(result, quantity)
-    if found is None:
-        known = sorted(
-            str(name) for at in result.datasets for name, v in result[at].items() if {"prompt", "layer"} <= set(v.dims)
-        )
-        raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; it has {', '.join(known)}")
-    if "segment" in found.dims:
-        if segment not in found.segment.values:
-            raise OptionError(
-                f"segment={segment!r}: choose one of {', '.join(map(repr, found.segment.values.tolist()))}"
-            )
-        found = found.sel(segment=segment)
-    others = set(found.dims) - {"prompt", "condition", "layer", "head", "block"}
-    if others:
-        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(sorted(others))})")
-    return found
-
-
-def _found(result: Result, quantity: str) -> Any:
-    for at in result.datasets:
-        for name in (quantity, f"{quantity}_by_segment"):
-            if name in result[at] and {"prompt", "layer"} <= set(result[at][name].dims):
-                return result[at][name]
-    return None
-
-
-def _uniform(result: Result, quantity: str, segment: str) -> xr.DataArray | None:
-    for name in (f"{quantity}_uniform", f"{quantity}_by_segment_uniform"):
-        found = _found(result, name)
-        if found is not None:
-            return found.sel(segment=segment) if "segment" in found.dims else found
-    return None
+    for name in names:
+        check_condition(result, name)
+    return names
 
 
 def _of(variable: xr.DataArray, segment: str) -> str:

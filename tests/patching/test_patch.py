@@ -9,13 +9,14 @@ import xarray as xr
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
+from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, PromptError
 from mechattn.model.hooks import attention_window
 from mechattn.model.toys import toy_folder, toy_names
-from mechattn.patching import head_patching
-from mechattn.patching.metrics import WORDS
-from mechattn.patching.runs import read
-from mechattn.patching.table import HeadPatching
+from mechattn.patching import patch as patching
+from mechattn.patching.answer_metrics import WORDS
+from mechattn.patching.sites import Target
+from mechattn.patching.two_runs import read
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
@@ -82,7 +83,7 @@ def by_hand(native, sequence, at=None, put=None):
 def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     model, native = wide
     some = prompts()
-    patched = ma.patch_heads(model, some, SLASH, heads=HEADS, direction=direction, rows=3, progress=False)
+    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction, progress=False)
     misaligned = []
     for prompt in some:
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
@@ -105,8 +106,8 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, m
     """Two heads of one layer and two of others in a single pass, and not the sum of each alone."""
     model, native = wide
     some = prompts(3)
-    together = ma.patch_together(model, some, SLASH, HEADS, direction=direction, progress=False)
-    alone = ma.patch_heads(model, some, SLASH, heads=HEADS, direction=direction, progress=False)
+    together = ma.patch(model, some, SLASH, at=HEADS, together=True, direction=direction, progress=False)
+    alone = ma.patch(model, some, SLASH, at=HEADS, direction=direction, progress=False)
     for prompt in some:
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
         receiver, donor = made if direction == "denoising" else made[::-1]
@@ -130,8 +131,63 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, m
         assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(expected, abs=2e-5)
     summed = alone.effects.effect.sum(("layer", "head"))
     assert float(abs(summed - together.effects.effect.squeeze()).max()) > 5e-5, "effects of heads do not add up"
-    assert together.table().heads[0] == 4
-    assert "together" in str(together)
+    assert together.table().set[0] == "L0H1 + L2H0 + L3H3 + L0H2"
+    assert "over 1 set patched" in str(together)
+
+
+def test_heads_by_segment_against_hooks_written_by_hand(wide):
+    """Only the tokens of one segment are exchanged, and the segments are those that every prompt has."""
+    model, native = wide
+    some, two = prompts(), [(0, 1), (2, 0)]
+    made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"), progress=False)
+    apart = []
+    for prompt in some:
+        receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
+        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        for layer, head in two:
+            for name in ("question", "answer"):
+                inside = [place for place, code in enumerate(donor.segment) if SEGMENTS[code] == name]
+                put = {there[int(donor.origin[place])]: source[layer][place, head] for place in inside}
+                expected = by_hand(native, receiver, (layer, head), put)[0] - before
+                got = made.effects.effect.sel(prompt=prompt.id, layer=layer, head=head)
+                assert float(got.sel(segment=name)) == pytest.approx(expected, abs=2e-5)
+                apart.append(abs(float(got.sel(segment="question") - got.sel(segment="answer"))))
+    assert max(apart) > 1e-4, "exchanging the segments would be noticed"
+    assert "inserted" not in made.effects.segment.values
+    sequences = [ma.Baseline().apply(prompt, model, 0) for prompt in some]
+    assert made.effects.segment.values.tolist() == [
+        n for n in SEGMENTS if all(s.of_segment(n).any() for s in sequences)
+    ]
+
+
+def test_the_table_by_segment_and_the_residual_stream():
+    some = prompts(4)
+    made = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"), progress=False)
+    table = made.table()
+    assert list(table.columns[:2]) == ["layer", "segment"]
+    assert len(table) == 2 * made.effects.sizes["segment"]
+    one = table[(table.layer == 3) & (table.segment == "question")]
+    each = made.effects.effect.sel(layer=3, segment="question").values
+    assert float(one.effect.iloc[0]) == pytest.approx(each.mean())
+    assert f"over {len(table)} pairs of layer and segment patched" in str(made)
+    heat = ma.render.patching_map(made).data[0]
+    assert list(heat.x) == made.effects.segment.values.tolist()
+    np.testing.assert_allclose(np.array(heat.z, dtype=float), made.effects.effect.mean("prompt"))
+    together = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True, progress=False)
+    assert together.table().set.tolist() == ["L0 + L3"]
+    np.testing.assert_allclose(together.effects.effect.squeeze(), together.effects.whole, atol=2e-4)
+    with pytest.raises(OptionError, match="a map needs heads or layers in rows"):
+        ma.render.patching_map(together)
+
+
+def test_attribution_by_segment_adds_up():
+    """First-order effects are sums over tokens, so the segments' add up to the head's."""
+    some = prompts(3)
+    whole = ma.patch("toy:llama", some, SLASH, progress=False)
+    parts = ma.patch("toy:llama", some, SLASH, at=ma.Sites(by="segment"), progress=False)
+    np.testing.assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
+    assert set(parts.checked.columns) == {"prompt", "layer", "head", "segment", "exact", "attributed"}
 
 
 def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
@@ -143,8 +199,8 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     native.set_attn_implementation("eager")
     some, (layer, head) = prompts(), (1, 1)
     kv = head // 2
-    pattern = ma.patch_heads(model, some, SLASH, heads=[(layer, head)], part="pattern", progress=False)
-    value = ma.patch_heads(model, some, SLASH, heads=[(layer, kv)], part="value", progress=False)
+    pattern = ma.patch(model, some, SLASH, at=ma.Sites("pattern", [(layer, head)]), progress=False)
+    value = ma.patch(model, some, SLASH, at=ma.Sites("v", [(layer, kv)]), progress=False)
     plain = modeling_llama.eager_attention_forward
     edit, seen, moved = {}, {}, []
 
@@ -194,39 +250,39 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
     some = prompts()
-    attributed = ma.patch_heads(model, some, SLASH, check=0, progress=False)
-    aligned = head_patching._aligned
+    attributed = ma.patch(model, some, SLASH, progress=False)
+    aligned = patching._aligned
 
     def small(run, source, where, part="z"):
         layer, head = where
         own = run.z[layer][run.places, head]
         return own + 1e-2 * (aligned(run, source, where) - own)
 
-    monkeypatch.setattr(head_patching, "_aligned", small)
-    exact = ma.patch_heads(model, some, SLASH, heads=HEADS, progress=False)
+    monkeypatch.setattr(patching, "_aligned", small)
+    exact = ma.patch(model, some, SLASH, at=HEADS, progress=False)
     for layer, head in HEADS:
         got, expected = (each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact))
         np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
 
 
 def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
-    """However many heads there are; and one fewer for the longest prompt, for which no other is long enough."""
+    """However many heads there are; one fewer for the longest prompt, and three for each on which it is compared."""
     model, some = ma.load_model("toy:llama"), prompts(4)
     passes, backwards = [], []
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
     plain = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1])
-    ma.patch_heads(model, some, SLASH, check=0, progress=False)
+    ma.patch(model, some, SLASH, progress=False)
     handle.remove()
-    assert (len(passes), len(backwards)) == (3 * 4 - 1, 4)
+    assert (len(passes), len(backwards)) == (3 * 4 - 1 + 3 * 4, 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with():
     some = prompts(5)
-    made = ma.patch_heads("toy:llama", some, SLASH, check=6, progress=False)
-    assert len(made.checked) == 4 * 6
+    made = ma.patch("toy:llama", some, SLASH, progress=False)
+    assert len(made.checked) == 4 * 8
     pairs = sorted({(row.layer, row["head"]) for _, row in made.checked.iterrows()})
-    exact = ma.patch_heads("toy:llama", some, SLASH, heads=pairs, progress=False)
+    exact = ma.patch("toy:llama", some, SLASH, at=pairs, progress=False)
     for _, row in made.checked.iterrows():
         at = {"prompt": row.prompt, "layer": row.layer, "head": row["head"]}
         assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
@@ -244,7 +300,7 @@ def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction)
     """And after an earlier one it is what a hook written by hand makes of it."""
     model, native = wide
     some = prompts()
-    made = ma.patch_residual(model, some, SLASH, direction=direction, progress=False)
+    made = ma.patch(model, some, SLASH, at="resid_post", direction=direction, progress=False)
     last = int(made.effects.layer[-1])
     np.testing.assert_allclose(made.effects.effect.sel(layer=last), made.effects.whole, atol=2e-5)
     assert float(abs(made.effects.effect.sel(layer=0) - made.effects.whole).max()) > 2e-4
@@ -282,18 +338,18 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
         return logits.log_softmax(-1).gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0].sum(-1)
 
     with pytest.warns(UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"):
-        whole = ma.patch_residual(model, some, condition, layers=[3], progress=False)
+        whole = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), progress=False)
     assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
     with pytest.warns(UserWarning, match="has no counterpart"):
-        rest = ma.patch_residual(model, some, condition, layers=[3], metric=later, progress=False)
+        rest = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), metric=later, progress=False)
     np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
 
 
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
     run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
-    one = head_patching._Prompt(model, None, [(1, 2)], "z", False, 4, 7)
-    value = head_patching._aligned(run, source, (1, 2))
+    one = patching._Prompt(model, None, Target("z", ((1, 2),), False, False, False), [None], 7)
+    value = patching._aligned(run, source, (1, 2))
     own = run.z[1][run.places, 2]
     drawn = one._random("a", run, (1, 2), value)
     torch.testing.assert_close((drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4)
@@ -310,11 +366,11 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     lengths = {name: len(sequence) for name, sequence in sequences.items()}
     by_length = sorted(lengths, key=lengths.get)
     others, again = (
-        {own: None if other is None else list(some)[other] for own, other in zip(some, head_patching._others(some, 7))}
+        {own: None if other is None else list(some)[other] for own, other in zip(some, patching._others(some, 7))}
         for some in (lengths, dict(reversed(lengths.items())))
     )
     assert others == again
-    assert head_patching._others(lengths, 7) != head_patching._others(lengths, 8)
+    assert patching._others(lengths, 7) != patching._others(lengths, 8)
     assert others.pop(by_length[-1]) is None, "the longest prompt of this sample has no equal"
     assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
 
@@ -322,18 +378,18 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     run, source = read(model, SLASH.apply(some[int(by_length[0])], model, 0), [1]), read(model, long, [1])
     same = next(i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b)
     assert 0 < same < len(short) < len(long)
-    mixed = head_patching._aligned(run, source, (1, 2))
+    mixed = patching._aligned(run, source, (1, 2))
     assert torch.equal(mixed[:same], source.z[1][:same, 2])
     assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
-    rows = head_patching._aligned(*(read(model, each, [1], "pattern") for each in (short, long)), (1, 2), "pattern")
+    rows = patching._aligned(*(read(model, each, [1], "pattern") for each in (short, long)), (1, 2), "pattern")
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == read(model, long, [1], "pattern").z[1][-1, 2, -1]
 
-    found, again = (ma.patch_heads(model, each, SLASH, heads=[(1, 2)], progress=False) for each in (some, some[::-1]))
+    found, again = (ma.patch(model, each, SLASH, at=[(1, 2)], progress=False) for each in (some, some[::-1]))
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
     np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
     assert each.isnull().sel(prompt=by_length[-1])
-    assert found.heads().other_prompt[0] == pytest.approx(float(each.mean()))
+    assert found.table().other_prompt[0] == pytest.approx(float(each.mean()))
     assert each.notnull().sum() == 5
 
 
@@ -343,8 +399,10 @@ def test_the_random_pattern_stays_inside_the_window():
     run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern") for c in (SLASH, ma.Baseline()))
     window = attention_window(model, 0)
     assert window < len(run.places)
-    value = head_patching._aligned(run, source, (0, 1), "pattern")
-    drawn = head_patching._Prompt(model, None, [(0, 1)], "pattern", False, 4, 7)._random("a", run, (0, 1), value)
+    value = patching._aligned(run, source, (0, 1), "pattern")
+    drawn = patching._Prompt(model, None, Target("pattern", ((0, 1),), False, False, False), [None], 7)._random(
+        "a", run, (0, 1), value
+    )
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
@@ -353,7 +411,7 @@ def test_the_random_pattern_stays_inside_the_window():
 
 def test_metrics_against_their_formulas():
     model, some = ma.load_model("toy:llama"), prompts(3)
-    found = {m: ma.patch_heads(model, some, SLASH, heads=[(1, 2)], metric=m, progress=False) for m in ("margin", "kl")}
+    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m, progress=False) for m in ("margin", "kl")}
     for prompt in some:
         runs = [read(model, c.apply(prompt, model, 0), [1]) for c in (SLASH, ma.Baseline())]
         margins, divergences = [], []
@@ -374,22 +432,23 @@ def test_a_metric_of_ones_own():
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch_heads("toy:llama", prompts(3), SLASH, metric=first_token, check=2, progress=False)
+    made = ma.patch("toy:llama", prompts(3), SLASH, metric=first_token, progress=False)
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
 
 def test_the_table(tmp_path):
-    made = ma.patch_heads("toy:llama", prompts(8), SLASH, heads=HEADS, metric="margin", progress=False)
-    table = made.heads()
+    made = ma.patch("toy:llama", prompts(8), SLASH, at=HEADS, metric="margin", progress=False)
+    table = made.table()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
         each = made.effects.effect.sel(layer=int(row.layer), head=int(row["head"])).values
         assert row.effect == pytest.approx(each.mean())
         assert row.share == pytest.approx(each.mean() / made.effects.whole.values.mean())
         assert row.low < row.effect < row.high
-    assert (abs(table.effect).diff().dropna() <= 0).all()
-    halves = made.heads(select="half", top=1)
+    assert [(row.layer, row["head"]) for _, row in table.iterrows()] == sorted(HEADS)
+    assert (abs(made.table(top=4).effect).diff().dropna() <= 0).all()
+    halves = made.table(select="half", top=1)
     first = abs(made.effects.effect[::2].mean("prompt")).argmax(("layer", "head"))
     assert (int(halves.layer[0]), int(halves["head"][0])) == (
         int(made.effects.layer[first["layer"]]), int(made.effects["head"][first["head"]])
@@ -405,7 +464,7 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
         {"prompt": [str(i) for i in range(n)], "layer": range(size[1]), "head": range(8)}
     )
     about = {"model": "toy", "metric": WORDS[metric], "direction": direction, "method": "attributed"}
-    return HeadPatching(made, Units(n), about)
+    return ma.Patching(made, Units(n), about)
 
 
 def test_among_heads_without_effect_the_largest_are_seldom_findings():
@@ -414,11 +473,11 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
     tables, over_all, over_shown, halves = 30, 0, 0, 0
     for _ in range(tables):
         made = drawn(144, rng)
-        table = made.heads(top=8)
+        table = made.table(top=8)
         assert len(table) == 8
-        assert table.q.tolist() == made.heads().q[:8].tolist()
+        assert table.q.tolist() == made.table(top=144).q[:8].tolist()
         over_all += bool((table.q < 0.05).any())
-        halves += bool((made.heads(top=8, select="half").q < 0.05).any())
+        halves += bool((made.table(top=8, select="half").q < 0.05).any())
         shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
         over_shown += bool((paired(shown, None, bootstrap=False).q < 0.05).any())
     assert over_all <= 5
@@ -430,10 +489,10 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
 
 def test_no_share_of_a_whole_effect_that_may_be_nothing():
     rng = np.random.default_rng(1)
-    assert drawn(32, rng).heads().share.notnull().all()
+    assert drawn(32, rng).table().share.notnull().all()
     unsure = drawn(32, rng, whole=0.0)
-    assert unsure.heads().share.isnull().all()
-    figures = [ma.render.patched_heads(made) for made in (unsure, drawn(32, rng))]
+    assert unsure.table().share.isnull().all()
+    figures = [ma.render.patching_map(made) for made in (unsure, drawn(32, rng))]
     assert ["of the whole effect" in f"{words.said(each)}{each.data[0].hovertemplate}" for each in figures] == [
         False,
         True,
@@ -444,13 +503,13 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     """Patching away from the baseline: every effect is above 0, whatever is put in."""
     made = drawn(32, np.random.default_rng(2), metric="kl", direction="noising")
     made = replace(made, effects=abs(made.effects))
-    table = made.heads()
+    table = made.table()
     assert (table.low > 0).all()
     assert (paired(made.effects.effect.values, None, bootstrap=False).q < 0.05).all()
     assert (table.q > 0.05).all()
     assert "q of beyond_random, over 32 heads" in str(made)
     other = replace(made, about={**made.about, "direction": "denoising"})
-    assert (other.heads().q < 0.05).all()
+    assert (other.table().q < 0.05).all()
 
 
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
@@ -458,30 +517,30 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
     for groups, told in ((2, "2 groups of 24 prompts; give prompts of at least 3 groups$"), (1, "at least 3 groups$")):
         few = replace(made, units=Units.grouped([str(i % groups) for i in range(24)]))
         with pytest.raises(OptionError, match=told):
-            few.heads()
+            few.table()
 
 
 def test_the_map_shows_the_means_and_leaves_the_others_empty():
-    made = ma.patch_heads("toy:llama", prompts(4), SLASH, heads=HEADS, progress=False)
-    heat, marks = ma.render.patched_heads(made).data
+    made = ma.patch("toy:llama", prompts(4), SLASH, at=HEADS, progress=False)
+    heat, marks = ma.render.patching_map(made).data
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
-    assert len(marks.x) == int((made.heads().q < 0.05).sum())
+    assert len(marks.x) == int((made.table().q < 0.05).sum())
 
 
 def test_the_table_of_layers():
-    made = ma.patch_residual("toy:llama", prompts(4), SLASH, layers=[1, 3], metric="margin", progress=False)
-    table = made.layers()
+    made = ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin", progress=False)
+    table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
     assert "whole effect" in str(made)
     with pytest.raises(OptionError, match="layer 9 is out of range"):
-        ma.patch_residual("toy:llama", prompts(4), SLASH, layers=9)
+        ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", 9))
 
 
 def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
-    monkeypatch.setattr(head_patching, "read", lambda *_: pytest.fail("a pass was made"))
+    monkeypatch.setattr(patching, "read", lambda *_: pytest.fail("a pass was made"))
     some = prompts(3)
     for given, error, said in (
         (
@@ -489,26 +548,30 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
             PromptError,
             "no reference answer for the model to read",
         ),
-        ({"heads": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
-        ({"heads": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
-        ({"heads": []}, OptionError, r"give \(layer, head\) pairs"),
-        ({"heads": [(1.0, 2)]}, OptionError, r"\(1.0, 2\) is not two whole numbers"),
-        ({"heads": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
+        ({"at": [(9, 0)]}, OptionError, "no head 0 in layer 9"),
+        ({"at": [(0, 8)]}, OptionError, "no head 8 in layer 0"),
+        ({"at": []}, OptionError, "give heads such as"),
+        ({"at": [(1.0, 2)]}, OptionError, r"\(1.0, 2\) is not two whole numbers"),
+        ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
         ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
-        ({"heads": 3}, OptionError, r"give \(layer, head\) pairs"),
+        ({"at": 3}, OptionError, "give heads such as"),
         ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
-        ({"check": -1}, OptionError, "check=-1"),
+        ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
+        ({"at": "resid"}, OptionError, "or one of 'z', 'v', 'pattern', 'resid_post'"),
+        ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
+        ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
+        ({"together": [(0, 1)]}, OptionError, "name the set in at="),
         ({"condition": SLASH.masked()}, OptionError, "hides tokens or acts inside the model"),
         ({"prompts": some[:1]}, OptionError, "one prompt"),
     ):
         named = {"prompts": some, "condition": SLASH} | given
         with pytest.raises(error, match=said):
-            ma.patch_heads("toy:llama", named.pop("prompts"), named.pop("condition"), **named)
+            ma.patch("toy:llama", named.pop("prompts"), named.pop("condition"), **named)
     model = ma.load_model("toy:llama")
     monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
     with pytest.raises(ma.MechattnError, match="quantised and have no gradients: name heads"):
-        ma.patch_heads(model, some, SLASH)
+        ma.patch(model, some, SLASH)
 
 
 @pytest.mark.parametrize(
@@ -522,16 +585,16 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
 )
 def test_a_metric_that_is_none(metric, heads, said):
     with pytest.raises(OptionError, match=said):
-        ma.patch_heads("toy:llama", prompts(2), SLASH, heads=heads, metric=metric, progress=False)
+        ma.patch("toy:llama", prompts(2), SLASH, at="z" if heads is None else heads, metric=metric, progress=False)
 
 
 def test_two_prompts_have_numbers_and_no_intervals():
-    made = ma.patch_heads("toy:llama", prompts(2), SLASH, heads=[(0, 0)], progress=False)
+    made = ma.patch("toy:llama", prompts(2), SLASH, at=[(0, 0)], progress=False)
     assert "no interval from fewer than 3" in str(made)
     with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
-        made.heads()
+        made.table()
 
 
 def test_a_condition_that_inserts_nothing():
     with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
-        ma.patch_heads("toy:llama", prompts(2), ma.Baseline(), progress=False)
+        ma.patch("toy:llama", prompts(2), ma.Baseline(), progress=False)

@@ -1,0 +1,104 @@
+"""Means over prompts with their t intervals, as figures show them: by layer, of everything, or at each position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.blocks import in_parts, prompt_means
+from mechattn.errors import OptionError
+from mechattn.results.result_units import units_in
+from mechattn.stats.intervals import FEWEST, Interval, t_interval, t_interval_of_moments
+from mechattn.stats.moments import Moments
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from mechattn.results.result import Result
+
+
+def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
+    """The values [unit, …] that an interval is computed from: those of prompts, or the means of groups."""
+    return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
+
+
+def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ()) -> Interval:
+    """The mean of each prompt's mean over some dimensions, with its interval, which fewer than three prompts lack."""
+    each = prompt_means(values, over, result.memory) if over else values
+    rest = [str(dim) for dim in each.dims if dim != "prompt"]
+    blocks = [each] if over or not rest else in_parts(each, rest[0], result.memory)
+    made = [_interval(over_units(result, part)) for part in blocks]
+    return made[0] if len(made) == 1 else Interval(*(np.concatenate(ends) for ends in zip(*made, strict=True)))
+
+
+def overall_mean(result: Result, values: xr.DataArray) -> Interval:
+    """The mean over prompts of each prompt's mean over everything else."""
+    return mean_over_prompts(result, values, [str(dim) for dim in values.dims if dim != "prompt"])
+
+
+def _interval(values: np.ndarray) -> Interval:
+    if len(values) >= FEWEST:
+        return t_interval(values)
+    mean = np.nanmean(values, axis=0)
+    return Interval(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan))
+
+
+def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
+    """The sum over prompts, a block of them at a time."""
+    parts = [part.sum("prompt") for part in in_parts(values, "prompt", result.memory)]
+    return sum(parts[1:], parts[0])
+
+
+class Positions(NamedTuple):
+    """Means over prompts at the positions that enough prompts have, their intervals, and the number of prompts."""
+
+    at: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    n: np.ndarray
+
+
+def at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray) -> Positions:
+    """A quantity at each position of one head, without those that fewer than half of the prompts, or than 10, have."""
+    if len(prompts) < dataset.sizes["prompt"]:
+        moments = Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
+    else:
+        n, variance = (dataset[f"{quantity}_{name}"].sel(at).values for name in ("n", "variance"))
+        moments = Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
+    position = np.flatnonzero(moments.n >= max(min(10, len(prompts)), len(prompts) / 2))
+    n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
+    return Positions(position, *t_interval_of_moments(n, mean, variance), n)
+
+
+def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray) -> np.ndarray:
+    """What uniform attention would give at each position, as the mean over prompts."""
+    name = quantity.replace("received", "received_uniform", 1)
+    if len(prompts) < dataset.sizes["prompt"]:
+        return dataset[f"{name}_per_prompt"].isel(prompt=prompts).mean("prompt").sel(at).values
+    return dataset[name].sel(at).values
+
+
+def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
+    """The ``count`` heads of a layer whose attention to the question is furthest from the null on these prompts."""
+    dataset = result["received_attention"]
+    if "received_per_prompt" not in dataset:
+        raise OptionError(
+            "choosing heads on one half of the prompts needs the positions of each prompt: "
+            'run with positions="prompts", or name the heads'
+        )
+    if not 1 <= count <= dataset.sizes["head"] or len(prompts) < 3:
+        raise OptionError(
+            f"cannot choose {count} of {dataset.sizes['head']} heads on {len(prompts)} prompts (one half); "
+            "name the heads, or run at least 6 prompts"
+        )
+    half = dataset.isel(prompt=prompts).sel(layer=layer, segment="question")
+    beyond = np.log(half.received_by_segment / half.received_by_segment_uniform)
+    far = beyond.sel(condition=condition)
+    if condition != BASELINE:
+        far = far - beyond.sel(condition=BASELINE)
+    score = abs(far.mean("prompt")).transpose("head").values
+    return sorted(np.argsort(-score, kind="stable")[:count].tolist())

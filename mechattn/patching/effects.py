@@ -1,0 +1,177 @@
+"""Results of patching as one table: effect, interval, q, share of the whole effect, and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mechattn.errors import OptionError
+from mechattn.patching.answer_metrics import WORDS
+from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+CONTROLS = ("other_prompt", "random")
+_SHOWN = 8  # heads that are printed
+
+
+@dataclass(frozen=True, eq=False)
+class Patching:
+    """The effects of patching, by prompt; ``print(patching)`` shows the table, of heads the largest.
+
+    Args:
+        effects: "effect", "other_prompt" and "random" [prompt layer head], [prompt layer] or [prompt set], with
+            "segment" after them if segments were patched one by one, in the units of the metric; NaN where not
+            requested, and in "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
+            of the other run minus that of the unpatched run.
+        units: The units of replication.
+        about: The model, the prompts, the condition, the metric, the direction, the method.
+        checked: If all heads are attributed: exact and attributed effects of some of them, by prompt.
+    """
+
+    effects: xr.Dataset
+    units: Units
+    about: Mapping[str, Any]
+    checked: pd.DataFrame | None = None
+
+    @property
+    def whole(self) -> tuple[float, float, float]:
+        """The whole effect: its mean over prompts, with a 95 % interval."""
+        found = t_interval(self.units.means(self.effects.whole.values))
+        return float(found.estimate), float(found.low), float(found.high)
+
+    @property
+    def labels(self) -> list[str]:
+        """What a row of the table is: "layer" and "head", "layer", or "set"; and "segment"."""
+        return [str(dim) for dim in self.effects.effect.dims[1:]]
+
+    def table(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
+        """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest effect first.
+
+        ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over all rows, whatever
+        ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the whole
+        effect, a ratio of means, NaN if the whole effect's interval holds 0; the mean effects of both controls;
+        ``beyond_random``: effect minus that of a random direction of the same norm, with its interval. With "kl" and
+        "noising" no effect is below 0: ``q`` tests ``beyond_random``, as ``.attrs`` and the print say.
+
+        Args:
+            top: The number of rows to return; all by default.
+            select: "half" ranks rows on one half of the prompts and reports them on the other; ``q`` is then over the
+                ``top`` rows, as other prompts have chosen them.
+            level: The level of the intervals.
+
+        Raises:
+            OptionError: There are too few prompts, or an option is not allowed.
+        """
+        if select not in (None, "half"):
+            raise OptionError(f'select={select!r}: give "half" or None')
+        if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+            raise OptionError(f"level={level!r}: give a probability such as 0.95")
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
+            raise OptionError(f"top={top!r}: give a number of rows, at least 1, or None for all")
+        half = select == "half"
+        self.units.refuse_below(2 * FEWEST if half else FEWEST, instead="")
+        return self._table(top, half, level)
+
+    def _table(self, top: int | None, half: bool, level: float) -> pd.DataFrame:
+        """All rows are tested; with ``half``, those that one half of the units ranks highest, on the other half."""
+        import pandas as pd
+
+        finding, shown = (slice(0, None, 2), slice(1, None, 2)) if half else (slice(None), slice(None))
+        effect, cells = self._cells("effect")
+        ranked = half or top is not None
+        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))
+        order = order[:top] if half else order
+        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *CONTROLS)}
+        beyond = values["effect"] - values["random"]
+        found, further = t_interval(values["effect"], level), t_interval(beyond, level)
+        rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
+        whole, low, high = t_interval(self.units.means(self.effects.whole.values)[shown], level)
+        made = pd.DataFrame(
+            {
+                **{label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)},
+                "effect": found.estimate,
+                "low": found.low,
+                "high": found.high,
+                "q": paired(beyond if rises else values["effect"], None, bootstrap=False).q,
+                "share": np.nan if low <= 0 <= high else found.estimate / whole,
+                **{name: np.nanmean(values[name], 0) for name in CONTROLS},
+                "beyond_random": further.estimate,
+                "beyond_random_low": further.low,
+                "beyond_random_high": further.high,
+                "n": len(beyond),
+            }
+        )[:top]
+        noun, count = [label for label in self.labels if label != "segment"][-1], len(order)
+        cells_words = f"pairs of {noun} and segment" if "segment" in self.labels else f"{noun}{'s' * (count > 1)}"
+        family = f"{count} {cells_words} {self.about['method']}"
+        made.attrs = {
+            "tested": "beyond_random" if rises else "effect",
+            "family": family + ", ranked on the other half" * half,
+        }
+        return made
+
+    def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
+        """The requested values [unit cell], and the labels of each cell."""
+        there = ~np.isnan(self.effects.effect.values).any(0)
+        labels = [self.effects[dim].values.tolist() for dim in self.labels]
+        cells = [tuple(label[i] for label, i in zip(labels, at, strict=True)) for at in np.argwhere(there)]
+        return self.units.means(self.effects[name].values[:, there]), cells
+
+    @property
+    def agreement(self) -> tuple[float, float] | None:
+        """Correlation of attributed and exact effects over the checked heads, and the error.
+
+        The error is ``rms(attributed − exact) / rms(exact)``. None if no heads were checked.
+        """
+        if self.checked is None:
+            return None
+        exact, made = self.checked.exact.values, self.checked.attributed.values
+        error = np.sqrt(np.mean((made - exact) ** 2) / max(float(np.mean(exact**2)), 1e-300))
+        varies = exact.std() > 0 and made.std() > 0
+        return (float(np.corrcoef(exact, made)[0, 1]) if varies else float("nan")), float(error)
+
+    def compared(self, exact: Seq[np.ndarray], sample: Seq[int]) -> Patching:
+        """A copy with the exact effects of some cells on the first prompts."""
+        import pandas as pd
+
+        cells = self._cells("effect")[1]
+        rows = [
+            {
+                "prompt": str(prompt),
+                **dict(zip(self.labels, cells[cell], strict=True)),
+                "exact": value,
+                "attributed": float(attributed.ravel()[cell]),
+            }
+            for prompt, attributed, values in zip(
+                self.effects.prompt.values, self.effects.effect.values, exact, strict=False
+            )
+            for cell, value in zip(sample, values, strict=True)
+        ]
+        return replace(self, checked=pd.DataFrame(rows))
+
+    def __str__(self) -> str:
+        about = self.about
+        lines = [f"{about['metric']}; {about['direction']}, {about['method']}, {self.units.words}"]
+        if self.units.n < FEWEST:
+            return "\n".join([*lines, f"no interval from fewer than {FEWEST}: .effects has the numbers"])
+        mean, low, high = self.whole
+        table = self.table(top=_SHOWN if "head" in self.labels else None)
+        tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
+        lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
+        lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+        if self.agreement is not None and self.checked is not None:
+            correlation, error = self.agreement
+            lines.append(
+                f"attributed against exact on {len(self.checked)} effects in single prompts: correlation "
+                f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,309 @@
+"""Activation patching: which heads, layers and segments carry the effect of a condition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.functional.keyed_random import keyed_uniform, token_keys
+from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import attention_window
+from mechattn.model.load import as_hooked, load_model
+from mechattn.model.lock import alone
+from mechattn.patching.answer_metrics import Measured, Metric, metric_of
+from mechattn.patching.effects import CONTROLS, Patching
+from mechattn.patching.refusals import Direction, check_direction, check_gradients, check_metric, check_sequences
+from mechattn.patching.sites import Sites, Target, target_in
+from mechattn.patching.two_runs import Change, Part, Run, Where, Z, patched_logits, read, read_with_gradients
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.sequences import Sequence
+from mechattn.results import provenance
+from mechattn.results.canonical import identity
+from mechattn.stats.units import Units
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_CHECKED = 4  # prompts on which attribution is compared with patching
+_COMPARED = 8  # cells of which it is, half of them the largest
+_ROWS = 32  # patched copies of a prompt in a batch, at most
+_TOKENS = 2**14  # and tokens in them
+
+
+@alone
+def patch(
+    model: Any,
+    prompts: Prompt | str | Seq[Prompt | str],
+    condition: Condition,
+    *,
+    at: Sites | Part | Seq[Where | str] = "z",
+    together: bool = False,
+    metric: Metric = "logprob",
+    direction: Direction = "denoising",
+    seed: int = 0,
+    progress: bool = True,
+) -> Patching:
+    """Patch or attribute: how the answer changes when a head's output, or a layer's, comes from the prompt's other run.
+
+    In "denoising" the model reads each prompt under the condition, and the part at every original token is replaced by
+    that of the same token in the baseline run. Tokens are aligned by origin because the runs differ in length. In
+    "noising" the baseline is read with the condition's. ``effect = metric(patched) − metric(unpatched)``; the whole
+    effect is ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a forward
+    pass for each, except ``at="z"``: then all heads are attributed to first order, ``Σ ∂metric/∂z · (z_other − z)``,
+    with three forward passes and one backward pass per prompt, and eight are also patched. The logits depend only on
+    the residual stream after the last layer, so its effect is the whole effect.
+
+    Each cell has two controls: the part in another prompt's run, and a step of equal norm in a random direction (of a
+    pattern: each token's probabilities, permuted among the keys that it sees). The other prompt is drawn by ``seed``
+    among those that are at least as long. Tokens with which both prompts begin are aligned with each other, the rest
+    from the end, where the answer is. For a prompt that is longer than all others this control is NaN.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` accepts.
+        prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
+        condition: The condition to compare with the baseline.
+        at: Heads to patch, as (layer, head) from 0 or "L0H2"; a part of all of them: "z", "v", "pattern" or
+            "resid_post"; or :class:`Sites`, which names a part, heads or layers, and segments.
+        together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are only right as a sum,
+            may have no effect alone but one together.
+        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits; "kl"
+            from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that returns
+            one number per row [row].
+        direction: "denoising" or "noising", which decides the run to patch.
+        seed: The seed of random directions and other prompts, of the condition's draws and of the heads to check.
+        progress: Show a progress bar if it takes longer than two seconds.
+
+    Raises:
+        MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides tokens or acts inside
+            the model, or gradients are needed for quantised weights or for "kl" with "noising", where all are 0; raised
+            before the first forward pass.
+
+    Source:
+        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
+        softmax has to be recomputed.
+    """
+    from tqdm.auto import tqdm
+
+    model = load_model(as_hooked(model))
+    target = target_in(model, at, together)
+    check_direction(direction)
+    measured, metric_words = metric_of(metric)
+    if target.attributed:
+        check_gradients(model, metric, direction)
+    prompts = as_prompts(prompts)
+    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
+    check_sequences(model, prompts, sequences)
+    one = _Prompt(model, measured, target, _segments(target, sequences), seed)
+    pairs = [_ordered(made, direction) for made in sequences]
+    others = _others({p.id: len(made[BASELINE]) for p, made in zip(prompts, sequences, strict=True)}, seed)
+    found = []
+    steps = tqdm(pairs, desc="patching", unit="prompt", delay=2, disable=not progress)
+    for (receiver, donor), prompt, other in zip(steps, prompts, others, strict=True):
+        stranger = None if other is None else one.read(pairs[other][1])
+        found.append(one.effects(prompt.id, receiver, one.read(donor), stranger))
+    about = {
+        "model": provenance.name_of(str(model.cfg.model_name)),
+        "prompts": provenance.digest(prompts),
+        "condition": identity(condition),
+        "metric": metric_words,
+        "direction": direction,
+        "method": "attributed (first order)" if target.attributed else "patched",
+        "part": target.part,
+        "heads": list(target.heads),
+        "seed": seed,
+        "versions": provenance.versions(),
+    }
+    units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group is its own unit
+    made = Patching(_dataset(found, [p.id for p in prompts], one), units, about)
+    if not target.attributed:
+        return made
+    sample = _sample(made, seed)
+    return made.compared([one.exact(*pair, sample) for pair in pairs[:_CHECKED]], sample)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The measurements to make on each prompt; a cell is a unit of the target, at some segment's tokens or at all."""
+
+    model: HookedModel
+    measured: Measured
+    target: Target
+    segments: Seq[str | None]
+    seed: int
+
+    def read(self, sequence: Sequence) -> Run:
+        return read(self.model, sequence, self.target.layers, self.target.part)
+
+    def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " original"]]]:
+        """The heads of each cell, and which of the original tokens are patched."""
+        codes = run.sequence.segment[run.places]
+        at = [codes >= 0 if name is None else codes == SEGMENTS.index(name) for name in self.segments]
+        return [(heads, some) for heads in self.target.units for some in at]
+
+    def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run | None) -> dict[str, np.ndarray]:
+        """The effect of each cell and its controls, and the whole effect."""
+        by_z: dict[int, Z] = {}
+        denoising = bool(receiver.inserted.any())
+        if self.target.attributed:
+
+            def measure(made: Run) -> Float[Tensor, " row"]:
+                return self._measure(made, made.logits, source if denoising else made)
+
+            run, by_z = read_with_gradients(self.model, receiver, self.target.layers, measure)
+        else:
+            run = self.read(receiver)
+        base = source if denoising else run
+        before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
+        values = {
+            name: {where: _aligned(run, given, where, self.target.part) for where in self.target.heads}
+            for name, given in (("effect", source), ("other_prompt", stranger))
+            if given is not None
+        }
+        values["random"] = {where: self._random(prompt, run, where, step) for where, step in values["effect"].items()}
+        cells = self.cells(run)
+        made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
+        for name, given in values.items():
+            if self.target.attributed:
+                made[name] = np.array([_attributed(run, by_z, given, *cell) for cell in cells])
+            else:
+                made[name] = self._patched(run, base, given, cells) - before
+        return made
+
+    def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[int]) -> np.ndarray:
+        """The effect of some cells, patched exactly."""
+        run, source = self.read(receiver), self.read(donor)
+        base = source if receiver.inserted.any() else run
+        cells = [self.cells(run)[i] for i in sample]
+        given = {where: _aligned(run, source, where, self.target.part) for heads, _ in cells for where in heads}
+        return self._patched(run, base, given, cells) - float(self._measure(run, run.logits, base))
+
+    def _measure(self, run: Run, logits: Float[Tensor, "row answer d_vocab"], base: Run) -> Float[Tensor, " row"]:
+        wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base.logits)]
+        made = self.measured(wide[0], run.answer.to(logits.device), wide[1])
+        check_metric(made, len(logits), logits.requires_grad)
+        return made
+
+    def _patched(self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]) -> np.ndarray:
+        """The metric with each cell patched, a batch of them at a time."""
+        put: list[list[Change]] = [
+            [(where, run.places[some], given[where][some.to(given[where].device)]) for where in heads]
+            for heads, some in cells
+        ]
+        rows = max(1, min(_ROWS, _TOKENS // len(run.sequence)))
+        found = []
+        for first in range(0, len(put), rows):
+            logits = patched_logits(self.model, run.sequence, put[first : first + rows], self.target.part)
+            found.append(self._measure(run, logits, base).double().cpu())
+        made: np.ndarray = torch.cat(found).numpy()
+        return made
+
+    def _random(self, prompt: str, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
+        layer, head = where
+        own = run.z[layer][run.places.to(value.device), head]
+        keys = token_keys(
+            self.seed, [prompt], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
+        )
+        draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
+        if self.target.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
+            back = run.places.to(own.device)[:, None] - torch.arange(own.shape[-1], device=own.device)
+            unseen = (back < 0) | (back >= (attention_window(self.model, layer) or own.shape[-1]))
+            order = draw.masked_fill(unseen, 2.0).argsort(-1)
+            return torch.zeros_like(value).scatter(-1, order, value.sort(-1, descending=True).values)
+        draw = torch.special.ndtri(draw.clamp(min=2**-25)).to(own)
+        step = (value - own).norm(dim=-1, keepdim=True)
+        return own + step * draw / draw.norm(dim=-1, keepdim=True)
+
+
+def _segments(target: Target, sequences: Seq[Mapping[str, Sequence]]) -> list[str | None]:
+    """The segments that every prompt has; None for all original tokens at once."""
+    if not target.by_segment:
+        return [None]
+    return [name for name in SEGMENTS if all(made[BASELINE].of_segment(name).any() for made in sequences)]
+
+
+def _others(lengths: Mapping[str, int], seed: int) -> list[int | None]:
+    """The index of another prompt for each, drawn among those at least as long, in any order; None if there is none."""
+    ids = list(lengths)
+    longer = [sorted(b for b in ids if b != a and lengths[b] >= lengths[a]) for a in ids]
+    drawn = [random.Random(f"other prompt {seed} {a}") for a in ids]
+    return [ids.index(draw.choice(some)) if some else None for draw, some in zip(drawn, longer, strict=True)]
+
+
+def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
+    """A head's output in another run at the receiver's original tokens; from the end, after a shared beginning."""
+    layer, head = where
+    own = run.z[layer][run.places.to(run.z[layer].device), head]
+    ours, theirs = (each.sequence.tokens[each.places] for each in (run, source))
+    after = int((ours == theirs[: len(ours)]).long().cumprod(0).sum())  # all, if it is the same prompt
+    chosen = torch.cat([source.places[:after], source.places[after + len(theirs) - len(ours) :]]).to(own.device)
+    given = source.z[layer][chosen, head]
+    if part != "pattern":
+        return given
+    made = torch.zeros_like(own)
+    made[:, run.places.to(own.device)] = given[:, chosen]
+    return made
+
+
+def _attributed(
+    run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z], heads: Seq[Where], some: Bool[Tensor, " original"]
+) -> float:
+    """The first-order effect of one head at some of the original tokens."""
+    (layer, head) = heads[0]
+    value, here = given[layer, head], some.to(run.z[layer].device)
+    places = run.places.to(value.device)[here]
+    step = value[here].double() - run.z[layer][places, head].double()
+    return float((by_z[layer][places, head].double() * step).sum())
+
+
+def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequence, Sequence]:
+    """The run to patch, and the run to patch from."""
+    changed, baseline = made["condition"], made[BASELINE]
+    return (changed, baseline) if direction == "denoising" else (baseline, changed)
+
+
+def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], one: _Prompt) -> xr.Dataset:
+    """The effects by layer and head, layer, or set, and segment; NaN for heads that were not requested."""
+    import xarray as xr
+
+    target, segments = one.target, [name for name in one.segments if name]
+    layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
+    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part == "resid_post" else {"head": heads})
+    at: tuple[list[int], ...] = ([layers.index(n) for n, _ in target.heads], [heads.index(h) for _, h in target.heads])
+    if target.together:
+        labels, at = {"set": [_set_name(target)]}, ([0],)
+    sizes = [len(label) for label in labels.values()]
+    made: dict[str, Any] = {}
+    for name in ("effect", *CONTROLS):
+        values = np.full((len(prompts), *sizes, max(1, len(segments))), np.nan)
+        each = np.stack([row[name] for row in found]).reshape(len(prompts), len(at[0]), -1)
+        cells: Any = (slice(None), *at[: len(sizes)])
+        values[cells] = each
+        made[name] = (("prompt", *labels, "segment"), values) if segments else (("prompt", *labels), values[..., 0])
+    made["whole"] = (("prompt",), np.array([float(row["whole"]) for row in found]))
+    return xr.Dataset(made, {"prompt": list(prompts), **labels} | ({"segment": segments} if segments else {}))
+
+
+def _set_name(target: Target) -> str:
+    layers = target.part == "resid_post"
+    names = [f"L{layer}" if layers else f"L{layer}H{head}" for layer, head in target.heads]
+    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if layers else 'heads'}"
+
+
+def _sample(made: Patching, seed: int) -> list[int]:
+    """The cells on which attribution is checked: those with the largest effects, and as many drawn at random."""
+    mean = abs(made.effects.effect.mean("prompt")).values.ravel()
+    largest = np.argsort(-mean, kind="stable")[: (_COMPARED + 1) // 2].tolist()
+    rest = [cell for cell in range(len(mean)) if cell not in largest]
+    drawn = np.random.default_rng(seed).permutation(len(rest))[: _COMPARED // 2]
+    return [*largest, *(rest[i] for i in drawn)]

@@ -1,0 +1,90 @@
+"""What cannot be patched, told before the first forward pass; and a metric's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from mechattn.engine.check import check_side, check_variants
+from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
+from mechattn.model.hooked import HookedModel, original_of
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+
+Direction = Literal["denoising", "noising"]
+
+
+def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
+    """Refuse to attribute where there are no gradients, or where all are 0."""
+    if getattr(original_of(model), "is_quantized", False):
+        raise ModelError(
+            f"the weights of {model.cfg.model_name} are quantised and have no gradients: name heads, which are "
+            f"patched without gradients"
+        )
+    if metric == "kl" and direction == "noising":
+        raise OptionError(
+            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every gradient is 0: name '
+            'heads, which are patched without gradients, or choose direction="denoising" or another metric'
+        )
+
+
+def check_direction(direction: str) -> None:
+    """Refuse another direction."""
+    if direction not in get_args(Direction):
+        raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
+
+
+def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:
+    """Refuse prompts without an answer, conditions that do more than insert, and sequences too long for the model."""
+    if len(prompts) < 2:
+        raise OptionError("one prompt: give at least two, as the control uses another prompt's output")
+    for prompt, made in zip(prompts, sequences, strict=True):
+        changed = made["condition"]
+        if not changed.inserted.any():
+            raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
+        if not changed.of_segment("answer").any():
+            raise PromptError(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer for the model to read: '
+                "use load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+            )
+        if changed.edge_mask is not None or changed.interventions:
+            raise OptionError(
+                "the condition hides tokens or acts inside the model; patching compares two runs that differ only in "
+                "their tokens"
+            )
+        if len(changed) > int(model.cfg.n_ctx):
+            raise PromptTooLong(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has {len(changed):,} tokens with the condition; '
+                f"{model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
+            )
+        check_side(prompt, dict(made), model)
+    check_variants(model, [dict(made) for made in sequences])
+    conditions = [made["condition"] for made in sequences]
+    before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions]
+    if any(before):
+        warn(
+            f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
+            "predicts the answer's first token and has no counterpart in the baseline, so nothing is patched there and "
+            "not even the last layer's stream restores that token. Insert elsewhere, or begin the answer with a token "
+            "that the model is sure of"
+        )
+
+
+def check_metric(made: Any, rows: int, gradients: bool) -> None:
+    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient that is needed."""
+    if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
+        shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise OptionError(
+            f"the metric gives {shape} for {rows} rows; give one number per row: a function of logits [row answer "
+            "d_vocab] and answer [answer] that returns a tensor [row]"
+        )
+    if not bool(made.isfinite().all()):
+        raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
+    if gradients and not made.requires_grad:
+        raise OptionError(
+            "the metric has no gradient with respect to the logits (like an argmax), so heads cannot be attributed: "
+            "name heads, which are patched without gradients"
+        )

@@ -1,0 +1,131 @@
+"""What is patched: a part of which heads, or the residual stream after which layers, and at which tokens."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.hooked import HookedModel
+from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
+from mechattn.model.split_heads import kv_heads_of
+from mechattn.patching.two_runs import Part, Where, changing
+
+_NAMED = re.compile(r"L(\d+)H(\d+)")
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What to patch: a part of some heads or layers, at all original tokens or segment by segment.
+
+    Args:
+        part: "z", a head's output before W_O; "v", its values before norms (for heads with values of their own);
+            "pattern", its attention among the original tokens; or "resid_post", the residual stream after a layer.
+        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers if ``part="resid_post"``. All by default.
+        by: "segment" patches the tokens of each segment by themselves; by default all original tokens together.
+    """
+
+    part: Part = "z"
+    where: Seq[Where | str] | Seq[int] | None = None
+    by: Literal["segment"] | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The sites in a model: (layer, head) pairs, the segments to patch one by one, and how."""
+
+    part: Part
+    heads: tuple[Where, ...]
+    by_segment: bool
+    together: bool
+    attributed: bool
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that are changed."""
+        return sorted({layer for layer, _ in self.heads})
+
+    @property
+    def units(self) -> list[tuple[Where, ...]]:
+        """The heads of each unit: one, or all of them together."""
+        return [self.heads] if self.together else [(where,) for where in self.heads]
+
+
+def target_in(model: HookedModel, at: Any, together: bool) -> Target:
+    """The sites that ``at`` names in a model; all heads' z is attributed, everything else is patched exactly."""
+    named: Any = at
+    if not isinstance(at, Sites):
+        named = Sites(named) if isinstance(at, str) and at in get_args(Part) else Sites("z", named)
+    sites: Sites = named
+    if sites.part not in get_args(Part):
+        raise OptionError(f"part={sites.part!r}: choose one of {', '.join(map(repr, get_args(Part)))}")
+    if sites.by not in (None, "segment"):
+        raise OptionError(f'by={sites.by!r}: give "segment" or None')
+    if not isinstance(together, bool):
+        raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    if sites.part == "resid_post":
+        layers: Any = sites.where
+        heads = [(layer, 0) for layer in chosen_layers(model, layers)]
+    else:
+        heads = _heads(model, sites.where, kv_heads_of(model) if sites.part == "v" else int(model.cfg.n_heads))
+    if sites.part == "pattern" and not _patterns_act(model):
+        raise ModelError(
+            f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
+            'has no effect; patch "z" or "v"'
+        )
+    attributed = sites.part == "z" and sites.where is None and not together
+    return Target(sites.part, tuple(heads), sites.by == "segment", together, attributed)
+
+
+def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
+    """The named heads, each once; by default all, ``count`` per layer."""
+    layers = attention_layers(model)
+    if heads is None:
+        return [(layer, head) for layer in layers for head in range(count)]
+    given = [_pair(one) for one in heads] if isinstance(heads, (tuple, list)) else []
+    if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
+        raise OptionError(
+            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or one of {", ".join(map(repr, get_args(Part)))}'
+        )
+    for layer, head in given:
+        if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (layer, head)):
+            raise OptionError(f"at={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as [(1, 4)]")
+        if layer not in layers or not 0 <= head < count:
+            raise OptionError(
+                f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to {count - 1} in "
+                f"layers {', '.join(map(str, layers))}"
+            )
+    return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
+
+
+def _pair(named: Any) -> Any:
+    found = _NAMED.fullmatch(named) if isinstance(named, str) else None
+    return (int(found[1]), int(found[2])) if found else named
+
+
+def _patterns_act(model: HookedModel) -> bool:
+    """Whether changing the pattern at its hook changes the head's output, tried on a few tokens."""
+    tokens = torch.arange(3, 9, device=next(model.parameters()).device)[None]
+    layer = attention_layers(model)[0]
+    seen: list[Tensor] = []
+
+    def keep(z: Tensor) -> Tensor:
+        seen.append(z.detach().clone())
+        return z
+
+    def to_oneself(pattern: Tensor) -> Tensor:
+        return torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)[None, :, None].expand_as(pattern)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TransformerLens warns of the same
+        for change in (lambda pattern: pattern, to_oneself):
+            with changing(model, "pattern", {layer: change}), changing(model, "z", {layer: keep}):
+                model(tokens, return_type=None, **keeping_nothing(model))
+    return not torch.equal(*seen)
