@@ -1,4 +1,4 @@
-"""The command ``mechattn export``: writes the numbers of every head of a stored result to a CSV file."""
+"""The command ``mechattn export``: every head of a stored result as a CSV file, or all its arrays as a NetCDF file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mechattn.pages.head_values import head_quantities
 from mechattn.results.memory import MEMORY
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
+from mechattn.store.schema import as_tree
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,22 @@ def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path
     table, missing = heads_table(result)
     write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
+
+
+def export_netcdf(place: str | Path, out: Path) -> Path:
+    """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
+    if out.suffix != ".nc":
+        raise OptionError(f'"{out.name}" should end with .nc')
+    check_writable(out)
+    if out.exists():
+        raise OptionError(f"{out} exists; choose another name, or delete it")
+    try:
+        import h5netcdf  # noqa: F401
+    except ImportError:
+        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
+    tree = as_tree(load_result(place), object)
+    write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
+    return out
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:

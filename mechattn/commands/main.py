@@ -213,7 +213,7 @@ def run_config(
 
 @app.command()
 def merge(
-    out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder or a .nc file.")],
+    out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder.")],
     results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")],
     copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
 ) -> None:
@@ -325,12 +325,16 @@ def report(
 @app.command()
 def export(
     result: Annotated[str, typer.Argument(help="A stored result.")],
-    csv: Annotated[Path, typer.Option(help="The file.")] = Path("out/heads.csv"),
+    csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
+    netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
     memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
 ) -> None:
-    """Write every quantity of every head, its change, its null and its q, as one CSV file."""
-    from mechattn.commands.export import export_csv
+    """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
+    from mechattn.commands.export import export_csv, export_netcdf
 
+    if netcdf is not None:
+        _say(f"Wrote {export_netcdf(result, netcdf)}")
+        return
     path, missing = export_csv(result, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)

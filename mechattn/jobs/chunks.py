@@ -12,7 +12,7 @@ from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
 from mechattn.jobs.kept_chunks import Parts, discard_parts, kept_job, open_parts
-from mechattn.jobs.large_runs import begun, check_arrived, check_large, finished, mend
+from mechattn.jobs.large_runs import begun, check_arrived, finished, mend
 from mechattn.jobs.size_estimate import announced, settled
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
@@ -75,7 +75,6 @@ def run_job(
 def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
-    check_large(job, path)
     check_result_place(path, used=not fresh)
     chunks = _of_shard(job, shard)
     seen = is_address(path) or getattr(executor, "address", None) is None

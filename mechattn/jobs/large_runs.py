@@ -25,12 +25,6 @@ from mechattn.store.result_bytes import unpacked
 Compute = Callable[[Job, list[int]], object]
 
 
-def check_large(job: Job, path: str | Path) -> None:
-    """Refuse a path that is not a Zarr folder."""
-    if job.large and str(path).endswith(".nc"):
-        raise OutputError(f'"{path}" is a single file, but a large result is a Zarr folder: name it ….zarr')
-
-
 def begun(job: Job, path: str | Path, parts: Parts, chunks: Seq[int]) -> Job:
     """Return the job with the store for its chunks; drop kept chunks that differ from what was written."""
     place = as_place(path)

@@ -74,8 +74,6 @@ def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: b
     """Return the job in the requested format, else that in which it was begun or stored, else the one for its size."""
     if job.large is not None:
         return job
-    if str(path).endswith(".nc"):
-        return replace(job, large=False)
     forms = [replace(job, large=large) for large in (False, True)]
     if kept is not None and not fresh:
         return forms["large" in kept]

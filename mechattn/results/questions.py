@@ -274,7 +274,7 @@ class Questions:
         return merge_results([self._result, *others])
 
     def save(self, path: str | Path) -> None:
-        """Save to "….zarr" or "….nc", completely or not at all; see :func:`mechattn.save_result`."""
+        """Save to "….zarr", completely or not at all; see :func:`mechattn.save_result`."""
         from mechattn.store.saving import save_result
 
         save_result(self._result, path)

@@ -10,13 +10,11 @@ from typing import Any
 from mechattn.errors import OutputError
 from mechattn.results.memory import MEMORY, memory_bytes
 from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, check_name, check_netcdf
+from mechattn.store.addresses import as_place, check_name
 from mechattn.store.atomic_writes import recover
 from mechattn.store.files import files_at, files_in
 from mechattn.store.large_store import OBJECTS, SCHEMA, attributes_of, check_objects
 from mechattn.store.manifest import MANIFEST, read_manifest
-from mechattn.store.netcdf import check_file
-from mechattn.store.netcdf_checksum import check_seal
 from mechattn.store.regions import Region
 from mechattn.store.schema import COMPLETE, from_tree, read_errors
 from mechattn.store.unpacked_size import Size
@@ -25,11 +23,10 @@ from mechattn.store.zarr_folder import FORMAT, check_folder
 Checked = tuple[dict[str, Any], Mapping[str, int], Mapping[str, Region]]
 _OPEN: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}  # "seconds" is a unit here, not a time
 _ZARR: dict[str, Any] = {"engine": "zarr", "zarr_format": FORMAT, "consolidated": False}
-_NETCDF: dict[str, Any] = {"engine": "h5netcdf"}
 
 
 def load_result(path: str | Path, *, most: int | None = None, memory: str = MEMORY) -> Result:
-    """Load a result written by ``Result.save``, in this version or an earlier one; no code in it is run.
+    """Load a result written by ``Result.save``; no code in it is run.
 
     For a result of a job with ``large=True``, or a manifest of several, only metadata are read at first. The numbers
     are read on demand, one block of prompts at a time, and each piece is compared with its checksum.
@@ -63,12 +60,7 @@ def _checked(place: str | Path, path: str | Path, most: int | None) -> Checked:
     if isinstance(place, str):
         files = files_at(place)
         _check_complete(attributes_of(place), place)
-    elif place.suffix == ".nc" and place.is_file():
-        check_netcdf()
-        check_seal(place)
-        check_file(place, Size(path, place.stat().st_size, most))
-        return _NETCDF, {}, {}
-    elif place.suffix != ".nc" and (place / "zarr.json").is_file():
+    elif (place / "zarr.json").is_file():
         files = files_in(place)
     else:
         raise _nothing(place, path)
@@ -96,11 +88,11 @@ def _nothing(place: Path, path: str | Path) -> OutputError:
     """The error if there is no result, with a hint at what is there instead."""
     within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
     hint = f"; there is {', '.join(within)} in it" if within else ""
-    there = ": it is neither a .zarr folder nor a .nc file of mechattn" if place.exists() else ""
+    there = ": it is not a .zarr folder of mechattn" if place.exists() else ""
     return OutputError(f"there is no stored result at {path}{there}{hint}")
 
 
 def _check_complete(root: Mapping[str, Any], place: str) -> None:
     """The mark that is written last at an address is there, if anything of ours is."""
-    if root.get("mechattn_schema") not in (None, 1) and not root.get(COMPLETE):
+    if root.get("mechattn_schema") is not None and not root.get(COMPLETE):
         raise OutputError(f"the result at {place} is incomplete; write it again")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OutputError
-from mechattn.results.digest import TEXT, digest, is_digest
+from mechattn.results.digest import TEXT, digest
 from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
 from mechattn.store.schema import read_errors
@@ -55,7 +55,7 @@ def unpacked(content: bytes, where: object = "these bytes") -> Result:
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")
             datasets = {name: _unpacked_dataset(one, stored) for name, one in header["datasets"].items()}
-        if not is_digest(header["digest"], datasets, header["provenance"]):
+        if digest(datasets, header["provenance"]) != header["digest"]:
             raise OutputError(f"{where} is damaged: its numbers are not those that were written")
         return Result(datasets, json.loads(header["provenance"]))
     except Exception as error:  # zip, JSON and xarray have their own errors

@@ -2,8 +2,7 @@
 
 Schema 5: a sharded store that is read lazily (``large_store.py``); ``objects`` has a digest of each object.
 Schema 3: one group per analysis; at the root ``mechattn_schema``, ``provenance`` (JSON), ``layout``, ``digest`` and
-``contents``, the names of all arrays, which distinguish our files from other people's. Schema 2 had conditions only as
-text. Schema 1, of version 0.1 before results could be merged, had neither digests nor places; it can still be read.
+``contents``, the names of all arrays, which distinguish our files from other people's.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import MechattnError, OutputError
-from mechattn.results.digest import TEXT, digest, is_digest, layout, plain_attributes
+from mechattn.results.digest import TEXT, digest, layout, plain_attributes
 from mechattn.results.result import Result
-from mechattn.results.stored_conditions import from_words
 from mechattn.store.large_store import SCHEMA as LARGE
 from mechattn.store.large_store import Store, opened
 from mechattn.store.regions import Region
@@ -64,9 +62,6 @@ def from_tree(
         about = json.loads(tree.attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(f"the result at {where} lacks its provenance ({error!r}): it is damaged") from None
-    written = about.get("conditions") if isinstance(about, dict) else None
-    if int(found) < SCHEMA and isinstance(written, dict):
-        about["conditions"] = {name: from_words(words) for name, words in written.items() if isinstance(words, str)}
     check_provenance(about, where)
     result = readers[int(found)](tree, about, where)
     check_datasets(result.datasets, about, where)
@@ -92,7 +87,7 @@ def _read_sealed(tree: xr.DataTree, about: dict[str, Any], where: object) -> Res
     ):  # before anything is read, since a changed shape could require any amount of memory
         raise OutputError(f"the result at {where} is damaged: its variables are not those that were written; {_REDO}")
     datasets = {name: dataset.load() for name, dataset in lazy.items()}
-    if not is_digest(tree.attrs.get("digest"), datasets, tree.attrs["provenance"]):
+    if digest(datasets, tree.attrs["provenance"]) != tree.attrs.get("digest"):
         raise OutputError(f"the result at {where} is damaged: its numbers are not those that were written; {_REDO}")
     return Result(datasets, about)
 
@@ -103,13 +98,8 @@ def _read_large(
     return replace(opened(tree, _datasets(tree), regions, Store(place), where), provenance=about)
 
 
-def _read_1(tree: xr.DataTree, about: dict[str, Any], where: object) -> Result:
-    datasets = {name: dataset.load() for name, dataset in _datasets(tree).items()}
-    return Result(datasets, about | {"stored_schema": 1})
-
-
 _REDO = "run it again, or restore a copy"
-_READERS = {1: _read_1, 2: _read_sealed, 3: _read_sealed}
+_READERS = {SCHEMA: _read_sealed}
 
 
 def _datasets(tree: xr.DataTree) -> dict[str, xr.Dataset]:

@@ -41,8 +41,6 @@ def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
 
 def _holds_nothing_else(out: str, places: Seq[str]) -> bool:
     """Whether it names some of these results alone, or is what a merge has left that was killed at this address."""
-    if out.endswith(".nc"):
-        return False
     return is_manifest_of(out, places) or (is_address(out) and attributes_of(out).get(BEGUN) == A_COPY)
 
 

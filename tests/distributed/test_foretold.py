@@ -93,10 +93,8 @@ def test_a_job_of_that_size_becomes_a_store_and_says_so(job, small, tmp_path, ca
     assert "r.zarr already holds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("large", [False, None])
-def test_a_file_or_who_asks_for_it_gets_what_there_was(job, small, tmp_path, capsys, from_one_byte_on, large):
-    name = "r.zarr" if large is False else "r.nc"
-    made = ma.run_job(replace(job, large=large), tmp_path / name)
+def test_who_asks_for_it_gets_what_there_was(job, small, tmp_path, capsys, from_one_byte_on):
+    made = ma.run_job(replace(job, large=False), tmp_path / "r.zarr")
     assert not is_lazy(made)
     assert made.digest() == small[0].digest()
     assert "held in memory when chunks are merged and when the result is loaded; large=True" in capsys.readouterr().err
@@ -155,9 +153,6 @@ def test_by_a_config_and_by_the_command_line(tmp_path, monkeypatch):
         'limit = 3\n[conditions.slash]\ncount = 2\n[output]\nresult = "r.zarr"\n'
     )
     (tmp_path / "c.toml").write_text(text)
-    (tmp_path / "n.toml").write_text(text.replace("r.zarr", "r.nc"))
-    with pytest.raises(ma.MechattnError, match=r'"r\.nc" is a single file, but a large result is a Zarr folder'):
-        run_from_config(tmp_path / "n.toml")
     assert run_from_config(tmp_path / "c.toml", large=False)
     assert not is_lazy(ma.load_result("r.zarr"))
     assert run_from_config(tmp_path / "c.toml", values="float16")

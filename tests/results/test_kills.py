@@ -95,9 +95,9 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["r.zarr", pytest.param("r.nc", marks=pytest.mark.slow)])
-def test_save_over_an_older_result(shards, tmp_path, name):
-    path, (old, new, _) = tmp_path / name, shards
+def test_save_over_an_older_result(shards, tmp_path):
+    name, (old, new, _) = "r.zarr", shards
+    path = tmp_path / name
     seen = []
 
     def before():
@@ -114,8 +114,8 @@ def test_save_over_an_older_result(shards, tmp_path, name):
     assert set(seen) == {numbers(old), numbers(new)}
 
 
-@pytest.mark.parametrize("name", ["r.zarr", pytest.param("r.nc", marks=pytest.mark.slow)])
-def test_the_first_save(shards, tmp_path, name):
+def test_the_first_save(shards, tmp_path):
+    name = "r.zarr"
     path = tmp_path / name
     for _ in each_kill(tmp_path, lambda: emptied(tmp_path), lambda: shards[0].save(path)):
         if path.exists():

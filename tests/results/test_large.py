@@ -350,11 +350,6 @@ def test_processes_write_at_the_same_time(parts, folder, tmp_path):
     assert {name: digest for one in made for name, digest in one.items()} == expected
 
 
-def test_netcdf_is_refused_for_a_manifest(stored):
-    with pytest.raises(OutputError, match=r"give a name that ends with \.zarr"):
-        merge_stored(str(stored / "all.nc"), [str(stored / "0.zarr"), str(stored / "1.zarr")])
-
-
 @pytest.fixture(scope="module")
 def job(prompts):
     return ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
@@ -469,5 +464,3 @@ def test_values_that_are_none(job, options, message):
     with pytest.raises(OptionError, match=message):
         replace(job, **options)
     assert replace(job, values="float16").large
-    with pytest.raises(OutputError, match="a large result is a Zarr folder"):
-        ma.run_job(replace(job, large=True), "r.nc")

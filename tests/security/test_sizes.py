@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 import socket
 import tracemalloc
 
-import h5py
 import numpy as np
 import pytest
 import zarr
@@ -15,16 +13,8 @@ from numcodecs.zstd import Zstd
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.store.files import files_at, files_in
-from mechattn.store.netcdf_checksum import seal
 from mechattn.store.unpacked_size import ALWAYS, BYTES, TIMES, Size
 from mechattn.store.zarr_folder import check_folder, frame_size
-
-
-def unsealed(path):
-    """The file without its seal, to be changed; seal it again."""
-    with open(path, "r+b") as stored:
-        stored.truncate(path.stat().st_size - len(b"mechattn checksum ") - 16)
-    return path
 
 
 def peak(place):
@@ -68,11 +58,6 @@ def test_an_honest_result_takes_what_it_holds(stored, small):  # negative contro
     words, used = peak(stored)
     assert "is damaged" in words
     assert used < 64, "layout is compared before anything is read"
-    about = zarr.open_group(stored, mode="r+")
-    about.attrs["mechattn_schema"] = 1  # which had neither layout nor digest
-    words, used = peak(stored)
-    assert "toy:llama" in words
-    assert used > 128
 
 
 def test_the_limit_is_256_mib_or_a_thousand_times_and_can_be_raised():
@@ -201,95 +186,7 @@ def test_names_with_control_characters(stored, small, tmp_path):
         ma.load_result(stored)
 
 
-def external_link(stored, elsewhere):
-    del stored["sequences/tokens"]
-    stored["sequences/tokens"] = h5py.ExternalLink(str(elsewhere), "secret")
-
-
-def soft_link(stored, elsewhere):
-    stored["sequences/other"] = h5py.SoftLink("/sequences/tokens")
-
-
-def other_file(stored, elsewhere):
-    stored["sequences"].create_dataset("x", (6,), "u1", external=[(str(elsewhere), 0, 6)])
-
-
-def virtual(stored, elsewhere):
-    layout = h5py.VirtualLayout((6,), "u1")
-    layout[:] = h5py.VirtualSource(str(elsewhere), "secret", (6,))
-    stored["sequences"].create_virtual_dataset("x", layout)
-
-
-def deflated(stored, elsewhere):
-    stored["sequences"].create_dataset("x", data=np.zeros(10**6), chunks=True, compression="gzip")
-
-
-def nothing_stored(stored, elsewhere):
-    stored["sequences"].create_dataset("x", (10**9,), "f8")
-
-
-def a_group_within_itself(stored, elsewhere):
-    stored["sequences/again"] = stored["sequences"]
-
-
-def one_text_many_times(stored, elsewhere):
-    made = stored["sequences"].create_dataset("x", (100_000,), h5py.string_dtype())
-    made[:1] = "a" * 60_000
-    raw = np.memmap(stored.filename, mode="r+", shape=(100_000, 16), offset=made.id.get_offset())
-    stored.flush()
-    raw[:] = raw[0]
-
-
-def filled_with_a_text(stored, elsewhere):
-    stored["sequences"].create_dataset("x", (10**9,), h5py.string_dtype(), fillvalue="a" * 1000)
-
-
-def many_texts_as_an_attribute(stored, elsewhere):
-    stored["sequences"].attrs["x"] = ["a"] * 2000
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        external_link,
-        soft_link,
-        other_file,
-        virtual,
-        deflated,
-        nothing_stored,
-        a_group_within_itself,
-        one_text_many_times,
-        filled_with_a_text,
-        many_texts_as_an_attribute,
-    ],
-)
-def test_a_netcdf_file_refers_to_nothing_and_unpacks_nothing(stored_file, attack, tmp_path, monkeypatch):
-    with h5py.File(tmp_path / "elsewhere", "w") as other:
-        other["secret"] = np.arange(6, dtype="u1")
-    with h5py.File(unsealed(stored_file), "r+") as stored:
-        attack(stored, tmp_path / "elsewhere")
-    seal(stored_file)
-    monkeypatch.setattr("xarray.open_datatree", None)
-    with pytest.raises(OutputError, match=r"is not in the format that mechattn writes|would take"):
-        ma.load_result(stored_file)
-
-
-def test_sealing_again_is_no_attack(stored_file):  # negative control
-    seal(unsealed(stored_file))
-    assert ma.load_result(stored_file).conditions == ["baseline", "slash"]
-
-
-def test_one_text_many_times_would_fill_the_memory(stored_file, tmp_path):  # negative control
-    with h5py.File(unsealed(stored_file), "r+") as stored:
-        one_text_many_times(stored, None)
-    with h5py.File(stored_file) as stored:
-        texts = stored["sequences/x"][:50]
-    assert sum(map(len, texts)) == 50 * 60_000
-
-
 def test_a_pipe_in_the_place_of_a_file(tmp_path):
-    for name in ("r.nc", "r.zarr"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(OutputError, match="there is no stored result"):
-            ma.load_result(tmp_path / name)
-    shutil.rmtree(tmp_path)
+    os.mkfifo(tmp_path / "r.zarr")
+    with pytest.raises(OutputError, match="there is no stored result"):
+        ma.load_result(tmp_path / "r.zarr")
