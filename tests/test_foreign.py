@@ -44,7 +44,7 @@ def result(toy, prompts):
 @pytest.fixture(scope="module")
 def full(result, tmp_path_factory):
     """What is somebody's, under every name that a command could write to."""
-        import xarray as xr
+    import xarray as xr
     import zarr
 
     folder = tmp_path_factory.mktemp("full")
