@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +12,14 @@ from mechattn.contrast.blocks import kept
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.head_values import head_quantities
+from mechattn.results.digest import TEXT
 from mechattn.results.memory import MEMORY
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
-from mechattn.store.schema import as_tree
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
     from mechattn.results.result import Result
 
@@ -47,9 +49,23 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
         import h5netcdf  # noqa: F401
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
-    tree = as_tree(load_result(place), object)
+    import xarray as xr
+
+    result = load_result(place)
+    tree = xr.DataTree.from_dict({f"/{name}": _with_texts(one) for name, one in result.datasets.items()})
+    tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
     return out
+
+
+def _with_texts(dataset: xr.Dataset) -> xr.Dataset:
+    """The dataset with texts of the kind that HDF5 takes."""
+    texts = {
+        n: (v.dims, v.values.astype(object), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in TEXT
+    }
+    return dataset.assign_coords({n: v for n, v in texts.items() if n in dataset.coords}).assign(
+        {n: v for n, v in texts.items() if n not in dataset.coords}
+    )
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:

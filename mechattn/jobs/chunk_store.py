@@ -9,10 +9,9 @@ from pathlib import Path
 from mechattn.errors import OutputError
 from mechattn.results.result import Result
 from mechattn.store.addresses import is_address
-from mechattn.store.large_store import BEGUN, Store, attributes_of
-from mechattn.store.large_writing import write_chunk
+from mechattn.store.objects import BEGUN, COMPLETE, Store, attributes_of
 from mechattn.store.reading import load_result
-from mechattn.store.schema import COMPLETE
+from mechattn.store.writing import write_chunk
 
 
 @dataclass(frozen=True)

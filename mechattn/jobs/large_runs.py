@@ -18,9 +18,9 @@ from mechattn.results.merge import merge_results
 from mechattn.results.provenance import digest
 from mechattn.store.addresses import as_place
 from mechattn.store.atomic_writes import move_whole, say
-from mechattn.store.large_store import OBJECTS, SCHEMA, Store, attributes_of
-from mechattn.store.large_writing import finish, unlike
+from mechattn.store.objects import OBJECTS, SCHEMA, Store, attributes_of
 from mechattn.store.result_bytes import unpacked
+from mechattn.store.writing import finish, unlike
 
 Compute = Callable[[Job, list[int]], object]
 

@@ -16,7 +16,7 @@ from mechattn.engine.null import BLIND, with_nulls
 from mechattn.errors import ModelError
 from mechattn.model.load import layers_and_heads
 from mechattn.store.addresses import as_place
-from mechattn.store.large_store import attributes_of
+from mechattn.store.objects import attributes_of
 
 if TYPE_CHECKING:
     from mechattn.jobs.job import Job

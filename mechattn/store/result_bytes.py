@@ -17,7 +17,7 @@ from mechattn.errors import OutputError
 from mechattn.results.digest import TEXT, digest
 from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
-from mechattn.store.schema import read_errors
+from mechattn.store.reading import read_errors
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from mechattn.errors import OutputError
 from mechattn.results.digest import digest
-from mechattn.results.lazy_arrays import is_lazy
 from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, check_name, filesystem
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
-from mechattn.store.large_store import A_COPY, Store
-from mechattn.store.large_writing import copied
 from mechattn.store.manifest import write_manifest
+from mechattn.store.objects import A_COPY, Store
 from mechattn.store.own_files import check_ours, files_in
-from mechattn.store.reading import load_result
-from mechattn.store.schema import COMPLETE, as_tree
+from mechattn.store.reading import read_result
+from mechattn.store.writing import copied
 
 
 def check_result_place(path: str | Path, *, used: bool = False) -> None:
@@ -72,16 +67,13 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
 
 def _write(result: Result, new: Path) -> None:
     """Write a result and read it back, because a file system may accept what it cannot return."""
-    if is_lazy(result):  # it may not fit in memory
-        copied(result, Store(new))
-    else:
-        as_tree(result, _text()).to_zarr(new, consolidated=False)
+    copied(result, Store(new))
     _check_read_back(result, new)
 
 
 def _check_read_back(result: Result, place: str | Path) -> None:
     try:
-        same = digest(load_result(place).datasets) == digest(result.datasets)
+        same = digest(read_result(place, lazy=True).datasets) == digest(result.datasets)
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
     if not same:
@@ -89,16 +81,10 @@ def _check_read_back(result: Result, place: str | Path) -> None:
 
 
 def _save_at_address(result: Result, address: str) -> None:
-    import zarr
-
     try:
-        if is_lazy(result):
-            store = Store(address)
-            store.begin(A_COPY)
-            copied(result, store)
-            return _check_read_back(result, address)
-        as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)
-        zarr.open_group(address, mode="r+").attrs[COMPLETE] = True
+        store = Store(address)
+        store.begin(A_COPY)
+        copied(result, store)
     except Exception as error:  # each kind of address has its own errors
         raise OutputError(
             f"{address} could not be written ({type(error).__name__}: {error}); what is there is "
@@ -137,8 +123,3 @@ def _check_ours(place: Path) -> None:
     except OSError as error:
         raise OutputError(f"{place} exists and cannot be inspected: {error.strerror or error}") from None
     raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")
-
-
-def _text() -> Any:
-    """Variable-length texts: fixed-length ones have no stable Zarr 3 format."""
-    return np.dtypes.StringDType()

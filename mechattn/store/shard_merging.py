@@ -10,8 +10,8 @@ from mechattn.results.lazy_arrays import is_lazy
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, is_address
-from mechattn.store.large_store import A_COPY, BEGUN, attributes_of
 from mechattn.store.manifest import is_manifest_of
+from mechattn.store.objects import A_COPY, BEGUN, attributes_of
 from mechattn.store.own_files import named
 from mechattn.store.reading import load_result
 from mechattn.store.saving import check_result_place, save_manifest, save_result

@@ -1,25 +1,24 @@
-"""Writes a result into one sharded Zarr store, a chunk at a time, from any number of processes.
+"""Writes a result into a Zarr store, a chunk at a time, from any number of processes.
 
-Each chunk's own values go directly into its region (``regions.py``). The small arrays come back as a result, a receipt,
-which records the written objects and their digests. Finishing merges the receipts and writes metadata; no per-prompt
-number is read or moved again.
+Each chunk's own values become objects of its own (``pieces.py``). The small arrays come back as a result, a receipt,
+which records the written objects and their checksums. Finishing writes these arrays, merged, the metadata, and at last
+the root, which lists every object; no per-prompt number is read or moved again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.results.digest import layout
-from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
+from mechattn.results.merge import GROW
 from mechattn.results.result import Result
-from mechattn.store.large_store import OBJECTS, ROOT, SCHEMA, Store, seal_of
-from mechattn.store.regions import Region, encoded, in_regions, object_digest, region_of, tail_digest
-from mechattn.store.schema import COMPLETE, as_tree
+from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, seal_of
+from mechattn.store.pieces import CHECKSUM, FILL, WIDTH, Region, encoded, in_regions, object_digest, region_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,21 +27,22 @@ REGIONS = "regions"  # next to the objects in the provenance of a receipt; a fin
 
 
 def write_chunk(
-    store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None
-) -> Result:
+    store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None,
+    width: int = WIDTH,
+) -> Result:  # fmt: skip
     """Write the per-prompt values of a chunk into its regions; return the rest with a record of what was written."""
     objects, regions, rest = {}, {}, {}
     for name, dataset in result.datasets.items():
         written = [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
         for label in written:
             variable = dataset[label].variable
-            region = region_of(variable, chunk, half)
+            region = region_of(variable, chunk, half, width)
             values = variable.values
             if half and (abs(values) > np.finfo(np.float16).max).any() and variable.dtype.kind == "f":
                 raise OptionError(f'{label} is too large for values="float16"; omit it to keep float32')
-            for at, content in encoded(values, region, number).items():
+            for at, content in encoded(values, region, number):
                 path = f"{name}/{label}/{at}"
-                objects[path] = tail_digest(content[-region.tail_bytes :])
+                objects[path] = content[-CHECKSUM:].hex()
                 if known is not None and known.get(path) != objects[path]:
                     raise OutputError(
                         f"{path} differs from the original in {store.place}, perhaps made by another version, on "
@@ -58,40 +58,66 @@ def write_chunk(
 
 def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
     """The names of objects that are missing or differ from what was written."""
-    return [name for name, known in objects.items() if object_digest(store.get(name) or b"") != known]
+    return [name for name, known in objects.items() if object_digest(name, store.get(name) or b"") != known]
 
 
 def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
-    """Write the metadata that turn the objects of all chunks into a complete result."""
+    """Write what turns the objects of all chunks into a complete result: other arrays, metadata, and last the root."""
     import zarr
     from zarr.storage import MemoryStore
 
     objects: dict[str, str] = dict(receipt.provenance[OBJECTS])
     regions = _regions(receipt)
-    small = Result(receipt.datasets, _without(receipt.provenance) | dict(about))
-    for name in store.names():
-        if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
-            store.remove(name)
-    tree = as_tree(small, np.dtypes.StringDType())
-    whole = {name: dataset.assign(_declared(name, regions)) for name, dataset in small.datasets.items()}
-    attrs: dict[str, Any] = {
-        **{str(name): value for name, value in tree.attrs.items()},
-        "mechattn_schema": SCHEMA,
-        "layout": layout(whole),
-        OBJECTS: objects,
-        COMPLETE: True,
-        "contents": sorted([*tree.attrs["contents"], *regions]),
-    }
-    tree.attrs = attrs | {"digest": seal_of(attrs, tree.attrs["digest"])}
     made: dict[str, Any] = {}
-    memory = MemoryStore(made)
-    tree.to_zarr(memory, consolidated=False)
-    root = zarr.open_group(memory, mode="r+", zarr_format=3)
+    root = zarr.create_group(MemoryStore(made), zarr_format=3)
+
+    def put(name: str, content: bytes) -> None:
+        objects[name] = str(object_digest(name, content))
+        store.put(name, content)
+
+    for group, dataset in receipt.datasets.items():
+        beside = sorted(set(map(str, dataset.coords)) - set(map(str, dataset.dims)))
+        stored = root.create_group(group, attributes=_attributes(dataset, beside))
+        for label, variable in dataset.variables.items():
+            region = region_of(variable, 1)
+            region.create(stored.store_path, str(label))
+            for at, content in encoded(variable.values, region):
+                put(f"{group}/{label}/{at}", content)
     for name, region in regions.items():
         group, _, label = name.partition("/")
         region.create(root[group].store_path, label)
-    for name in sorted(made, key=lambda name: name == ROOT):  # the root last: it makes the store a result
-        store.put(name, made[name].to_bytes())
+        _fill(name, region, objects, put)
+    for name in made:
+        if name != ROOT:
+            put(name, made[name].to_bytes())
+    for name in store.names():
+        if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
+            store.remove(name)
+    text = json.dumps(_without(receipt.provenance) | dict(about))
+    attrs = {"mechattn_schema": SCHEMA, "provenance": text, "by_prompt": sorted(regions), OBJECTS: objects}
+    write_root(store, {**attrs, "digest": seal_of(attrs), COMPLETE: True})
+
+
+def write_root(store: Store, attributes: Mapping[str, Any]) -> None:
+    """Write the root of a result; what is there is one from then on."""
+    content = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    store.put(ROOT, json.dumps(content, indent=1).encode())
+
+
+def _attributes(dataset: xr.Dataset, beside: list[str]) -> dict[str, Any]:
+    return {str(name): value for name, value in dataset.attrs.items()} | (
+        {"coordinates": " ".join(beside)} if beside else {}
+    )
+
+
+def _fill(name: str, region: Region, objects: Mapping[str, str], put: Callable[[str, bytes], None]) -> None:
+    """Write the positions beyond the longest prompt of a chunk: an object that is not there is one that was lost."""
+    lost = [f"{name}/{at}" for at in region.names() if f"{name}/{at}" not in objects]
+    if lost:
+        values = np.full(region.piece, FILL[np.dtype(region.dtype).kind], region.dtype)
+        ((_, content),) = encoded(values, region)
+        for at in lost:
+            put(at, content)
 
 
 def pieces(result: Result, chunk: int) -> Iterator[Result]:
@@ -105,14 +131,15 @@ def pieces(result: Result, chunk: int) -> Iterator[Result]:
 
 def copied(result: Result, store: Store) -> None:
     """Write a result into a store a chunk at a time, so that it never has to fit in memory."""
-    chunk, half = chunk_of(result), False
+    count = result["sequences"].sizes["prompt"]
+    chunk = min(chunk_of(result), count)
+    longest = max([size for one in result.datasets.values() for dim, size in one.sizes.items() if dim in GROW] + [1])
     objects: dict[str, str] = {}
     regions: dict[str, Any] = {}
     for number, part in enumerate(pieces(result, chunk)):
-        made = write_chunk(store, number, part, chunk, half).provenance
+        made = write_chunk(store, number, part, chunk, False, width=min(WIDTH, longest)).provenance
         objects |= made[OBJECTS]
         regions = made[REGIONS]
-    count = result["sequences"].sizes["prompt"]
     regions = {name: one | {"shape": [count, *one["shape"][1:]]} for name, one in regions.items()}
     rest = {
         n: one.drop_vars([v for v in one.variables if in_regions(one[v].variable)])
@@ -137,16 +164,3 @@ def _regions(receipt: Result) -> dict[str, Region]:
 
 def _without(about: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in about.items() if name not in (OBJECTS, REGIONS)}
-
-
-def _declared(group: str, regions: Mapping[str, Region]) -> dict[str, xr.Variable]:
-    """The regions of a group as variables without values, for the layout hash."""
-
-    def none(key: Key) -> np.ndarray:
-        raise AssertionError("declared alone")
-
-    return {
-        name.partition("/")[2]: lazy_variable(LazyArray(of.shape, np.dtype(of.dtype), none), of.dims, of.attrs)
-        for name, of in regions.items()
-        if name.startswith(f"{group}/")
-    }
