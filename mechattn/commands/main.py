@@ -189,12 +189,8 @@ def run_config(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
     ] = None,
-    large: Annotated[
-        bool | None,
-        typer.Option("--large/--no-large", help="Write each chunk into one Zarr store; by default from 1 GiB on."),
-    ] = None,
     values: Annotated[
-        str | None, typer.Option(help='"float16" stores single prompts\' values of a large result in half the space.')
+        str | None, typer.Option(help='"float16" stores single prompts\' values in half the space.')
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
@@ -206,7 +202,7 @@ def run_config(
     from mechattn.commands.run_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    options |= {"large": large, "values": values}
+    options |= {"values": values}
     for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
         _say(f"Wrote {path}")
 

@@ -79,7 +79,7 @@ class Parts:
 
     @property
     def store(self) -> Path:
-        """Where the chunks of a large result are written until it gets its final name."""
+        """Where the objects of the chunks are written until the result gets its final name."""
         return self.folder / _STORE
 
     def drop(self, chunk: int) -> None:
@@ -136,14 +136,6 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
             f"another process is computing this result: it holds {folder / _LOCK}. Wait for it, or give this run "
             "another output"
         ) from None
-
-
-def kept_job(folder: Path) -> dict[str, Any] | None:
-    """The recorded job of the chunks in a folder; None if there is no record."""
-    try:
-        return None if _strangers(folder) else _kept_job(Parts(folder)) or None
-    except (MechattnError, OSError):  # reported when the folder is opened
-        return None
 
 
 def discard_parts(folder: Path, job: Job) -> None:

@@ -111,7 +111,8 @@ def _attributes(about: Mapping[str, Any]) -> dict[str, Any]:
 def _region(about: Mapping[str, Any]) -> Region | None:
     """How an array is cut, which must be as mechattn does, with its codecs, none of which compress; None of a group."""
     if about["node_type"] == "group":
-        return None if _attributes(about) else None
+        _attributes(about)
+        return None
     if about["node_type"] != "array" or about.get("storage_transformers"):
         raise ValueError(f"node_type is {about['node_type']!r}, or it has storage transformers")
     grid, kind = about["chunk_grid"], about["data_type"]

@@ -54,17 +54,18 @@ class Listed(ZarrStore):
             content = self.store.get(key)
             if key == ROOT:
                 return content or b""
-            why = "it is missing" if content is None else "it is not what was written here"
-            if content is not None and object_digest(key, content) == self.objects[key]:
-                if not (why := self._problem(key, content) or ""):
-                    return content
+            why = self._problem(key, content)
+            if content is not None and not why:
+                return content
         except Exception as error:  # files and the network have their own errors
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if attributes_of(self.store.place).get("digest") != self.sealed:
             raise OutputError(f"the result at {self.where} was replaced or deleted after it was opened: load it again")
-        raise OutputError(damaged(self.where, key, self.regions, why))
+        raise OutputError(damaged(self.where, key, self.regions, str(why)))
 
-    def _problem(self, key: str, content: bytes) -> str | None:
+    def _problem(self, key: str, content: bytes | None) -> str | None:
+        if content is None or object_digest(key, content) != self.objects[key]:
+            return "it is missing" if content is None else "it is not what was written here"
         if not key.startswith(f"{_SEGMENTS}/c"):
             return None
         return segments_problem(np.frombuffer(content[:-CHECKSUM], np.dtype(self.regions[_SEGMENTS].dtype)))

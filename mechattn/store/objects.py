@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,8 @@ from mechattn.store.own_files import files_in
 SCHEMA = 6
 ROOT = "zarr.json"
 OBJECTS = "objects"  # in the root attributes: the checksum of every other object
-BEGUN = "begun"  # likewise, at an address: the run that is writing
+BEGUN = "begun"  # likewise, at an address: what is writing
 COMPLETE = "complete"
-A_COPY = "copy"
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,11 @@ class Store:
             return [str(name).removeprefix(root) for name in files.find(self._root)]
         return [name for name in files_in(self.place) if not name.endswith("/")] if self.place.is_dir() else []
 
-    def begin(self, who: str) -> None:
-        """Mark an address as being written by mechattn, and then delete everything else there."""
-        self.mark(who)
+    def begin(self) -> str:
+        """Mark an address as being written by mechattn, delete everything else there, and return the mark."""
+        who = os.urandom(8).hex()
+        about = {"mechattn_schema": SCHEMA, BEGUN: who}
+        self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())
         others = [name for name in self.names() if name != ROOT]
         try:
             if others:
@@ -82,11 +84,15 @@ class Store:
         except FileNotFoundError:  # another run has begun at the same time
             for name in others:
                 self.remove(name)
+        return who
 
-    def mark(self, who: str) -> None:
-        """Mark an address as being written by a run."""
-        about = {"mechattn_schema": SCHEMA, BEGUN: who}
-        self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())
+    def check_begun(self, who: str) -> None:
+        """Refuse an address where another process has begun to write since, as locks do not work there."""
+        if attributes_of(self.place).get(BEGUN) != who:
+            raise OutputError(
+                f"another run has begun to write to {self.place} after this one: wait for it, give this one another "
+                "output, or start it again"
+            )
 
     def remove(self, name: str) -> None:
         """Delete an object, if it is there."""

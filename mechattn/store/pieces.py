@@ -1,4 +1,4 @@
-"""How an array is cut into pieces, each of which is one object: a chunk of the run's prompts, all layers of one segment.
+"""How an array is cut into pieces, one object each: a chunk of the run's prompts, all layers of one segment.
 
 A piece has 256 KiB to 4 MiB where the array allows it: small arrays are not cut by segment and condition, large ones by
 layer and head too. Dimensions that grow with the prompts (``pos``, ``key``) are cut every 256 positions, so no chunk

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mechattn.errors import MechattnError, OutputError
 from mechattn.results.digest import plain_attributes
+from mechattn.results.lazy_arrays import lazy_bytes
 from mechattn.results.memory import MEMORY, memory_bytes
 from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, check_name
@@ -58,8 +59,7 @@ def read_result(path: str | Path, memory: str = MEMORY, lazy: bool | None = None
         recover(place)
     try:
         result = _read(place, path)
-        size = sum(v.nbytes for one in result.datasets.values() for v in one.variables.values() if not v._in_memory)
-        if not (size > share if lazy is None else lazy):
+        if not (lazy_bytes(result) > share if lazy is None else lazy):
             result = replace(result, datasets={name: one.load() for name, one in result.datasets.items()})
         return replace(result, memory=memory)
     except OutputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mechattn.errors import OutputError
@@ -12,10 +13,12 @@ from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, check_name, filesystem
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
 from mechattn.store.manifest import write_manifest
-from mechattn.store.objects import A_COPY, Store
+from mechattn.store.objects import OBJECTS, ROOT, Store, attributes_of
 from mechattn.store.own_files import check_ours, files_in
 from mechattn.store.reading import read_result
 from mechattn.store.writing import copied
+
+_AT_ONCE = 16  # objects that are sent at the same time
 
 
 def check_result_place(path: str | Path, *, used: bool = False) -> None:
@@ -59,10 +62,20 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     place = as_place(path)
     if isinstance(place, str):
         store = Store(place)
-        store.begin(A_COPY)
+        store.begin()
         write_manifest(store, path, places)
     else:
         write_whole(place, lambda new: write_manifest(Store(new), path, places))
+
+
+def upload(store: Store, address: str) -> None:
+    """Copy a complete result from a folder to an address, its root last."""
+    to, names = Store(address), attributes_of(store.place)[OBJECTS]
+    who = to.begin()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda name: to.put(name, store.get(name) or b""), names))
+    to.check_begun(who)
+    to.put(ROOT, store.get(ROOT) or b"")
 
 
 def _write(result: Result, new: Path) -> None:
@@ -83,8 +96,8 @@ def _check_read_back(result: Result, place: str | Path) -> None:
 def _save_at_address(result: Result, address: str) -> None:
     try:
         store = Store(address)
-        store.begin(A_COPY)
-        copied(result, store)
+        who = store.begin()
+        copied(result, store, lambda: store.check_begun(who))
     except Exception as error:  # each kind of address has its own errors
         raise OutputError(
             f"{address} could not be written ({type(error).__name__}: {error}); what is there is "

@@ -61,7 +61,9 @@ def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
     return [name for name, known in objects.items() if object_digest(name, store.get(name) or b"") != known]
 
 
-def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
+def finish(
+    store: Store, receipt: Result, about: Mapping[str, Any], check: Callable[[], object] = lambda: None
+) -> None:  # fmt: skip
     """Write what turns the objects of all chunks into a complete result: other arrays, metadata, and last the root."""
     import zarr
     from zarr.storage import MemoryStore
@@ -93,6 +95,7 @@ def finish(store: Store, receipt: Result, about: Mapping[str, Any]) -> None:
     for name in store.names():
         if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
             store.remove(name)
+    check()
     text = json.dumps(_without(receipt.provenance) | dict(about))
     attrs = {"mechattn_schema": SCHEMA, "provenance": text, "by_prompt": sorted(regions), OBJECTS: objects}
     write_root(store, {**attrs, "digest": seal_of(attrs), COMPLETE: True})
@@ -129,8 +132,8 @@ def pieces(result: Result, chunk: int) -> Iterator[Result]:
         yield replace(result, datasets=cut)
 
 
-def copied(result: Result, store: Store) -> None:
-    """Write a result into a store a chunk at a time, so that it never has to fit in memory."""
+def copied(result: Result, store: Store, check: Callable[[], object] = lambda: None) -> None:
+    """Write a result into a store a chunk at a time, so that it never has to fit in memory; ``check`` comes last."""
     count = result["sequences"].sizes["prompt"]
     chunk = min(chunk_of(result), count)
     longest = max([size for one in result.datasets.values() for dim, size in one.sizes.items() if dim in GROW] + [1])
@@ -146,7 +149,7 @@ def copied(result: Result, store: Store) -> None:
         for n, one in result.datasets.items()
     }
     about = {**result.provenance, OBJECTS: objects, REGIONS: regions}
-    finish(store, Result(rest, about), {})
+    finish(store, Result(rest, about), {}, check)
 
 
 def chunk_of(result: Result) -> int:
