@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +48,14 @@ class ChunkStore:
 
     def write(self, chunk: int, content: bytes) -> bytes:
         """Write the per-prompt values of a chunk; return its other arrays and a record of what was written."""
-        return packed(_written(self.job, self._store, self.chunks.index(chunk), content))
+        with self._explained():
+            return packed(_written(self.job, self._store, self.chunks.index(chunk), content))
 
     def finish(self, path: str | Path) -> None:
         """Write the metadata once all chunks are written, read all back, and give the store its final name."""
         receipt = merge_results([self.parts.opened(chunk) for chunk in self.chunks])
-        finish(self._store, receipt, {"job": self.job.fingerprint})
+        with self._explained():
+            finish(self._store, receipt, {"job": self.job.fingerprint})
         if bad := unlike(self._store, attributes_of(self._store.place)[OBJECTS]):
             raise OutputError(f"what was just written cannot be read back: {bad[0]} is damaged or missing")
         place = as_place(path)
@@ -60,6 +63,16 @@ class ChunkStore:
             move_whole(self.parts.store, place)
         else:
             upload(self._store, place)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"nothing more can be written to {self.parts.folder}: {error.strerror or error}. Earlier chunks are "
+                "kept; free some space and run the same command again"
+            ) from error
 
     @property
     def _store(self) -> Store:

@@ -57,8 +57,7 @@ class Job:
         require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
         command: The command to record with the result.
         paths: As for ``run``.
-        values: How per-prompt numbers are stored: "float32", or "float16" with half the space and a relative error of up to
-            0.05 %.
+        values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off by up to 0.05 %.
     """
 
     model: str

@@ -35,19 +35,15 @@ class Store:
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object, completely or not at all; :meth:`flush` waits until it is on the disk."""
-        try:
-            if isinstance(self.place, str):
-                filesystem(self.place).pipe_file(f"{self._root}/{name}", content)
-                return
+        if isinstance(self.place, Path):
             path = self.place / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content, flushed=False)
+            return write_file(path, content, flushed=False)
+        try:
+            filesystem(self.place).pipe_file(f"{self._root}/{name}", content)
         except Exception as error:  # each kind of address has its own errors
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            raise OutputError(
-                f"{name} could not be written to {self.place}: {reason}. Earlier chunks are kept; free some space and "
-                "run the same command again"
-            ) from error
+            raise OutputError(f"{name} could not be written to {self.place}: {reason}") from error
 
     def flush(self, names: Iterable[str]) -> None:
         """Wait until objects are on the disk."""

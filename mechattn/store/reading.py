@@ -84,9 +84,11 @@ def _read(place: str | Path, path: str | Path) -> Result:
     if MANIFEST in attrs:
         return read_manifest(attrs[MANIFEST], place, partial(read_result, lazy=True))
     about = _provenance(attrs, path)
-    if not isinstance(attrs.get(OBJECTS), dict) or seal_of(attrs) != attrs.get("digest"):
-        raise OutputError(f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}")
+    if not isinstance(attrs.get(OBJECTS), dict):
+        raise OutputError(f"the result at {path} is damaged: it lists no objects; {_REDO}")
     regions = check_folder(files, attrs[OBJECTS], path)
+    if seal_of(attrs) != attrs.get("digest"):
+        raise OutputError(f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}")
     check_provenance(about, path)
     listed = Listed(Store(place), attrs[OBJECTS], regions, attrs["digest"], path)
     with xr.open_datatree(listed, **_OPEN) as tree:  # type: ignore[arg-type]
