@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SHARE = 8  # of the memory: per-prompt values that take at most this fraction are read at once
 _OPEN: dict[str, Any] = {
-    "engine": "zarr", "zarr_format": 3, "consolidated": False, "chunks": None,
+    "engine": "zarr", "zarr_format": 3, "consolidated": False, "chunks": None, "cache": False,
     "decode_times": False, "decode_timedelta": False,  # "seconds" is a unit here, not a time
 }  # fmt: skip
 
