@@ -19,7 +19,6 @@ from mechattn.stats.bags import resampled
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
 GPUS = 8
-PART_SECONDS = 0.02  # to read a part of a toy (0.014 measured on a busy core); the rest grows with its bytes
 PART_RATE = 1.1e8  # bytes a second that are read, checked and merged (measured, 360 MiB in 3 parts, a busy core)
 
 
