@@ -33,7 +33,7 @@ import mechattn as ma
 from mechattn.commands.report import report
 from mechattn.results.merge import merge_results
 from mechattn.store.objects import Store
-from mechattn.store.result_bytes import opened, packed
+from mechattn.store.result_bytes import packed, unpacked
 from mechattn.store.writing import finish, write_chunk
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
@@ -105,7 +105,7 @@ def write(out: Path, gib: float, processes: int) -> None:
         process.join()
         assert process.exitcode == 0
     written = time.monotonic()
-    receipt = merge_results([opened(path) for path in sorted(folder.iterdir())])
+    receipt = merge_results([unpacked(path) for path in sorted(folder.iterdir())])
     finish(Store(store), replace(receipt, provenance=dict(receipt.provenance)), {})
     size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     say("prompts", f"{count:,} in {chunks} chunks of {CHUNK}, {each / 2**20:.1f} MiB each")

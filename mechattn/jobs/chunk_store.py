@@ -42,7 +42,7 @@ class ChunkStore:
     def drop_damaged(self) -> None:
         """Drop kept chunks whose objects differ from what was written."""
         for chunk in self.parts.done():
-            if bad := unlike(self._store, self.parts.opened(chunk).provenance[OBJECTS]):
+            if bad := unlike(self._store, self.parts.read(chunk).provenance[OBJECTS]):
                 say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
                 self.parts.drop(chunk)
 
@@ -53,7 +53,7 @@ class ChunkStore:
 
     def finish(self, path: str | Path) -> None:
         """Write the metadata once all chunks are written, read all back, and give the store its final name."""
-        receipt = merge_results([self.parts.opened(chunk) for chunk in self.chunks])
+        receipt = merge_results([self.parts.read(chunk) for chunk in self.chunks])
         with self._explained():
             finish(self._store, receipt, {"job": self.job.fingerprint})
         if bad := unlike(self._store, attributes_of(self._store.place)[OBJECTS]):

@@ -18,7 +18,7 @@ from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say, write_file
 from mechattn.store.own_files import files_in, named
-from mechattn.store.result_bytes import opened, unpacked
+from mechattn.store.result_bytes import unpacked
 
 _JOB, _LOCK = "job.json", "lock"
 _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
@@ -64,17 +64,10 @@ class Parts:
             ) from error
 
     def read(self, chunk: int) -> Result:
-        """Return the result of a chunk."""
-        for path, (number, checksum) in self.chunks().items():
-            if number == chunk and _checksum(chunk, content := _content(path)) == checksum:
-                return unpacked(content, path)
-        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
-
-    def opened(self, chunk: int) -> Result:
-        """Return the result of a complete chunk, opened by ``store.result_bytes.opened``."""
+        """Return the result of a complete chunk, whose large arrays are read on demand."""
         for path, (number, _) in self.chunks().items():
             if number == chunk:
-                return opened(path)
+                return unpacked(path)
         raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     @property

@@ -174,7 +174,7 @@ def test_what_a_change_with_the_right_tools_leaves_is_found(slash_result, tmp_pa
         some.attrs["units"] = "nats"
     else:
         stored.attrs["provenance"] = stored.attrs["provenance"].replace("toy:llama", "llama-8b")
-    with pytest.raises(OutputError, match="is damaged|is not in the format"):
+    with pytest.raises(OutputError, match=r"is damaged|is not in the format"):
         ma.load_result(path)
 
 
