@@ -1,7 +1,6 @@
 """Folders full of somebody's files, listed before and after every command: nothing in them is changed or gone."""
 
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,6 @@ from mechattn.commands.main import app
 from mechattn.errors import MechattnError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.render.view import View
-from mechattn.results.digest import digest
 
 CONFIG = """
 model = "toy:llama"
@@ -234,21 +232,6 @@ def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
     ma.run_job(ma.Job("toy:llama", prompts[:2], layers=0, verify=False), "free.zarr", executor=Adds())
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
     assert "free.zarr.parts was not deleted: it holds notes.txt" in capsys.readouterr().err
-
-
-def test_a_result_of_an_earlier_version_is_replaced(result, tmp_path):
-    """One that does not say what it holds; among its files somebody's are found all the same."""
-    path = tmp_path / "r.zarr"
-    result.save(path)
-    root = json.loads((path / "zarr.json").read_text())
-    del root["attributes"]["contents"]
-    (path / "zarr.json").write_text(json.dumps(root))
-    (path / "notes.md").write_text("mine")
-    with pytest.raises(MechattnError, match=r"holds notes\.md too"):
-        result.save(path)
-    (path / "notes.md").rename(tmp_path / "notes.md")
-    result.save(path)
-    assert digest(ma.load_result(path).datasets) == digest(result.datasets)
 
 
 def test_at_an_address(result):

@@ -221,9 +221,9 @@ def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
     path, other = tmp_path / "r.zarr", replace(job, seed=4)
     ma.run_job(job, path)
     stopped(other, path, 2)
-    before = {p.name: p.read_bytes() for p in parts_folder(path).iterdir()}
+    before = {p: p.read_bytes() for p in parts_folder(path).rglob("*") if p.is_file()}
     ma.run_job(job, path)
-    assert {p.name: p.read_bytes() for p in parts_folder(path).iterdir()} == before
+    assert {p: p.read_bytes() for p in parts_folder(path).rglob("*") if p.is_file()} == before
     ma.run_job(other, path)
     assert ma.load_result(path).provenance["seed"] == 4
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
