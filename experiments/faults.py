@@ -61,8 +61,8 @@ def started(folder: Path) -> int:
 
 def finished(folder: Path) -> tuple[str, float]:
     """Run to the end: the digest of the result, and the seconds it took."""
+    from mechattn.results.digest import digest
     from mechattn.store.reading import load_result
-    from mechattn.store.schema import digest
 
     begun = time.monotonic()
     _, status = os.waitpid(started(folder), 0)

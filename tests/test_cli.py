@@ -141,9 +141,9 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here):
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr
-    done = here("merge", "all.nc", "r-2-of-2.zarr", "r-1-of-2.zarr")
+    done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "all.nc")["sequences"].prompt.values.tolist() == [str(i) for i in range(96)]
+    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(96)]
     again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
@@ -263,6 +263,25 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     assert "not a mechattn export" in refused.stderr
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
     assert "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
+
+
+def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
+    import xarray as xr
+
+    slash_result.save(tmp_path / "r.zarr")
+    done = here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc")
+    assert f"Wrote {tmp_path / 'r.nc'}" in done.stdout
+    with xr.open_datatree(tmp_path / "r.nc", engine="h5netcdf") as tree:
+        assert json.loads(tree.attrs["provenance"])["model"]["name"] == "toy:llama"
+        for name, dataset in slash_result.datasets.items():
+            for label, expected in dataset.variables.items():
+                got, kind = tree[name][label].values, expected.dtype.kind
+                np.testing.assert_array_equal(
+                    got.astype(expected.dtype) if kind in "fi" else got.astype(str),
+                    expected.values.astype(expected.dtype if kind in "fi" else str),
+                )
+    assert "exists; choose another name" in here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc").stderr
+    assert "should end with .nc" in here("export", tmp_path / "r.zarr", "--netcdf", "r.cdf").stderr
 
 
 def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):

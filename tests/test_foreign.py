@@ -1,7 +1,6 @@
 """Folders full of somebody's files, listed before and after every command: nothing in them is changed or gone."""
 
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,6 @@ from mechattn.commands.main import app
 from mechattn.errors import MechattnError
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.render.view import View
-from mechattn.results.digest import digest
 
 CONFIG = """
 model = "toy:llama"
@@ -44,7 +42,6 @@ def result(toy, prompts):
 @pytest.fixture(scope="module")
 def full(result, tmp_path_factory):
     """What is somebody's, under every name that a command could write to."""
-    import h5py
     import xarray as xr
     import zarr
 
@@ -66,11 +63,6 @@ def full(result, tmp_path_factory):
     (folder / "linked-in.zarr" / "archive").symlink_to("../archive")
     (folder / "link.zarr").symlink_to("archive/data.zarr")
     (folder / "dangling.zarr").symlink_to("archive/gone.zarr")
-    with h5py.File(folder / "climate.nc", "w") as made:
-        made["temperature"] = np.arange(5.0)
-    result.save(folder / "grown.nc")
-    with h5py.File(folder / "grown.nc", "a") as made:
-        made["mine"] = np.arange(5.0)
     result.save(folder / "ours.zarr")
     for name in (
         "thesis.tex",
@@ -78,7 +70,6 @@ def full(result, tmp_path_factory):
         "report.html",
         "answers.jsonl",
         "result.zarr",
-        "folder.nc/x",
         "odd.zarr/zarr.json",
     ):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -133,7 +124,7 @@ def configured(command, result="free.zarr", page="free.html", out="free.jsonl", 
 
 
 FOREIGN = ["climate.zarr", "noted.zarr", "grown.zarr", "in-array.zarr", "empty-folder.zarr", "linked-in.zarr", "link.zarr",
-           "result.zarr", "odd.zarr", "climate.nc", "grown.nc", "folder.nc"]  # fmt: skip
+           "result.zarr", "odd.zarr"]  # fmt: skip
 NAMED = {
     "noted.zarr": "notes.md", "grown.zarr": "mine/", "in-array.zarr": "sequences/place/c/notes.txt",
     "empty-folder.zarr": "figures/", "linked-in.zarr": "archive",
@@ -159,7 +150,7 @@ def test_a_place_that_holds_something_else(result, folder, name, how, prompts):
     assert untouched(before, folder) == {}
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "index.html", "report.html", "answers.jsonl", "climate.nc"])
+@pytest.mark.parametrize("name", ["thesis.tex", "index.html", "report.html", "answers.jsonl"])
 @pytest.mark.parametrize("how", ["page", "view", "report", "run", "evaluation", "evaluate"])
 def test_a_file_that_is_something_else(result, folder, name, how):
     before = listed(folder)
@@ -198,7 +189,7 @@ def test_parts_that_are_somebodys(folder, name):
     assert untouched(before, folder) == {}
 
 
-@pytest.mark.parametrize("name", ["free.zarr", "free.nc", "ours.zarr", "dangling.zarr"])
+@pytest.mark.parametrize("name", ["free.zarr", "ours.zarr", "dangling.zarr"])
 def test_a_place_that_is_free_among_them(folder, name):
     """Written, replaced and written anew; what lies beside it stays, backups and copies of the same name too."""
     before = {path: content for path, content in listed(folder).items() if not path.startswith("ours.zarr")}
@@ -241,21 +232,6 @@ def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
     ma.run_job(ma.Job("toy:llama", prompts[:2], layers=0, verify=False), "free.zarr", executor=Adds())
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
     assert "free.zarr.parts was not deleted: it holds notes.txt" in capsys.readouterr().err
-
-
-def test_a_result_of_an_earlier_version_is_replaced(result, tmp_path):
-    """One that does not say what it holds; among its files somebody's are found all the same."""
-    path = tmp_path / "r.zarr"
-    result.save(path)
-    root = json.loads((path / "zarr.json").read_text())
-    del root["attributes"]["contents"]
-    (path / "zarr.json").write_text(json.dumps(root))
-    (path / "notes.md").write_text("mine")
-    with pytest.raises(MechattnError, match=r"holds notes\.md too"):
-        result.save(path)
-    (path / "notes.md").rename(tmp_path / "notes.md")
-    result.save(path)
-    assert digest(ma.load_result(path).datasets) == digest(result.datasets)
 
 
 def test_at_an_address(result):

@@ -19,7 +19,6 @@ from mechattn.stats.bags import resampled
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
 GPUS = 8
-PART_SECONDS = 0.02  # to read a part of a toy (0.014 measured on a busy core); the rest grows with its bytes
 PART_RATE = 1.1e8  # bytes a second that are read, checked and merged (measured, 360 MiB in 3 parts, a busy core)
 
 
@@ -65,27 +64,17 @@ def main() -> None:
         ]
         for part in counted[0]:
             row(f"{name}: {part}", [count[part] / 2**30 for count in counted], "{:.3g} GiB")
-    for chunk in (64, 1024):
-        for name, analyses in sets.items():
-            parts = [
-                sum(stored_bytes(analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments").values())
-                for m in MODELS
-            ]
-            chunks = prompts / chunk
-            row(f"{name}: a part of {chunk} prompts", [size / 2**20 for size in parts], "{:,.0f} MiB")
-            row("all parts", [size * chunks / 2**30 for size in parts], "{:,.0f} GiB")
-            row("merging them", [chunks * (PART_SECONDS + size / PART_RATE) / 60 for size in parts], "{:.0f} min")
-    large_rows("ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted)
+    receipt_rows("ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted)
 
 
-def large_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int) -> None:
-    """What ``Job(large=True)`` takes: receipts, the last step, and what a comparison of one quantity holds."""
+def receipt_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int) -> None:
+    """What a run takes: receipts, the last step, and what a comparison of one quantity holds."""
     for chunk in (64, 1024):
         counted = [
             stored_bytes(analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments") for m in MODELS
         ]
         receipts = [count["moments by position"] * prompts / chunk for count in counted]
-        row(f"{name}, large, chunks of {chunk}: all receipts", [size / 2**30 for size in receipts], "{:,.1f} GiB")
+        row(f"{name}, chunks of {chunk}: all receipts", [size / 2**30 for size in receipts], "{:,.1f} GiB")
         row("the last step", [size / PART_RATE / 60 for size in receipts], "{:.1f} min")
     row(
         "prompt values read to compare one condition",

@@ -21,7 +21,7 @@ def main() -> None:
         job = {"model": name, "prompts": prompts, "conditions": {"slash": ma.MeaninglessTokens("/", 55)}}
         with tempfile.TemporaryDirectory() as folder:
             made = [
-                ma.run_job(ma.Job(**job, large=True, values=values), Path(folder) / f"{values}.zarr")
+                ma.run_job(ma.Job(**job, values=values), Path(folder) / f"{values}.zarr")
                 for values in ("float32", "float16")
             ]
             for quantity in ("received", "mass"):

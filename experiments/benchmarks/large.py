@@ -31,10 +31,10 @@ from page import CONDITIONS, grown
 
 import mechattn as ma
 from mechattn.commands.report import report
-from mechattn.jobs.chunk_store import Into
 from mechattn.results.merge import merge_results
-from mechattn.store.large_writing import finish
-from mechattn.store.result_bytes import opened, packed
+from mechattn.store.objects import Store
+from mechattn.store.result_bytes import packed, unpacked
+from mechattn.store.writing import finish, write_chunk
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
 STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")
@@ -74,11 +74,11 @@ def block(result: ma.Result, places: range) -> ma.Result:
     return ma.Result(made, about)
 
 
-def write_some(result: ma.Result, into: Into, count: int, numbers: list[int], folder: Path) -> None:
+def write_some(result: ma.Result, store: Store, count: int, numbers: list[int], folder: Path) -> None:
     """What one of the processes does."""
     for number in numbers:
         places = range(number * CHUNK, min((number + 1) * CHUNK, count))
-        receipt = into.write(number, block(result, places))
+        receipt = write_chunk(store, number, block(result, places), CHUNK, half=False)
         (folder / f"{number:05d}.zip").write_bytes(packed(receipt))
 
 
@@ -97,11 +97,10 @@ def write(out: Path, gib: float, processes: int) -> None:
     for place in (store, folder):
         shutil.rmtree(place, ignore_errors=True)
     folder.mkdir(parents=True)
-    into = Into(str(store.absolute()), tuple(range(chunks)), CHUNK, half=False)
     begun = time.monotonic()
     work = [
         multiprocessing.Process(
-            target=write_some, args=(result, into, count, list(range(chunks))[i::processes], folder)
+            target=write_some, args=(result, Store(store), count, list(range(chunks))[i::processes], folder)
         )
         for i in range(processes)
     ]
@@ -111,8 +110,8 @@ def write(out: Path, gib: float, processes: int) -> None:
         process.join()
         assert process.exitcode == 0
     written = time.monotonic()
-    receipt = merge_results([opened(path) for path in sorted(folder.iterdir())])
-    finish(into.store, replace(receipt, provenance=dict(receipt.provenance)), {})
+    receipt = merge_results([unpacked(path) for path in sorted(folder.iterdir())])
+    finish(Store(store), replace(receipt, provenance=dict(receipt.provenance)), {})
     size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     say("prompts", f"{count:,} in {chunks} chunks of {CHUNK}, {each / 2**20:.1f} MiB each")
     say("stored", f"{size / 2**30:.1f} GiB")

@@ -1,9 +1,9 @@
-"""What zstd would save of a large result, and what a store of regions costs a small one.
+"""What zstd would save of a result, and what storing one takes.
 
     python experiments/benchmarks/packing.py
 
 On toys, and on a chunk of the synthetic result of ``large.py``: the share of the bytes that zstd at level 1 leaves of
-the pieces, how long a sharded Zarr store takes with and without it, and both forms of one small result.
+the pieces, how long Zarr takes with and without it, and the bytes and files of two small results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from large import base, block
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 import mechattn as ma
-from mechattn.store.large_store import Store
-from mechattn.store.large_writing import copied
-from mechattn.store.regions import FILL, in_regions, region_of
+from mechattn.store.pieces import FILL, in_regions, region_of
 
 CHUNK = 128
 
@@ -39,8 +37,7 @@ def main() -> None:
     print("\n| toy:llama | form | bytes | files | written | loaded and hashed |\n|---|---|---|---|---|---|")
     for positions in ("moments", "prompts"):
         result = toy("toy:llama", positions)
-        form(positions, "packed", result, result.save)
-        form(positions, "regions", result, lambda place, of=result: copied(of, Store(place)))
+        form(positions, "stored", result, result.save)
 
 
 def toy(name: str, positions: Any) -> ma.Result:
@@ -57,16 +54,16 @@ def toy(name: str, positions: Any) -> ma.Result:
 
 
 def packed(name: str, result: ma.Result) -> None:
-    """The regions of a result with and without zstd."""
+    """The pieces of a result with and without zstd."""
     variables = [v for d in result.datasets.values() for v in d.variables.values() if in_regions(v)]
     whole = sum(variable.nbytes for variable in variables)
     for label, codecs in (("none", [Crc32cCodec()]), ("zstd 1", [ZstdCodec(level=1), Crc32cCodec()])):
         with TemporaryDirectory() as folder:
             begun = time.process_time()
             for number, variable in enumerate(variables):
-                of = region_of(variable, len(variable), False)
+                of = region_of(variable, min(64, len(variable)))
                 array = zarr.create_array(
-                    folder, name=str(number), shape=of.shape, shards=of.shard, chunks=of.piece, dtype=of.dtype,
+                    folder, name=str(number), shape=of.shape, chunks=of.piece, dtype=of.dtype,
                     fill_value=FILL[np.dtype(of.dtype).kind], compressors=codecs, filters=None,
                     config={"write_empty_chunks": True},
                 )  # fmt: skip

@@ -82,7 +82,6 @@ class Config(Section):
     executor: Literal["local", "ray"] = "local"
     address: str | None = None
     workers: _Int | None = PydanticField(None, ge=1)
-    large: bool | None = None
     values: Literal["float32", "float16"] = "float32"
     paths: bool = False
     evaluation: EvaluationSection | None = None

@@ -1,7 +1,8 @@
-"""The command ``mechattn export``: writes the numbers of every head of a stored result to a CSV file."""
+"""The command ``mechattn export``: every head of a stored result as a CSV file, or all its arrays as a NetCDF file."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,14 @@ from mechattn.contrast.blocks import kept
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.head_values import head_quantities
+from mechattn.results.digest import TEXT
 from mechattn.results.memory import MEMORY
 from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
     from mechattn.results.result import Result
 
@@ -33,6 +36,36 @@ def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path
     table, missing = heads_table(result)
     write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
+
+
+def export_netcdf(place: str | Path, out: Path) -> Path:
+    """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
+    if out.suffix != ".nc":
+        raise OptionError(f'"{out.name}" should end with .nc')
+    check_writable(out)
+    if out.exists():
+        raise OptionError(f"{out} exists; choose another name, or delete it")
+    try:
+        import h5netcdf  # noqa: F401
+    except ImportError:
+        raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
+    import xarray as xr
+
+    result = load_result(place)
+    tree = xr.DataTree.from_dict({f"/{name}": _with_texts(one) for name, one in result.datasets.items()})
+    tree.attrs = {"provenance": json.dumps(result.provenance)}
+    write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
+    return out
+
+
+def _with_texts(dataset: xr.Dataset) -> xr.Dataset:
+    """The dataset with texts of the kind that HDF5 takes."""
+    texts = {
+        n: (v.dims, v.values.astype(object), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in TEXT
+    }
+    return dataset.assign_coords({n: v for n, v in texts.items() if n in dataset.coords}).assign(
+        {n: v for n, v in texts.items() if n not in dataset.coords}
+    )
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:

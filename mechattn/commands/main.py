@@ -186,12 +186,8 @@ def run_config(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
     ] = None,
-    large: Annotated[
-        bool | None,
-        typer.Option("--large/--no-large", help="Write each chunk into one Zarr store; by default from 1 GiB on."),
-    ] = None,
     values: Annotated[
-        str | None, typer.Option(help='"float16" stores single prompts\' values of a large result in half the space.')
+        str | None, typer.Option(help='"float16" stores single prompts\' values in half the space.')
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
@@ -203,14 +199,14 @@ def run_config(
     from mechattn.commands.run_config import run_from_config
 
     options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    options |= {"large": large, "values": values}
+    options |= {"values": values}
     for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
         _say(f"Wrote {path}")
 
 
 @app.command()
 def merge(
-    out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder or a .nc file.")],
+    out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder.")],
     results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")],
     copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
 ) -> None:
@@ -322,12 +318,16 @@ def report(
 @app.command()
 def export(
     result: Annotated[str, typer.Argument(help="A stored result.")],
-    csv: Annotated[Path, typer.Option(help="The file.")] = Path("out/heads.csv"),
+    csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
+    netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
     memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
 ) -> None:
-    """Write every quantity of every head, its change, its null and its q, as one CSV file."""
-    from mechattn.commands.export import export_csv
+    """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
+    from mechattn.commands.export import export_csv, export_netcdf
 
+    if netcdf is not None:
+        _say(f"Wrote {export_netcdf(result, netcdf)}")
+        return
     path, missing = export_csv(result, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)

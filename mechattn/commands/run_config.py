@@ -40,15 +40,13 @@ def run_from_config(
     executor: ExecutorName | None = None,
     address: str | None = None,
     workers: int | None = None,
-    large: bool | None = None,
     values: Literal["float32", "float16"] | None = None,
     fresh: bool = False,
     force: bool = False,
 ) -> list[Path | str]:
     """Run a config file, or one part of its chunks; return what was written."""
     config = configs.read_config(path)
-    given = {name: value for name, value in (("large", large), ("values", values)) if value is not None}
-    config = config.model_copy(update=given)
+    config = config.model_copy(update={} if values is None else {"values": values})
     command = command_of(words, config.paths) if words else ""
     output, part = config.output, parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
@@ -101,7 +99,6 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
         verify=config.verify,
         chunk=config.chunk,
         threads=config.threads,
-        large=config.large,
         values=config.values,
         require=partial(_check_all_shown, shown),
         command=command,

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mechattn.errors import Interrupted, OptionError, OutputError
+from mechattn.jobs.chunk_store import ChunkStore, mend
 from mechattn.jobs.executor import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
-from mechattn.jobs.kept_chunks import Parts, discard_parts, kept_job, open_parts
-from mechattn.jobs.large_runs import begun, check_arrived, check_large, finished, mend
-from mechattn.jobs.size_estimate import announced, settled
-from mechattn.results.merge import merge_results
+from mechattn.jobs.kept_chunks import discard_parts, open_parts
+from mechattn.jobs.size_estimate import announced
 from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, is_address
 from mechattn.store.atomic_writes import say, sweep
-from mechattn.store.reading import load_result
-from mechattn.store.saving import check_result_place, save_result
+from mechattn.store.reading import load_result, read_result
+from mechattn.store.saving import check_result_place
 
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
@@ -75,17 +74,10 @@ def run_job(
 def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
-    check_large(job, path)
     check_result_place(path, used=not fresh)
     chunks = _of_shard(job, shard)
-    seen = is_address(path) or getattr(executor, "address", None) is None
-    job = settled(job, path, kept_job(parts_folder(path)), fresh, seen)
-
-    def mended() -> None:
-        mend(job, path, chunks, lambda again, some: list(executor.parts(again, some)))
-
-    if job.large and not fresh:
-        mended()
+    if not fresh:
+        mend(job, path, chunks, executor.parts)
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
         say(f"{path} already holds the result of this run; nothing was computed")
         yield Computed(stored, path, now=False)
@@ -95,23 +87,11 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     if words := announced(job, path):
         say(words)
     with open_parts(parts_folder(path), job, fresh) as parts:
-        if job.large:
-            writing = begun(job, path, parts, chunks)
-            _compute(writing, chunks, parts, executor)
-            finished(writing, path, parts, chunks)
-            try:
-                result = load_result(path)
-            except OutputError:  # at an address, another run that began at the same time can have deleted something
-                mended()
-                result = load_result(path)
-            yield Computed(result, path, now=True)
-            parts.remove()
-            return
-        _compute(job, chunks, parts, executor)
-        result = merge_results([parts.read(chunk) for chunk in chunks])
-        result = replace(result, provenance={**result.provenance, "job": job.fingerprint})
-        save_result(result, path)
-        yield Computed(result, path, now=True)
+        store = ChunkStore(job, parts, chunks)
+        store.drop_damaged()
+        _compute(store, executor)
+        store.finish(path)
+        yield Computed(load_result(path), path, now=True)
         parts.remove()
 
 
@@ -153,10 +133,11 @@ def _of_shard(job: Job, shard: Shard) -> list[int]:
     return chunks
 
 
-def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> None:
+def _compute(store: ChunkStore, executor: Executor) -> None:
     """Compute the missing chunks."""
     from tqdm.auto import tqdm
 
+    parts, chunks = store.parts, store.chunks
     done = [chunk for chunk in parts.done() if chunk in chunks]
     todo = [chunk for chunk in chunks if chunk not in done]
     if not todo:
@@ -165,11 +146,11 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
     bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, disable=len(chunks) == 1)
     try:
         with bar:
-            for chunk, content in executor.parts(job, todo):
+            for chunk, content in executor.parts(store.job, todo):
+                receipt = store.write(chunk, content)
                 if before:
-                    parts.check_same(before.pop(), content)
-                check_arrived(job, chunk, content)
-                parts.write(chunk, content)
+                    parts.check_same(before.pop(), receipt)
+                parts.write(chunk, receipt)
                 bar.update()
     except KeyboardInterrupt:
         have = len(set(parts.done()) & set(chunks))
@@ -181,7 +162,7 @@ def _compute(job: Job, chunks: list[int], parts: Parts, executor: Executor) -> N
 def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
     """The stored result of these chunks, if it belongs to this job."""
     try:
-        found = load_result(path)
+        found = read_result(path, lazy=True)
     except OutputError:  # missing, or damaged and computed again
         return None
     if found.provenance.get("job") != job.fingerprint:
@@ -190,4 +171,4 @@ def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
         return None
     if isinstance(place := as_place(path), Path):
         sweep(place)
-    return found
+    return load_result(path)

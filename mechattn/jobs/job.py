@@ -18,7 +18,6 @@ from mechattn.engine.collect import Positions
 from mechattn.engine.forward import Engine
 from mechattn.engine.run import Run, Sequences, make_plan
 from mechattn.errors import ModelError, OptionError
-from mechattn.jobs.chunk_store import Into
 from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
 from mechattn.prompts.conditions import Condition
@@ -58,12 +57,7 @@ class Job:
         require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
         command: The command to record with the result.
         paths: As for ``run``.
-        large: True for a result larger than memory: each chunk is written directly into one sharded Zarr store, which
-            ``load_result`` reads block by block. Every worker must be able to reach the folder or address. None chooses
-            this if the per-prompt values take about 1 GiB or more; a resumed run keeps its format.
-        values: How a large result stores per-prompt numbers: "float32", or "float16", which needs half the space, has a
-            relative error of up to 0.05 % and implies ``large=True``.
-        into: Where workers write; set by ``run_job``.
+        values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off by up to 0.05 %.
     """
 
     model: str
@@ -83,9 +77,7 @@ class Job:
     require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
     command: str = field(default="", compare=False)
     paths: bool = field(default=False, compare=False)
-    large: bool | None = None
     values: Literal["float32", "float16"] = "float32"
-    into: Into | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, PathLike):
@@ -102,12 +94,6 @@ class Job:
             raise OptionError(f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower")
         if self.values not in ("float32", "float16"):
             raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
-        if self.large is not None and not isinstance(self.large, bool):
-            raise OptionError(f"large={self.large!r}: give True, False, or None to decide by size")
-        if self.values == "float16" and self.large is False:
-            raise OptionError('values="float16" is for large results: omit large=False')
-        if self.values == "float16":
-            object.__setattr__(self, "large", True)
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 
     @property
@@ -123,7 +109,7 @@ class Job:
             **{name: repr(getattr(self, name)) for name in options},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
             **self._groups(),
-            **({"large": self.values} if self.large else {}),
+            **({} if self.values == "float32" else {"values": self.values}),
             "weights": stored_hash(self.model),
             "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
             "analyses": identity(self.analyses),
@@ -181,7 +167,7 @@ class Worker:
         made = self.run.result(prompts, sequences, self.job.chunks[chunk], progress=alone)
         about = {"chunk": self.job.chunk, "command": self.job.command}
         made = replace(made, provenance={**made.provenance, **about})
-        return packed(made if self.job.into is None else self.job.into.write(chunk, made))
+        return packed(made)
 
     def _prompts(self, chunk: int) -> list[Prompt]:
         return [self.job.prompts[place] for place in self.job.chunks[chunk]]

@@ -18,7 +18,7 @@ from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say, write_file
 from mechattn.store.own_files import files_in, named
-from mechattn.store.result_bytes import opened, unpacked
+from mechattn.store.result_bytes import unpacked
 
 _JOB, _LOCK = "job.json", "lock"
 _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
@@ -64,22 +64,15 @@ class Parts:
             ) from error
 
     def read(self, chunk: int) -> Result:
-        """Return the result of a chunk."""
-        for path, (number, checksum) in self.chunks().items():
-            if number == chunk and _checksum(chunk, content := _content(path)) == checksum:
-                return unpacked(content, path)
-        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
-
-    def opened(self, chunk: int) -> Result:
-        """Return the result of a complete chunk, opened by ``store.result_bytes.opened``."""
+        """Return the result of a complete chunk, whose large arrays are read on demand."""
         for path, (number, _) in self.chunks().items():
             if number == chunk:
-                return opened(path)
+                return unpacked(path)
         raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     @property
     def store(self) -> Path:
-        """Where the chunks of a large result are written until it gets its final name."""
+        """Where the objects of the chunks are written until the result gets its final name."""
         return self.folder / _STORE
 
     def drop(self, chunk: int) -> None:
@@ -136,14 +129,6 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
             f"another process is computing this result: it holds {folder / _LOCK}. Wait for it, or give this run "
             "another output"
         ) from None
-
-
-def kept_job(folder: Path) -> dict[str, Any] | None:
-    """The recorded job of the chunks in a folder; None if there is no record."""
-    try:
-        return None if _strangers(folder) else _kept_job(Parts(folder)) or None
-    except (MechattnError, OSError):  # reported when the folder is opened
-        return None
 
 
 def discard_parts(folder: Path, job: Job) -> None:

@@ -1,11 +1,8 @@
-"""Predicts the size of a result from the stored shapes, and chooses its storage format."""
+"""Predicts the size of a result from the shapes that its analyses store."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +12,11 @@ from mechattn.engine.check import with_baseline, with_names
 from mechattn.engine.null import BLIND, with_nulls
 from mechattn.errors import ModelError
 from mechattn.model.load import layers_and_heads
-from mechattn.store.addresses import as_place
-from mechattn.store.large_store import attributes_of
 
 if TYPE_CHECKING:
     from mechattn.jobs.job import Job
 
-LARGE = 2**30  # bytes of per-prompt values; larger results are written to a store during the run
+LARGE = 2**30  # bytes of per-prompt values, from which on the size is said
 VALUES, POSITIONS, MOMENTS, TOKENS = (
     "each prompt's values", "each prompt's positions", "moments by position", "the tokens that were read",
 )  # fmt: skip
@@ -70,34 +65,12 @@ def foretold(job: Job) -> int | None:
     return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[TOKENS]
 
 
-def settled(job: Job, path: str | Path, kept: Mapping[str, Any] | None, fresh: bool, seen: bool = True) -> Job:
-    """Return the job in the requested format, else that in which it was begun or stored, else the one for its size."""
-    if job.large is not None:
-        return job
-    if str(path).endswith(".nc"):
-        return replace(job, large=False)
-    forms = [replace(job, large=large) for large in (False, True)]
-    if kept is not None and not fresh:
-        return forms["large" in kept]
-    if not fresh and (stored := _stored_job(path)) is not None:
-        for form in forms:
-            if form.fingerprint == stored:
-                return form
-    return forms[seen and (foretold(job) or 0) >= LARGE]
-
-
 def announced(job: Job, path: str | Path) -> str | None:
-    """What to say about a job before it begins; None if it is small and stored as usual."""
+    """What to say about a job before it begins; None if it is small."""
     size = foretold(job)
-    if not job.large and (size or 0) < LARGE:
+    if (size or 0) < LARGE:
         return None
-    about = "" if size is None else f"about {_words(size)} of per-prompt values: "
-    if job.large:
-        return f"{path}: {about}each chunk is written directly into one Zarr store, which is read block by block"
-    return (
-        f"{path}: {about}they are all held in memory when chunks are merged and when the result is loaded; large=True "
-        "(in a config large = true) avoids this, and needs a .zarr that every worker can reach"
-    )
+    return f"{path}: about {_words(size or 0)} of per-prompt values, which are stored chunk by chunk and read in blocks"
 
 
 def _inserted(condition: Any) -> int:
@@ -106,14 +79,6 @@ def _inserted(condition: Any) -> int:
         condition = condition.condition
     count, text = getattr(condition, "count", 0), getattr(condition, "text", "")
     return count if isinstance(count, int) and count else len(str(text)) // _LETTERS
-
-
-def _stored_job(path: str | Path) -> Any:
-    """The fingerprint of the job whose result is stored at a path."""
-    try:
-        return json.loads(attributes_of(as_place(path))["provenance"]).get("job")
-    except Exception:  # missing or not mechattn's; reading it gives the error
-        return None
 
 
 def _words(size: int) -> str:

@@ -30,19 +30,10 @@ def digest(datasets: Mapping[str, xr.Dataset], provenance: str = "") -> str:
     return _hashed(datasets, provenance, canonical)
 
 
-def is_digest(stored: object, datasets: Mapping[str, xr.Dataset], provenance: str) -> bool:
-    """Whether this is the digest of these datasets; in version 0.1 it depended on the signs of NaNs."""
-    return any(stored == _hashed(datasets, provenance, numbers) for numbers in (canonical, _little_endian))
-
-
 def canonical(values: np.ndarray) -> np.ndarray:
     """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may not store it."""
     if values.dtype.kind == "f" and (missing := np.isnan(values)).any():  # signalling NaNs too
         values = np.where(missing, values.dtype.type(np.nan), values)
-    return _little_endian(values)
-
-
-def _little_endian(values: np.ndarray) -> np.ndarray:
     values = np.ascontiguousarray(values)
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
@@ -91,7 +82,7 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
 
 
 def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
-    """Attributes as plain numbers, texts and lists, since NetCDF returns numpy numbers."""
+    """Attributes as plain numbers, texts and lists."""
     return {
         str(name): value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
         for name, value in attributes.items()

@@ -38,7 +38,13 @@ def lazy_variable(array: LazyArray, dims: Seq[Any], attrs: Mapping[Any, Any]) ->
 
 def is_lazy(result: Any) -> bool:
     """Whether a result has arrays that are not in memory."""
-    return any(not variable._in_memory for one in result.datasets.values() for variable in one.variables.values())
+    return lazy_bytes(result) > 0
+
+
+def lazy_bytes(result: Any) -> int:
+    """The bytes of the arrays that are not in memory."""
+    every = (variable for one in result.datasets.values() for variable in one.variables.values())
+    return sum(variable.nbytes for variable in every if not variable._in_memory)
 
 
 def stacked(arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any) -> LazyArray:

@@ -68,10 +68,7 @@ def _keys(result: Result) -> list[tuple[int, str]]:
     """The place and the id of each prompt."""
     sequences = result["sequences"]
     if "place" not in sequences:
-        raise OptionError(
-            "a result that an earlier version stored doesn't say which of all prompts it holds, so it cannot be "
-            "merged; run it again"
-        )
+        raise OptionError("a result that doesn't say which of all prompts it holds (sequences.place) cannot be merged")
     return list(zip(sequences.place.values.tolist(), map(str, sequences.prompt.values), strict=True))
 
 

@@ -268,7 +268,7 @@ class Questions:
         return methods(self._result, tables)
 
     def save(self, path: str | Path) -> None:
-        """Save to "….zarr" or "….nc", completely or not at all.
+        """Save to "….zarr", completely or not at all.
 
         Raises:
             OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the

@@ -41,13 +41,3 @@ def filesystem(address: str) -> Any:
     import fsspec
 
     return fsspec.url_to_fs(address)[0]
-
-
-def check_netcdf() -> None:
-    """Refuse a NetCDF file if the package that reads and writes it is missing."""
-    try:
-        import h5netcdf  # noqa: F401
-    except ImportError:
-        raise OutputError(
-            'a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]", or save as .zarr, which needs nothing else'
-        ) from None

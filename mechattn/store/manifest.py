@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -13,7 +12,8 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.addresses import as_place, is_address
-from mechattn.store.large_store import ROOT, SCHEMA, Store, attributes_of
+from mechattn.store.objects import COMPLETE, OBJECTS, SCHEMA, Store, attributes_of
+from mechattn.store.writing import write_root
 
 MANIFEST = "manifest"  # in the root attributes
 
@@ -21,9 +21,7 @@ MANIFEST = "manifest"  # in the root attributes
 def write_manifest(store: Store, out: str | Path, places: Seq[str | Path]) -> None:
     """Write a manifest of several results."""
     parts = [{"name": name, "digest": _digest(_beside(out, name))} for place in places for name in _names(out, place)]
-    attributes = {"mechattn_schema": SCHEMA, "complete": True, "contents": [], MANIFEST: parts}
-    content = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    store.put(ROOT, json.dumps(content, indent=1).encode())
+    write_root(store, {"mechattn_schema": SCHEMA, COMPLETE: True, OBJECTS: {}, MANIFEST: parts})
 
 
 def read_manifest(parts: Any, place: str | Path, load: Callable[[str | Path], Result]) -> Result:

@@ -13,7 +13,7 @@ from mechattn.errors import OutputError
 
 _NAMED = 4  # files listed in a message
 _ROOT = "zarr.json"
-_FILE = re.compile(r"(?:(.+?)/)?(zarr\.json|c(?:/\d+)*/?)?", re.DOTALL)  # of a group or an array, and its name there
+_BEGUN = re.compile(r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL)
 
 
 def check_ours(place: str | Path, files: Collection[str], read: Callable[[str], bytes]) -> None:
@@ -67,25 +67,10 @@ def _attributes(files: Collection[str], read: Callable[[str], bytes]) -> dict[st
 
 
 def _written(root: dict[str, Any]) -> Callable[[str], object]:
-    """Whether a file has a name that a result gives to one of its own; an earlier version recorded only its groups."""
-    contents = root.get("contents")
+    """Whether a file, or an empty folder, has a name that a result gives to one of its own."""
     if root.get("begun"):  # the chunks of a run are being written
-        return re.compile(r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL).fullmatch
-    if isinstance(contents, list):
-        arrays = set(map(str, contents))
-        groups = {name.partition("/")[0] for name in arrays}
-    else:
-        arrays = set()
-        try:
-            groups = {"sequences", *map(str, json.loads(root["provenance"])["analyses"])}
-        except (ValueError, LookupError, TypeError, RecursionError):
-            groups = {"sequences"}
-
-    def written(name: str) -> bool:
-        folder, file = found.groups() if (found := _FILE.fullmatch(name)) else ("", name)
-        group, _, label = (folder or "").partition("/")
-        if label:
-            return folder in arrays if arrays else group in groups and "/" not in label
-        return (folder is None or group in groups) and file in (None, _ROOT)
-
-    return written
+        return _BEGUN.fullmatch
+    listed = root.get("objects")
+    ours = {_ROOT, *(listed if isinstance(listed, dict) else ())}
+    folders = {name[: at + 1] for name in ours for at, letter in enumerate(name) if letter == "/"}
+    return lambda name: name in ours or name in folders

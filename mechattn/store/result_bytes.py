@@ -14,26 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OutputError
-from mechattn.results.digest import TEXT, digest, is_digest
+from mechattn.results.digest import TEXT
 from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
-from mechattn.store.schema import read_errors
+from mechattn.store.reading import read_errors
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_FORMAT = 1
+_FORMAT = 2
 _LARGE = 2**16  # bytes
 
 
 def packed(result: Result) -> bytes:
     """The bytes of a result, which :func:`unpacked` takes."""
-    about = json.dumps(result.provenance)
     arrays: list[bytes] = []
     header = {
         "mechattn_packed": _FORMAT,
-        "provenance": about,
-        "digest": digest(result.datasets, about),
+        "provenance": result.provenance,
         "datasets": {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()},
     }
     made = io.BytesIO()
@@ -43,36 +41,22 @@ def packed(result: Result) -> bytes:
     return made.getvalue()
 
 
-def unpacked(content: bytes, where: object = "these bytes") -> Result:
-    """The result from which :func:`packed` made these bytes."""
+def unpacked(stored: bytes | Path, where: object = "these bytes") -> Result:
+    """The result from which :func:`packed` made these bytes; of a file, large arrays are read on demand."""
+    later, where = (stored, stored) if isinstance(stored, Path) else (None, where)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as stored:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.infolist()):
+        with zipfile.ZipFile(later or io.BytesIO(stored)) as file:  # type: ignore[arg-type]
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 raise OutputError(
                     f"{where} is compressed, which mechattn never does: a few bytes could unpack to fill the memory"
                 )
-            header = json.loads(stored.read("header"))
+            header = json.loads(file.read("header"))
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")
-            datasets = {name: _unpacked_dataset(one, stored) for name, one in header["datasets"].items()}
-        if not is_digest(header["digest"], datasets, header["provenance"]):
-            raise OutputError(f"{where} is damaged: its numbers are not those that were written")
-        return Result(datasets, json.loads(header["provenance"]))
+            datasets = {name: _unpacked_dataset(one, file, later) for name, one in header["datasets"].items()}
+        return Result(datasets, header["provenance"])
     except Exception as error:  # zip, JSON and xarray have their own errors
         raise read_errors(where, error) from error
-
-
-def opened(path: Path) -> Result:
-    """Like :func:`unpacked`, for a file known to be intact; large variables without prompts are read on demand."""
-    try:
-        with zipfile.ZipFile(path) as stored:
-            header = json.loads(stored.read("header"))
-            if header["mechattn_packed"] != _FORMAT:
-                raise OutputError(f"{path} was written by another version of mechattn")
-            datasets = {name: _unpacked_dataset(one, stored, path) for name, one in header["datasets"].items()}
-        return Result(datasets, json.loads(header["provenance"]))
-    except Exception as error:
-        raise read_errors(path, error) from error
 
 
 def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:

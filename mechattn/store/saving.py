@@ -1,27 +1,24 @@
-"""Stores results on disk or at an address: as a Zarr folder or a NetCDF file, which xarray opens too."""
+"""Stores results on disk or at an address: as a Zarr folder, which xarray opens too."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from mechattn.errors import OutputError
 from mechattn.results.digest import digest
-from mechattn.results.lazy_arrays import is_lazy
 from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, check_name, check_netcdf, filesystem, is_address
+from mechattn.store.addresses import as_place, check_name, filesystem
 from mechattn.store.atomic_writes import check_writable, recover, write_whole
-from mechattn.store.large_store import A_COPY, Store
-from mechattn.store.large_writing import copied
 from mechattn.store.manifest import write_manifest
-from mechattn.store.netcdf_checksum import is_sealed, seal
+from mechattn.store.objects import OBJECTS, ROOT, Store, attributes_of
 from mechattn.store.own_files import check_ours, files_in
-from mechattn.store.reading import load_result
-from mechattn.store.schema import COMPLETE, as_tree
+from mechattn.store.reading import read_result
+from mechattn.store.writing import copied
+
+_AT_ONCE = 16  # objects that are sent at the same time
 
 
 def check_result_place(path: str | Path, *, used: bool = False) -> None:
@@ -29,15 +26,14 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
     check_name(path)
     place = as_place(path)
     suffix = Path(str(place)).suffix
-    if suffix not in (".zarr", ".nc") or (suffix == ".nc" and is_address(path)):
+    if suffix != ".zarr":
         raise OutputError(
-            f'"{path}" should end with ".zarr" (a Zarr folder, here or at an address) or ".nc" (one NetCDF file, here)'
+            f'"{path}" should end with ".zarr": a result is a Zarr folder, here or at an address. For NetCDF or CSV, '
+            "see mechattn export"
         )
     if isinstance(place, str):
         _check_address(place, used)
         return
-    if suffix == ".nc":
-        check_netcdf()
     recover(place)
     if (there := Path(os.path.realpath(place))).exists():
         _check_ours(there)
@@ -59,61 +55,44 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     """Write a manifest of stored results, in place of their merge."""
     check_result_place(path)
     place = as_place(path)
-    if str(path).endswith(".nc"):
-        raise OutputError(
-            f'"{path}" would be one file, but large results are merged into a .zarr folder; give a name that '
-            "ends with .zarr"
-        )
     if isinstance(place, str):
         store = Store(place)
-        store.begin(A_COPY)
+        store.begin()
         write_manifest(store, path, places)
     else:
         write_whole(place, lambda new: write_manifest(Store(new), path, places))
 
 
+def upload(store: Store, address: str) -> None:
+    """Copy a complete result from a folder to an address, its root last."""
+    to, names = Store(address), attributes_of(store.place)[OBJECTS]
+    who = to.begin()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda name: to.put(name, store.get(name) or b""), names))
+    to.check_begun(who)
+    to.put(ROOT, store.get(ROOT) or b"")
+
+
 def _write(result: Result, new: Path) -> None:
     """Write a result and read it back, because a file system may accept what it cannot return."""
-    if new.suffix == ".nc":
-        _write_netcdf(result, new)
-    else:
-        _write_zarr(result, new)
+    copied(result, Store(new))
     _check_read_back(result, new)
-
-
-def _write_zarr(result: Result, new: Path) -> None:
-    if is_lazy(result):  # it may not fit in memory
-        copied(result, Store(new))
-    else:
-        as_tree(result, _text()).to_zarr(new, consolidated=False)
 
 
 def _check_read_back(result: Result, place: str | Path) -> None:
     try:
-        same = digest(load_result(place).datasets) == digest(result.datasets)
+        same = digest(read_result(place, lazy=True).datasets) == digest(result.datasets)
     except OutputError as error:
         raise OutputError(f"what was just written cannot be read back: {error}") from error
     if not same:
         raise OutputError(f"what was just written to {place} reads back with other numbers")
 
 
-def _write_netcdf(result: Result, path: Path) -> None:
-    """Write the file and append a checksum, because the HDF5 library can crash on a damaged file."""
-    as_tree(result, object).to_netcdf(path, engine="h5netcdf")
-    seal(path)
-
-
 def _save_at_address(result: Result, address: str) -> None:
-    import zarr
-
     try:
-        if is_lazy(result):
-            store = Store(address)
-            store.begin(A_COPY)
-            copied(result, store)
-            return _check_read_back(result, address)
-        as_tree(result, _text()).to_zarr(address, mode="w", consolidated=False)
-        zarr.open_group(address, mode="r+").attrs[COMPLETE] = True
+        store = Store(address)
+        who = store.begin()
+        copied(result, store, lambda: store.check_begun(who))
     except Exception as error:  # each kind of address has its own errors
         raise OutputError(
             f"{address} could not be written ({type(error).__name__}: {error}); what is there is "
@@ -146,19 +125,9 @@ def _check_address(address: str, used: bool) -> None:
 def _check_ours(place: Path) -> None:
     """Refuse to replace what is at a local path, unless it is a result and nothing else."""
     try:
-        if place.suffix == ".zarr" and place.is_dir():
+        if place.is_dir():
             check_ours(place, files_in(place), lambda name: (place / name).read_bytes())
             return
-        ours = place.suffix == ".nc" and place.is_file() and (is_sealed(place) or not place.stat().st_size)
     except OSError as error:
         raise OutputError(f"{place} exists and cannot be inspected: {error.strerror or error}") from None
-    if not ours:
-        raise OutputError(
-            f"{place} exists and is not a stored result, or was changed since mechattn wrote it; choose another "
-            "name, or move it away"
-        )
-
-
-def _text() -> Any:
-    """Variable-length texts: fixed-length ones have no stable Zarr 3 format."""
-    return np.dtypes.StringDType()
+    raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")

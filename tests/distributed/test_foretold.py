@@ -1,17 +1,14 @@
-"""How large a result will be is foretold from its job, and decides its form, unless that is asked for or begun."""
+"""How large a result will be is foretold from its job."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 from mechattn.jobs import size_estimate as sizes
-from mechattn.jobs.chunks import parts_folder
-from mechattn.jobs.local import Local
-from mechattn.jobs.size_estimate import announced, foretold, settled
-from mechattn.results.lazy_arrays import is_lazy
-from mechattn.store.regions import in_regions
+from mechattn.jobs.size_estimate import announced, foretold
+from mechattn.store.pieces import in_regions
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
 
@@ -19,29 +16,6 @@ CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
 @pytest.fixture(scope="module")
 def job(prompts):
     return ma.Job("toy:llama", prompts[:5], CONDITIONS, layers=[0], chunk=2, verify=False)
-
-
-@pytest.fixture(scope="module")
-def small(job, tmp_path_factory):
-    place = tmp_path_factory.mktemp("small") / "r.zarr"
-    return ma.run_job(job, place), place
-
-
-@pytest.fixture
-def from_one_byte_on(monkeypatch):
-    monkeypatch.setattr(sizes, "LARGE", 1)
-
-
-@dataclass
-class Dies:
-    """The local executor, which computes one chunk alone."""
-
-    asked: list
-
-    def parts(self, job, chunks):
-        self.asked.extend(chunks)
-        yield from Local().parts(job, chunks[:1])
-        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("positions", ["moments", "prompts"])
@@ -70,99 +44,27 @@ def test_half_the_room(job):
 def test_a_model_whose_size_nobody_says(job):
     unknown = replace(job, model="nobody/nothing-there")
     assert foretold(unknown) is None
-    assert settled(unknown, "r.zarr", None, False).large is False
-    assert announced(replace(unknown, large=False), "r.zarr") is None
-    assert announced(replace(unknown, large=True), "r.zarr").startswith("r.zarr: each chunk is written directly")
+    assert announced(unknown, "r.zarr") is None
 
 
-def test_a_small_job_is_kept_as_ever_and_nothing_is_said(job, small, tmp_path, capsys):
-    result, _ = small
-    assert not is_lazy(result)
-    assert job.fingerprint == replace(job, large=False).fingerprint == result.provenance["job"]
-    ma.run_job(job, tmp_path / "r.zarr")
-    assert "GiB" not in capsys.readouterr().err
-
-
-def test_a_job_of_that_size_becomes_a_store_and_says_so(job, small, tmp_path, capsys, from_one_byte_on):
-    made = ma.run_job(job, tmp_path / "r.zarr")
-    assert is_lazy(made)
-    assert made.digest() == small[0].digest()
-    said = capsys.readouterr().err
-    assert "r.zarr: about 1 MiB of per-prompt values: each chunk is written directly into one Zarr store" in said
-    assert is_lazy(ma.run_job(job, tmp_path / "r.zarr"))
-    assert "r.zarr already holds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("large", [False, None])
-def test_a_file_or_who_asks_for_it_gets_what_there_was(job, small, tmp_path, capsys, from_one_byte_on, large):
-    name = "r.zarr" if large is False else "r.nc"
-    made = ma.run_job(replace(job, large=large), tmp_path / name)
-    assert not is_lazy(made)
-    assert made.digest() == small[0].digest()
-    assert "held in memory when chunks are merged and when the result is loaded; large=True" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("first", ["small", "large"])
-def test_what_was_begun_goes_on_as_it_was_begun(job, small, tmp_path, monkeypatch, first):
-    """An earlier version, or another size from which on a store is made: the chunks that are kept are used."""
-    path = tmp_path / "r.zarr"
-    monkeypatch.setattr(sizes, "LARGE", 1 if first == "large" else 2**30)
-    with pytest.raises(ma.MechattnError, match="1 of 3 chunks are done"):
-        ma.run_job(job, path, executor=Dies([]))
-    assert parts_folder(path).is_dir()
-    monkeypatch.setattr(sizes, "LARGE", 1 if first == "small" else 2**30)
-    asked = []
-    with pytest.raises(ma.MechattnError, match="2 of 3 chunks are done"):
-        ma.run_job(job, path, executor=Dies(asked))
-    assert asked == [1, 2]
-    made = ma.run_job(job, path)
-    assert is_lazy(made) is (first == "large")
-    assert made.digest() == small[0].digest()
-    again = ma.run_job(job, path)
-    assert again.provenance["time"] == made.provenance["time"], "it is done, and is not made again in another form"
-    assert is_lazy(ma.run_job(job, path, fresh=True)) is (first == "small")
-
-
-@dataclass
-class Elsewhere:
-    """An executor whose worker sees other folders than this process does, and says where its cluster is."""
-
-    folder: str
-    address: str = "ray://head:10001"
-
-    def parts(self, job, chunks):
-        into = job.into and replace(job.into, place=self.folder)
-        yield from Local().parts(replace(job, into=into), chunks)
-
-
-def test_workers_that_see_other_folders(job, small, tmp_path, from_one_byte_on):
-    """By itself nothing is written there; asked for, it is refused at the first chunk."""
-    elsewhere, path = Elsewhere(str(tmp_path / "elsewhere")), tmp_path / "r.zarr"
-    made = ma.run_job(job, path, executor=elsewhere)
-    assert not is_lazy(made)
-    assert made.digest() == small[0].digest()
-    with pytest.raises(
-        ma.MechattnError, match=r"chunk 0, but there is no \S+ in .*: a large result needs a folder that"
-    ):
-        ma.run_job(replace(job, large=True), path, executor=elsewhere)
-    assert ma.load_result(path).digest() == made.digest()
+def test_a_size_is_said_from_one_gibibyte_on(job, monkeypatch):
+    assert announced(job, "r.zarr") is None
+    monkeypatch.setattr(sizes, "LARGE", foretold(job))
+    assert (
+        announced(job, "r.zarr")
+        == "r.zarr: about 1 MiB of per-prompt values, which are stored chunk by chunk and read in blocks"
+    )
 
 
 def test_by_a_config_and_by_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (
-        'model = "toy:llama"\nlayers = [0]\nverify = false\nlarge = true\n[prompts]\nsource = "word-problems"\n'
+        'model = "toy:llama"\nlayers = [0]\nverify = false\n[prompts]\nsource = "word-problems"\n'
         'limit = 3\n[conditions.slash]\ncount = 2\n[output]\nresult = "r.zarr"\n'
     )
     (tmp_path / "c.toml").write_text(text)
-    (tmp_path / "n.toml").write_text(text.replace("r.zarr", "r.nc"))
-    with pytest.raises(ma.MechattnError, match=r'"r\.nc" is a single file, but a large result is a Zarr folder'):
-        run_from_config(tmp_path / "n.toml")
-    assert run_from_config(tmp_path / "c.toml", large=False)
-    assert not is_lazy(ma.load_result("r.zarr"))
     assert run_from_config(tmp_path / "c.toml", values="float16")
     assert ma.load_result("r.zarr")["received_attention"].received_by_segment.dtype == "float16"
     assert run_from_config(tmp_path / "c.toml")
     result = ma.load_result("r.zarr")
-    assert is_lazy(result)
     assert result["received_attention"].received_by_segment.dtype == "float32"

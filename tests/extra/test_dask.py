@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.results.lazy_arrays import LazyArray
 from mechattn.results.merge import merge_results
-from mechattn.store.large_store import Store
-from mechattn.store.large_writing import chunk_of, copied
+from mechattn.store.listed import Listed
+from mechattn.store.objects import Store
+from mechattn.store.writing import chunk_of, copied
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_on_demand():
+    """However small a result is, its per-prompt values are read when they are needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mechattn.store.reading.SHARE", 2**60)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +51,8 @@ def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name)
 
 
 def test_nothing_is_read_before_it_is_computed(large, monkeypatch):
-    reads, read = [], LazyArray.__getitem__
-    monkeypatch.setattr(LazyArray, "__getitem__", lambda array, key: reads.append(key) or read(array, key))
+    reads, read = [], Listed._read
+    monkeypatch.setattr(Listed, "_read", lambda listed, key: reads.append(key) or read(listed, key))
     mean = large["received_attention"].chunk(prompt=3).received_by_segment.mean("prompt")
     assert reads == []
     mean.compute()

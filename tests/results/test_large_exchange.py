@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.store.large_store import Store
+from mechattn.store.objects import Store
 from mechattn.store.shard_merging import merge_stored
 
 ARRAY = "received_attention/received_by_segment"
@@ -18,10 +18,18 @@ DAMAGED = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def read_on_demand():
+    """However small a result is, its per-prompt values are read when they are needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mechattn.store.reading.SHARE", 2**60)
+        yield
+
+
 @pytest.fixture(scope="module")
 def job(prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=2)}
-    return ma.Job("toy:llama", prompts[:4], conditions, layers=[0], chunk=2, verify=False, large=True)
+    return ma.Job("toy:llama", prompts[:4], conditions, layers=[0], chunk=2, verify=False)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import errno
 import re
-import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -15,16 +14,22 @@ from fsspec.implementations.memory import MemoryFileSystem
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.jobs.chunks import parts_folder
-from mechattn.results.lazy_arrays import is_lazy
-from mechattn.store.large_store import Store
-from mechattn.store.large_writing import copied
+from mechattn.store.objects import Store
+from mechattn.store.result_bytes import packed
 from mechattn.store.shard_merging import merge_stored
+from mechattn.store.writing import copied
 from tests.kills import Killed, each_kill
-from tests.results.test_kills import Writing, emptied, names, numbers, one, smallest_results  # noqa: F401
+from tests.results.test_kills import Ready, emptied, names, numbers, one, smallest_results  # noqa: F401
 
-STORED = Path(__file__).parent / "stored" / "schema-5.zip"
-DIGEST = "1bf6a4a99623024cda07c7c60ac2a1f7"  # when it was stored, on 2026-11-23
 AT = "memory://killed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_on_demand():
+    """However small a result is, its per-prompt values are read when they are needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mechattn.store.reading.SHARE", 2**60)
+        yield
 
 
 def shard(place, value=0.5):
@@ -41,7 +46,7 @@ def shards():
 
 @pytest.fixture(scope="module")
 def job(prompts):
-    return ma.Job("toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, large=True)
+    return ma.Job("toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1)
 
 
 @pytest.fixture
@@ -109,11 +114,11 @@ def test_a_run_at_an_address(job, shards, here, older):
         if older:
             copied(old, Store(place))
 
-    for _ in each_kill_in_memory(before, lambda: ma.run_job(job, place, executor=Writing(shards, []))):
+    for _ in each_kill_in_memory(before, lambda: ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))):
         seen.add(found := found_at(place))
         have = 2 if found == expected else len(list(parts_folder(place).glob("*-*.zip")))
         asked = []
-        assert numbers(ma.run_job(job, place, executor=Writing(shards, asked))) == expected
+        assert numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked))) == expected
         assert len(asked) == 2 - have
         assert names(here) == []
     assert seen <= {None, expected, numbers(old)}
@@ -124,13 +129,13 @@ def test_a_run_at_an_address(job, shards, here, older):
 @pytest.mark.slow
 def test_a_run_in_half_the_room(job, shards, tmp_path):
     half, path = replace(job, values="float16"), tmp_path / "r.zarr"
-    expected = numbers(ma.run_job(half, path, executor=Writing(shards, [])))
+    expected = numbers(ma.run_job(half, path, executor=Ready([*map(packed, shards)], [])))
     assert expected != numbers(ma.merge_results(shards))
     for _ in each_kill(
-        tmp_path, lambda: emptied(tmp_path), lambda: ma.run_job(half, path, executor=Writing(shards, []))
+        tmp_path, lambda: emptied(tmp_path), lambda: ma.run_job(half, path, executor=Ready([*map(packed, shards)], []))
     ):
         assert not path.exists() or numbers(ma.load_result(path)) == expected
-        assert numbers(ma.run_job(half, path, executor=Writing(shards, []))) == expected
+        assert numbers(ma.run_job(half, path, executor=Ready([*map(packed, shards)], []))) == expected
         assert names(tmp_path) == ["r.zarr"]
 
 
@@ -195,7 +200,7 @@ def test_a_disk_that_fills_at_any_object(job, shards, here, monkeypatch, place):
         return write(self, *given, **options)
 
     monkeypatch.setattr(put, name, full)
-    ma.run_job(job, place, executor=Writing(shards, []))
+    ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))
     needed = 10**6 - left[0]
     assert needed > 8
     for room in range(1, needed):
@@ -203,12 +208,12 @@ def test_a_disk_that_fills_at_any_object(job, shards, here, monkeypatch, place):
         MemoryFileSystem.store.clear()
         left[0] = room
         with pytest.raises(OutputError, match="No space left on device"):
-            ma.run_job(job, place, executor=Writing(shards, []))
+            ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))
         left[0] = 10**6
         assert found_at(place) in (None, expected)
         have = len(list(parts_folder(place).glob("*-*.zip"))) if parts_folder(place).exists() else 0
         asked = []
-        assert numbers(ma.run_job(job, place, executor=Writing(shards, asked))) == expected
+        assert numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked))) == expected
         assert len(asked) == 2 - have
 
 
@@ -233,52 +238,6 @@ def test_a_disk_that_is_full_while_a_merge_is_copied(shards, tmp_path, monkeypat
     assert names(tmp_path) == ["0.zarr", "1.zarr", "all.zarr"]
 
 
-class Meanwhile(Writing):
-    """In the middle of it another run of somebody begins, or ends, at the same address."""
-
-    def parts(self, job, chunks):
-        for chunk, content in super().parts(job, chunks):
-            yield chunk, content
-            if chunk == chunks[0]:
-                self.asked[0]()
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_two_runs_at_one_address(job, shards, here, monkeypatch, ends):
-    """Each from a folder of its own, where no lock can tell: the one that began first stops, and mixes nothing in."""
-    place, others = f"{AT}/r.zarr", [shard(0), shard(1, 0.25)]
-    for name in ("one", "two"):
-        (here / name).mkdir()
-
-    def another():
-        monkeypatch.chdir(here / "two")
-        if ends:
-            ma.run_job(job, place, executor=Writing(others, []))
-        else:
-            stopping = Meanwhile(others, [lambda: (_ for _ in ()).throw(KeyboardInterrupt)])
-            with pytest.raises(ma.MechattnError, match="1 of 2 chunks are done"):
-                ma.run_job(job, place, executor=stopping)
-        monkeypatch.chdir(here / "one")
-
-    monkeypatch.chdir(here / "one")
-    with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"):
-        ma.run_job(job, place, executor=Meanwhile(shards, [another]))
-    if ends:
-        assert numbers(ma.load_result(place)) == numbers(ma.merge_results(others))
-    monkeypatch.chdir(here / "two")
-    assert numbers(ma.run_job(job, place, executor=Writing(others, []))) == numbers(ma.merge_results(others))
-    assert names(here / "two") == []
-
-
-def test_two_runs_of_one_folder(job, shards, tmp_path):
-    def another():
-        with pytest.raises(OutputError, match="another process is computing this result"):
-            ma.run_job(job, tmp_path / "r.zarr", executor=Writing(shards, []))
-
-    made = ma.run_job(job, tmp_path / "r.zarr", executor=Meanwhile(shards, [another]))
-    assert numbers(made) == numbers(ma.merge_results(shards))
-
-
 @pytest.mark.parametrize("call", ["run", "merge", "copy"])
 def test_files_of_somebody_at_an_address(job, shards, here, call):
     places = [f"{AT}/{number}.zarr" for number in range(2)]
@@ -289,18 +248,50 @@ def test_files_of_somebody_at_an_address(job, shards, here, call):
     Store(out).put("sequences/notes.txt", b"mine")
     before = {name: Store(out).get(name) for name in Store(out).names()}
     with pytest.raises(OutputError, match=r"holds sequences/notes\.txt too, which mechattn did not write"):
-        ma.run_job(job, out, executor=Writing(shards, [])) if call == "run" else merge_stored(
+        ma.run_job(job, out, executor=Ready([*map(packed, shards)], [])) if call == "run" else merge_stored(
             out, places, call == "copy"
         )
     assert {name: Store(out).get(name) for name in Store(out).names()} == before
 
 
-def test_what_was_stored_when_this_was_new_still_loads(tmp_path):
-    """A manifest and its two parts; the numbers are read, and are those."""
-    with zipfile.ZipFile(STORED) as stored:
-        stored.extractall(tmp_path)
-    merged = ma.load_result(tmp_path / "large.zarr")
-    assert is_lazy(merged)
-    assert merged.digest() == DIGEST
-    assert merged["sequences"].place.values.tolist() == [0, 1, 2]
-    assert len(merged.compare("slash", resamples=99)) == 8
+@pytest.mark.parametrize("ends", [False, True])
+def test_two_runs_at_one_address(job, shards, here, monkeypatch, ends):
+    """Each from a folder of its own, where no lock can tell: the one that began first stops, and mixes nothing in."""
+    place, others = f"{AT}/r.zarr", [shard(0), shard(1, 0.25)]
+    for name in ("one", "two"):
+        (here / name).mkdir()
+    check, began = Store.check_begun, []
+
+    def meanwhile(store, who):
+        """Another run begins to send its result, or ends, before this one writes its root."""
+        began.append(who)
+        if len(began) == 1:
+            monkeypatch.chdir(here / "two")
+            if ends:
+                ma.run_job(job, place, executor=Ready([*map(packed, others)], []))
+            else:
+                Store(place).begin()
+            monkeypatch.chdir(here / "one")
+        check(store, who)
+
+    monkeypatch.setattr(Store, "check_begun", meanwhile)
+    monkeypatch.chdir(here / "one")
+    with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"):
+        ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))
+    assert found_at(place) == (numbers(ma.merge_results(others)) if ends else None)
+    monkeypatch.chdir(here / "two")
+    assert numbers(ma.run_job(job, place, executor=Ready([*map(packed, others)], []))) == numbers(
+        ma.merge_results(others)
+    )
+    assert names(here / "two") == []
+
+
+def test_two_runs_of_one_folder(job, shards, tmp_path):
+    class Meanwhile(Ready):
+        def parts(self, job, chunks):
+            with pytest.raises(OutputError, match="another process is computing this result"):
+                ma.run_job(job, tmp_path / "r.zarr", executor=Ready(self.chunks, []))
+            yield from super().parts(job, chunks)
+
+    made = ma.run_job(job, tmp_path / "r.zarr", executor=Meanwhile([*map(packed, shards)], []))
+    assert numbers(made) == numbers(ma.merge_results(shards))

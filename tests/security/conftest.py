@@ -17,22 +17,14 @@ def small(toy):
 
 @pytest.fixture(scope="session")
 def saved(small, tmp_path_factory):
-    """It as a folder and as a file; copy them before changing anything."""
+    """It on disk; copy it before changing anything."""
     folder = tmp_path_factory.mktemp("saved")
-    for name in ("r.zarr", "r.nc"):
-        small.save(folder / name)
+    small.save(folder / "r.zarr")
     return folder
 
 
 @pytest.fixture
 def stored(saved, tmp_path):
-    """A folder in Zarr format of one's own."""
+    """A folder of one's own."""
     shutil.copytree(saved / "r.zarr", tmp_path / "r.zarr")
     return tmp_path / "r.zarr"
-
-
-@pytest.fixture
-def stored_file(saved, tmp_path):
-    """A NetCDF file of one's own."""
-    shutil.copy(saved / "r.nc", tmp_path / "r.nc")
-    return tmp_path / "r.nc"

@@ -10,7 +10,6 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.store.unpacked_size import Size
 
 
 class Runs:
@@ -90,6 +89,7 @@ ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
         {"codecs": [BYTES, {"name": "numcodecs.pickle"}]},
         {"codecs": [BYTES, {"name": "gzip", "configuration": {"level": 5}}]},
         {"codecs": [BYTES]},
+        {"codecs": [BYTES, ZSTD]},
         {"codecs": [{"name": "sharding_indexed"}]},
         {"codecs": "bytes"},
         {"zarr_format": 2},
@@ -120,6 +120,5 @@ def test_metadata_that_is_none(stored, content):
         ma.load_result(stored)
 
 
-def test_the_untouched_result_is_read(stored, stored_file, small):  # negative control of all of them
-    assert ma.load_result(stored).conditions == ma.load_result(stored_file).conditions == small.conditions
-    assert Size("here", 10).check() is None
+def test_the_untouched_result_is_read(stored, small):  # negative control of all of them
+    assert ma.load_result(stored).conditions == small.conditions

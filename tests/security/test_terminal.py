@@ -114,8 +114,8 @@ def test_a_swept_newline_is_written_out():
 
 def test_tokens_with_control_characters_are_stored_written_out(toy, tmp_path):
     result = ma.run(toy, "Tom\0 has 3\x1b apples.", progress=False)
-    result.save(tmp_path / "r.nc")  # whose texts end at a NUL
-    texts = ma.load_result(tmp_path / "r.nc")["sequences"].first_prompt_text.values.flatten().tolist()
+    result.save(tmp_path / "r.zarr")
+    texts = ma.load_result(tmp_path / "r.zarr")["sequences"].first_prompt_text.values.flatten().tolist()
     assert {"\\x00", "\\x1b"} <= set(texts)
 
 
