@@ -78,8 +78,8 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         held.acquire()
     except Timeout:
         raise OutputError(
-            f"another process is adding answers to {path}(it holds {lock}); wait for it, or use another file for this "
-            f"run"
+            f"another process is adding answers to {path} (it holds {lock}); wait for it, or use another file for "
+            f"this run"
         ) from None
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None

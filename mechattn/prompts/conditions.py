@@ -222,7 +222,7 @@ class Text(Insertion):
     after: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not self.text:
+        if not isinstance(self.text, str) or not self.text or HALVES.search(self.text):
             raise OptionError(f'text={self.text!r}: give the text to insert, such as " Take your time."')
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise OptionError(f"after={self.after!r}: give a text that every prompt contains, or omit it")
