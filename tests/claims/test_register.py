@@ -135,7 +135,7 @@ def test_a_rule_without_a_range_is_refused(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="part 'change' has no range: give the smallest and the largest value"):
         read(tmp_path, GOOD)
     assert read(tmp_path, GOOD + "range = [-1.0, 1.0]\n").claims
-    with pytest.raises(OptionError, match="the line -0.02 has to be a number within the range, 0.0 to 1.0"):
+    with pytest.raises(OptionError, match=r"the line -0\.02 has to be a number within the range, 0\.0 to 1\.0"):
         read(tmp_path, GOOD + "range = [0.0, 1.0]\n")
 
 
