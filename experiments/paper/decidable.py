@@ -1,7 +1,7 @@
-"""Whether each claim can come out either way: two synthetic models, numbers without weights, for each claim and model.
+"""Whether each claim can come out either way: two synthetic models, mere numbers, for each claim and model.
 
-One satisfies the claim and one breaks it; both lie within what the model can show, beside its random weights, and are as
-many as were measured. ``python experiments/paper/decidable.py --write`` writes decidable.md from verdicts.json.
+One satisfies the claim and one breaks it; both lie within what the model can show, beside its random weights, and are
+as many as were measured. ``python experiments/paper/decidable.py --write`` writes decidable.md from verdicts.json.
 """
 
 import json

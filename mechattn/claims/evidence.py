@@ -220,7 +220,7 @@ def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:
     alone = _evaluated(work, "baseline", first, {})
     right, of = int(alone.right(BASELINE).any(1).sum()), len(alone.right(BASELINE))
     if work.shard == WHOLE and not right:
-        why = f"it solves none of {of} problems without inserted tokens, so it cannot do worse"
+        why = f"it solves none of {of} problems without inserted tokens, so only a gain could be seen"
         return {}, dict.fromkeys(runs, Outcome("not testable here", why))
     found: dict[str, Evaluation] = {}
     if greedy:
