@@ -6,7 +6,7 @@ import gc
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,21 @@ class Work:
         return {name: run for name, run in self.register.runs.items() if name not in self.settings.without}
 
     @cached_property
-    def refused(self) -> dict[str, str]:
-        """The conditions that this model cannot have, and why."""
-        found = {}
-        for name, condition in self.conditions.made.items():
-            try:
-                make_plan(self.model, {name: condition}, ReceivedAttention()).sequences(self.problems[:1])
-            except (ConditionError, ModelError, OptionError) as error:
-                found[name] = str(error)
+    def refused(self) -> set[tuple[str, bool]]:
+        """The conditions that this model cannot have, before an answer (True) or the end of the prompt."""
+        found, first = set(), self.problems[0]
+        for answers, prompt in ((False, first), (True, replace(first, answer=first.answer or " 1"))):
+            for name, condition in self.conditions.made.items():
+                try:
+                    make_plan(self.model, {name: condition}, ReceivedAttention()).sequences([prompt])
+                except (ConditionError, ModelError, OptionError):
+                    found.add((name, answers))
         return found
 
     def conditions_of(self, section: RunSection) -> dict[str, Condition]:
         """Those of a run that the model can have."""
-        return {name: self.conditions.made[name] for name in section.conditions if name not in self.refused}
+        made, answers = self.conditions.made, section.answers
+        return {name: made[name] for name in section.conditions if (name, answers) not in self.refused}
 
     def missing(self, name: str) -> str:
         """Why a run of analyses cannot be made with this model; empty where it can."""
@@ -218,7 +220,7 @@ def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:
     alone = _evaluated(work, "baseline", first, {})
     right, of = int(alone.right(BASELINE).any(1).sum()), len(alone.right(BASELINE))
     if work.shard == WHOLE and not right:
-        why = f"it solves none of {of} problems without inserted tokens, so it cannot do worse"
+        why = f"it solves none of {of} problems without inserted tokens, so only a gain could be seen"
         return {}, dict.fromkeys(runs, Outcome("not testable here", why))
     found: dict[str, Evaluation] = {}
     if greedy:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.claims import rules
+from mechattn.claims.measures import with_unit
 from mechattn.results.result_units import units_of
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
     elif claim.compared and chance is None and claim.needs in evidence.drawn:
         outcome = rules.Outcome("cannot be told", "there are no random weights of this architecture to compare with")
     else:
-        outcome = rules.decide(rule, estimate, chance if claim.compared else None, attainable)
+        beside, shown = chance if claim.compared else None, partial(with_unit, kind=part.kind)
+        outcome = rules.decide(rule, estimate, beside, attainable, shown)
     return JudgedPart(part, rule, estimate, chance, attainable, outcome)
 
 

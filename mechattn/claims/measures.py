@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, expm1, inf, isfinite
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ Kind = Literal["log-ratio", "share", "points", "number"]
 Range = tuple[float, float] | Callable[..., tuple[float, float]]
 Layers = Literal["all", "first", "next", "later", "early", "rest"]  # 0; 1 and 2; from 1 on; a sixth, 0 to 3 of 24
 Of = TypeVar("Of", bound=Callable[..., Any])
+UNIT: dict[Kind, str] = {"log-ratio": " %", "share": " %", "points": " points", "number": ""}
 SHARE, APART, POSITIVE = (0.0, 1.0), (-1.0, 1.0), (0.0, inf)
 
 
@@ -60,6 +61,21 @@ def measure_named(name: str) -> Measure:
     if name not in MEASURES:
         raise OptionError(f"measure = {name!r}: there is no such measure; choose one of {', '.join(sorted(MEASURES))}")
     return MEASURES[name]
+
+
+def figure(value: float, kind: Kind, digits: int | None = None) -> str:
+    """A number without its unit; one digit after the point, of a plain number two."""
+    if not isfinite(value):
+        return "?"
+    digits = (2 if kind == "number" else 1) if digits is None else digits
+    scaled = 100 * expm1(value) if kind == "log-ratio" else value if kind == "number" else 100 * value
+    shown = round(scaled, digits) + 0.0  # no "−0.0"
+    return f"{shown:{'+' if kind in ('log-ratio', 'points') else ''}.{digits}f}".replace("-", "−")
+
+
+def with_unit(value: float, kind: Kind) -> str:
+    """Such as "−30.3 %"."""
+    return figure(value, kind) + UNIT[kind]
 
 
 def taken(result: Result, dataset: str, quantity: str, condition: str) -> xr.DataArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
@@ -19,6 +20,7 @@ Word = Literal[
 ]  # fmt: skip
 WORDS: tuple[Word, ...] = Word.__args__  # type: ignore[attr-defined]
 Side = Literal["above", "below"]
+Shown = Callable[[float], str]  # a number in words
 OTHER: dict[Side, Side] = {"above": "below", "below": "above"}
 LEVEL, POWER = 0.95, 0.8
 ONE_SIDED = (1 - LEVEL) / 2
@@ -117,7 +119,9 @@ def bounds(rule: Rule, chance: Chance | None) -> tuple[float, float]:
     return rule.sign * up, rule.sign * down
 
 
-def undecidable(rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0) -> str:
+def undecidable(
+    rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0, shown: Shown = str
+) -> str:
     """Why this model, at this size, can reach one verdict alone, or none; empty where it can reach both."""
     worst, best = sorted(rule.sign * end for end in attainable)
     for reach, sign, word, i in ((best, 1, "supported", 0), (worst, -1, "contradicted", 1)):
@@ -126,7 +130,7 @@ def undecidable(rule: Rule, chance: Chance | None, attainable: tuple[float, floa
             why = "random weights reach as far" if sign * reach > alone + _ROUNDING else "out of reach"
             why = "too few values can differ" if floor and sign * reach > alone - floor + _ROUNDING else why
             end, line = rule.sign * reach, rule.sign * sign * needed
-            return f"{word} would take beyond {line:.3g}, and this model can reach {end:.3g}: {why}"
+            return f"{word} would take beyond {shown(line)}, and this model can reach {shown(end)}: {why}"
     return ""
 
 
@@ -144,7 +148,11 @@ def both_sides(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[floa
 
 
 def decide(
-    rule: Rule, found: Estimate, chance: Chance | None = None, attainable: tuple[float, float] = (-inf, inf)
+    rule: Rule,
+    found: Estimate,
+    chance: Chance | None = None,
+    attainable: tuple[float, float] = (-inf, inf),
+    shown: Shown = str,
 ) -> Outcome:
     """The verdict of one number, the same for both directions.
 
@@ -156,7 +164,7 @@ def decide(
     if not all(map(isfinite, (found.value, found.low, found.high))):
         few = f"{found.n} values, and an interval takes {FEWEST} at least"
         return Outcome("cannot be told", few if found.n < FEWEST else "some values are no numbers")
-    if why := undecidable(rule, chance, attainable, found.floor):
+    if why := undecidable(rule, chance, attainable, found.floor, shown):
         return Outcome("not testable here", why)
     (supports, against), told = both_sides(rule, found, chance), _told(rule, found, chance)
     yes = supports <= ONE_SIDED or supports < against

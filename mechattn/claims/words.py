@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from math import expm1, isfinite
+from math import isfinite
 
 from mechattn.claims.judged import Judged, JudgedPart
-from mechattn.claims.measures import MEASURES, Kind
+from mechattn.claims.measures import MEASURES, UNIT, Kind, figure, with_unit
 from mechattn.claims.register import Claim, Part, Register
 from mechattn.claims.rules import OTHER, Estimate
 
@@ -15,29 +15,13 @@ TABLES = {  # which claims stand together
     "inferred": "What we would ask besides: not claims of the sources",
     "identity": "Checks of the library: these hold by arithmetic",
 }
-_UNIT: dict[Kind, str] = {"log-ratio": " %", "share": " %", "points": " points", "number": ""}
-
-
-def figure(value: float, kind: Kind, digits: int | None = None) -> str:
-    """A number without its unit; one digit after the point, of a plain number two."""
-    if not isfinite(value):
-        return "?"
-    digits = (2 if kind == "number" else 1) if digits is None else digits
-    scaled = 100 * expm1(value) if kind == "log-ratio" else value if kind == "number" else 100 * value
-    shown = round(scaled, digits) + 0.0  # no "−0.0"
-    return f"{shown:{'+' if kind in ('log-ratio', 'points') else ''}.{digits}f}".replace("-", "−")
-
-
-def with_unit(value: float, kind: Kind) -> str:
-    """Such as "−30.3 %"."""
-    return figure(value, kind) + _UNIT[kind]
 
 
 def with_interval(estimate: Estimate, kind: Kind) -> str:
     """Such as "−30.3 % [−31.0, −29.6]"; of accuracies with their levels and the exact test."""
     digits = 4 if kind == "share" and 0 <= estimate.high < 0.001 else None  # an error of 0 is told from one of 0.04 %
     value, low, high = (figure(end, kind, digits) for end in (estimate.value, estimate.low, estimate.high))
-    words = f"{value}{_UNIT[kind]} [{low}, {high}]"
+    words = f"{value}{UNIT[kind]} [{low}, {high}]"
     if estimate.levels is not None:
         words = f"{_levels(estimate)} % ({words})"
     return words if estimate.exact is None else f"{words}, exact p = {estimate.exact:.2g}"
@@ -48,7 +32,7 @@ def short(one: Judged) -> str:
     if any(part.estimate.levels for part in one.parts):
         return ", ".join(_levels(part.estimate) for part in one.parts) + " %"
     each = [figure(part.estimate.value, part.part.kind) for part in one.parts]
-    return ", ".join(each) + _UNIT[one.parts[0].part.kind].replace("points", "pt") if each else ""
+    return ", ".join(each) + UNIT[one.parts[0].part.kind].replace("points", "pt") if each else ""
 
 
 def _levels(estimate: Estimate) -> str:

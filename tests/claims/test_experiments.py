@@ -3,13 +3,12 @@
 import importlib.util
 import json
 from collections import Counter
-from math import inf
 from pathlib import Path
 
 import pytest
 
 from mechattn.claims.register import PAPER, read_register
-from mechattn.claims.rules import WORDS, Chance, Estimate, Rule, bounds, decide, together
+from mechattn.claims.rules import WORDS
 from mechattn.claims.verdicts import markdown
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -19,8 +18,8 @@ MODELS = [model["name"] for model in STORED["models"]]
 CELLS = [(claim["key"], name) for claim in STORED["claims"] for name in MODELS]
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("paper_readme", EXPERIMENTS / "paper" / "readme.py")
+def script(name="readme"):
+    spec = importlib.util.spec_from_file_location(f"paper_{name}", EXPERIMENTS / "paper" / f"{name}.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
@@ -47,61 +46,44 @@ def test_the_verdicts_are_of_the_register_and_of_the_code_that_decides():
     assert all(model["exploratory"] for model in STORED["models"]), "their numbers were known before"
 
 
+@pytest.fixture(scope="module")
+def decidable():
+    return script("decidable")
+
+
 @pytest.mark.parametrize(("key", "name"), CELLS)
-def test_a_claim_that_is_tested_can_come_out_either_way(key, name):
+def test_a_claim_that_is_tested_can_come_out_either_way(decidable, key, name):
     """For each claim and model: numbers that satisfy it are supported, numbers that break it contradicted.
 
     They are as many as were measured, within what the model can show, and beside its random weights. What no numbers
     can decide is not tested.
     """
     verdict = next(claim for claim in STORED["claims"] if claim["key"] == key)["verdicts"][name]
-    if verdict["verdict"] in ("not applicable", "holds"):
+    if verdict["verdict"] in ("not applicable", "holds") or not verdict["parts"]:
+        assert verdict["verdict"] in ("not applicable", "holds", "not testable here")
         return
+    satisfied, broken = decidable.both(key, verdict)
     if verdict["verdict"] == "not testable here":
         assert verdict["p"] is None, "it counts nowhere"
-        if verdict["parts"]:
-            assert any(
-                satisfied(key, i, part)[0].word != "supported" for i, part in enumerate(verdict["parts"])
-            ) or any(satisfied(key, i, part)[1].word != "contradicted" for i, part in enumerate(verdict["parts"]))
+        assert satisfied.word != "supported" or any(one.word != "contradicted" for one in broken)
         return
-    found = [satisfied(key, i, part) for i, part in enumerate(verdict["parts"])]
-    assert found
-    assert together([supports for supports, _ in found]).word == "supported"
-    for i, (_, against) in enumerate(found):
-        outcomes = [supports for supports, _ in found[:i]] + [against] + [supports for supports, _ in found[i + 1 :]]
-        assert together(outcomes).word == "contradicted"
+    assert satisfied.word == "supported"
+    assert [one.word for one in broken] == ["contradicted"] * len(verdict["parts"])
 
 
-def satisfied(key, i, part):
-    """What the rule says to two made-up numbers: halfway to each end of the range from what the verdict takes."""
-    rule = Rule(**part["rule"])
-    compared = part["random"] is not None and next(c for c in REGISTER.claims if c.key == key).compared
-    draws = tuple(part["random"]["draws"]) if compared else None
-    low, high = (end if end is not None else other for end, other in zip(part["attainable"], (-inf, inf)))
-    outcomes = []
-    chance = None if draws is None else Chance(Estimate(0.0, 0.0, 0.0, part["n"], 0.0), draws)
-    for bound, sign in zip(bounds(rule, chance), (rule.sign, -rule.sign)):
-        end = high if sign > 0 else low
-        value = (bound + end) / 2 if abs(end) < inf else bound + sign
-        outcomes.append(decide(rule, *numbers(value, abs(value - bound) / 8, part, draws), (low, high)))
-    return outcomes
-
-
-def numbers(value, half, part, draws):
-    """An estimate and what is beside it, with a narrow interval."""
-    exact = None if part["exact"] is None else 1e-6
-    found = Estimate(value, value - half, value + half, part["n"], half, exact, None, part["floor"])
-    if draws is None:
-        return found, None
-    apart = value - sum(draws) / len(draws)
-    return found, Chance(Estimate(apart, apart - half, apart + half, part["n"], half), draws)
+def test_the_table_of_what_can_be_decided_is_that_of_the_verdicts(decidable):
+    text = decidable.table(STORED)
+    assert decidable.TABLE.read_text(encoding="utf-8") == text, "python experiments/paper/decidable.py --write"
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(STORED["claims"])
+    assert all(row.count("|") == 2 + len(MODELS) for row in rows)
 
 
 # In layer 0 one repeated token has one value vector, so no weights make its shift less of one direction.
 BY_ARITHMETIC = {"one_direction"}
 
 
-def test_what_none_of_these_models_can_decide():
+def test_what_none_of_these_models_can_decide(decidable):
     """By arithmetic, or since they solve nearly all problems or none: a model that solves half decides all of these."""
     words = Counter(claim["verdicts"][name]["verdict"] for claim in STORED["claims"] for name in MODELS)
     assert words["supported"] > 0
@@ -115,7 +97,7 @@ def test_what_none_of_these_models_can_decide():
             assert parts[0]["value"] > 1 - 1e-4
             continue
         half = [part | {"attainable": [-0.5, 0.5]} for part in parts]
-        outcomes = [satisfied(claim["key"], i, part) for i, part in enumerate(half)]
+        outcomes = [decidable.synthetic(claim["key"], part) for part in half]
         assert {tuple(one.word for one in both) for both in outcomes} == {("supported", "contradicted")}, claim["key"]
 
 

@@ -140,6 +140,16 @@ def test_shards_give_the_same(judged, tiny, tmp_path, monkeypatch):
     assert str(judged_in(tiny, tmp_path)) == str(judged[0])
 
 
+def test_a_place_at_the_end_is_for_answers_alone(tmp_path):
+    """Nothing of the prompt reads what is inserted at its end, but its answer does."""
+    settings = ClaimSettings(**SMALL)
+    (work,) = judge._checked(read_register("2510.01032"), ("toy:llama",), tmp_path, settings, force=False)
+    place = work.runs["place"]
+    assert list(work.conditions_of(place)) == place.conditions
+    without = place.model_copy(update={"answers": False})
+    assert list(work.conditions_of(without)) == [name for name in place.conditions if name != "place=before_answer"]
+
+
 def test_counts_are_those_that_there_are(tmp_path):
     problems = [{"q": f"What is {i} + 1?", "a": str(i + 1), "kind": f"k{i % 2}"} for i in range(40)]
     path = tmp_path / "mine.jsonl"
