@@ -150,11 +150,8 @@ def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, 
         return run_job(job, place, shard=f"{number}/{many}", executor=work.executor, fresh=work.fresh)
     if of is None or work.fresh:
         return run_job(job, place, executor=work.executor, fresh=work.fresh)
-    parts = [
-        run_job(job, place, shard=f"{number}/{of}", executor=work.executor)
-        for number in range(1, min(of, len(job.chunks)) + 1)
-    ]
-    return merge_results(parts)
+    numbers = range(1, min(of, len(job.chunks)) + 1)
+    return merge_results([run_job(job, place, shard=f"{number}/{of}", executor=work.executor) for number in numbers])
 
 
 def _draws(work: Work, there: list[str]) -> dict[str, list[np.ndarray]]:

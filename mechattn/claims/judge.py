@@ -78,10 +78,8 @@ def judge(
     read = register if isinstance(register, Register) else read_register(os.fspath(register))
     settings, part = settings or ClaimSettings(), parse_shard(shard)
     where = executor_named(executor) if isinstance(executor, str) else executor
-    works = [
-        replace(work, executor=where, shard=part, fresh=fresh)
-        for work in _checked(read, named(models), Path(out), settings, force)
-    ]
+    checked = _checked(read, named(models), Path(out), settings, force)
+    works = [replace(work, executor=where, shard=part, fresh=fresh) for work in checked]
     _keep(Path(out), {"models": [work.name for work in works], **settings.decides(), "register": read.digest}, fresh)
     runs = _counts(works[0])
     say(f"what will run:\n{_plan(runs)}\nModels: {', '.join(provenance.name_of(work.name) for work in works)}.")
@@ -170,13 +168,11 @@ def _keep(out: Path, decides: dict[str, Any], fresh: bool) -> None:
 def _counts(work: Work) -> dict[str, dict[str, Any]]:
     """How much each run is of: what there is, where there is less than asked for."""
     claims = [claim.needs for claim in work.register.claims]
-    return {
-        name: {
-            "says": run.says, "of": work.count(run) if name in work.runs else 0, "draws": run.draws,
-            "claims": claims.count(name),
-        }
-        for name, run in work.register.runs.items()
-    }  # fmt: skip
+    found = {}
+    for name, run in work.register.runs.items():
+        of = work.count(run) if name in work.runs else 0
+        found[name] = {"says": run.says, "of": of, "draws": run.draws, "claims": claims.count(name)}
+    return found
 
 
 def _plan(runs: dict[str, dict[str, Any]]) -> str:

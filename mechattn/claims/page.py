@@ -48,13 +48,7 @@ def _lead(verdicts: Verdicts, links: dict[tuple[int, str], str]) -> dict[str, An
         if (some := [i for i, claim in enumerate(register.claims) if table_of(claim) == which])
     ]
     models = [
-        {
-            "name": m.name,
-            "size": m.caption.removeprefix(m.name).strip(" ()"),
-            "known": m.known,
-            "counts": counted(m.judged),
-        }
-        | {"deviations": m.deviations}
+        {**vars(m), "size": m.caption.removeprefix(m.name).strip(" ()"), "counts": counted(m.judged)}
         for m in verdicts.models
     ]
     return {"answer": answer(verdicts), "models": models, "groups": groups, "register": register, **verdicts.about}
@@ -112,12 +106,7 @@ def _shown(claim: Claim, results: Results) -> Result | None:
 def _options(kind: str, quantity: str, result: Result) -> dict[str, Any]:
     """Which condition, layer and quantity a figure shows."""
     condition = next(iter(result.conditions[1:]), "baseline")
-    if kind == "received_attention":
-        return {"layer": 0, "condition": condition} | heads_options(result, None, 3)
-    if kind == "agreement":
-        return {"condition": condition, "layer": 0}
-    if kind == "activation_metrics":
-        return {"layer": 0}
-    if quantity:
-        return {"quantity": quantity}
-    return {} if kind == "update_histogram" else {"condition": condition}
+    options: dict[str, Any] = {} if kind in ("activation_metrics", "update_histogram") else {"condition": condition}
+    options |= {"layer": 0} if kind in ("received_attention", "agreement", "activation_metrics") else {}
+    options |= heads_options(result, None, 3) if kind == "received_attention" else {}
+    return {"quantity": quantity} if quantity else options

@@ -194,9 +194,8 @@ class Claim(Section):
             if not self.says:
                 raise ValueError(f"{self.key}: an inferred claim is ours; say it in our words with says")
         elif not (self.quote and self.source and self.where):
-            raise ValueError(
-                f'{self.key}: a claim of others needs a quote, its source and where; or origin = "inferred"'
-            )
+            told = 'a claim of others needs a quote, its source and where; or origin = "inferred"'
+            raise ValueError(f"{self.key}: {told}")
         if words > LONGEST_QUOTE:
             raise ValueError(f"{self.key}: the quote has {words} words; quote at most {LONGEST_QUOTE}")
         return self
