@@ -62,7 +62,7 @@ def _check_figures(config: Config) -> None:
             if not isinstance(shown.get(name, 0) or 0, int):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
         for name in ("condition", "reading"):
-            if not isinstance(shown.get(name) or "", str):
+            if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
         if not all(isinstance(name, str) for name in shown.get("conditions") or []):
             raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")

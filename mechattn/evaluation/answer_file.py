@@ -121,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
-        if any(not isinstance(part, dict) for part in (about, about.get("conditions", {}), about.get("groups", {}))):
+        if not (isinstance(about, dict) and all(isinstance(about.get(n, {}), dict) for n in ("conditions", "groups"))):
             raise ValueError("its provenance, conditions or groups are not by name")
     except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = "its first line has no provenance" if isinstance(error, KeyError) else error

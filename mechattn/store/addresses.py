@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def as_place(path: str | Path) -> str | Path:
 def check_name(path: str | Path) -> None:
     """Refuse names that no file system accepts, before trying."""
     text = str(path)
-    if "\0" in text:
-        raise OutputError(f'"{text[:80]}" contains a NUL, which is not allowed in file names; remove it')
+    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):  # those between stand for bytes that are not UTF-8
+        raise OutputError(f"{text!r:.80} contains a NUL or half of a surrogate pair, which no file name may; remove it")
     stored = text.encode("utf-8", "surrogatepass")
     if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
         raise OutputError(

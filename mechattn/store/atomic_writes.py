@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mechattn.errors import OutputError
+from mechattn.store.addresses import check_name
 
 _MARKER, _LOCK, _OLD = "mechattn.json", "lock", "old"
 _WAIT = 10.0  # seconds to wait for another process that is renaming
@@ -33,6 +34,7 @@ def say(sentence: str) -> None:
 
 def check_writable(path: str | Path) -> None:
     """Check in advance that a file or folder can be written at this place."""
+    check_name(path)
     path = Path(os.path.realpath(path))
     folder = path.parent
     if path.is_symlink():

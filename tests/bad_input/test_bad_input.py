@@ -475,7 +475,7 @@ def test_conditions_that_cannot_be(make, message):
         (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
-        (lambda n: ma.paper("toy:llama", "never", problems=n), "problems=.*from 6 to 1,000,000"),
+        (lambda n: ma.paper("toy:llama", "never", settings=ma.ClaimSettings(problems=n)), "problems=.*from 6 to 1,000,000"),
         (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*from 0 to 2\^63"),
     ],
 )  # fmt: skip
@@ -545,6 +545,10 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
             "'s' is the class MeaninglessTokens; give an instance",
         ),
         (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
+        (lambda toy, r: ma.conditions.Text("\ud83d"), "give the text to insert"),
+        (lambda toy, r: r.save("\ud83d.zarr"), "contains a NUL or half of a surrogate pair"),
+        (lambda toy, r: r.page("\ud83d.html"), "contains a NUL or half of a surrogate pair"),
+        (lambda toy, r: r.page("x" * 300 + ".html"), "is too long: file systems allow 255 bytes"),
         (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
         (lambda toy, r: ma.conditions.Text("a", place="end"), "place='end': choose one of"),
         (
