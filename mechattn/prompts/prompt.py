@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -58,6 +59,9 @@ class Prompt:
         self._check_group()
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text")
+        for token in (*self.tokens, *self.answer_tokens):
+            if isinstance(token, bool) or not isinstance(token, Integral) or not -(2**63) <= token < 2**63:
+                raise PromptError(f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers")
 
     def _check_group(self) -> None:
         if self.group is None:

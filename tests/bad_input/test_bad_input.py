@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -591,3 +592,10 @@ def test_a_trend_of_nothing():
 def test_a_question_repeated_half_a_time(times):
     with pytest.raises(OptionError, match="give a whole number from 1 to"):
         ma.conditions.RepeatQuestion(times)
+
+
+@pytest.mark.parametrize("token", [10**30, True, 1.5, "a"])
+def test_a_token_id_that_is_no_whole_number(token):
+    with pytest.raises(PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"):
+        ma.Prompt(id="a", tokens=(1, 2, token))
+    assert ma.Prompt(tokens=(np.int64(1), 2)).tokens == (1, 2)
