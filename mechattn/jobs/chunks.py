@@ -89,9 +89,13 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     with open_parts(parts_folder(path), job, fresh) as parts:
         store = ChunkStore(job, parts, chunks)
         store.drop_damaged()
-        _compute(store, executor)
-        store.finish(path)
-        yield Computed(load_result(path), path, now=True)
+        try:
+            _compute(store, executor)
+            store.finish(path)
+            yield Computed(load_result(path), path, now=True)
+        except KeyboardInterrupt:
+            have = f"{len(set(parts.done()) & set(chunks))} of {len(chunks)} chunks are done and kept in {parts.folder}"
+            raise Interrupted(f"stopped; {have}; rerun the command to resume") from None
         parts.remove()
 
 
@@ -144,19 +148,13 @@ def _compute(store: ChunkStore, executor: Executor) -> None:
         return
     before = done[:1]
     bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, disable=len(chunks) == 1)
-    try:
-        with bar:
-            for chunk, content in executor.parts(store.job, todo):
-                receipt = store.write(chunk, content)
-                if before:
-                    parts.check_same(before.pop(), receipt)
-                parts.write(chunk, receipt)
-                bar.update()
-    except KeyboardInterrupt:
-        have = len(set(parts.done()) & set(chunks))
-        raise Interrupted(
-            f"stopped; {have} of {len(chunks)} chunks are done and kept in {parts.folder}; rerun the command to resume"
-        ) from None
+    with bar:
+        for chunk, content in executor.parts(store.job, todo):
+            receipt = store.write(chunk, content)
+            if before:
+                parts.check_same(before.pop(), receipt)
+            parts.write(chunk, receipt)
+            bar.update()
 
 
 def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:

@@ -9,6 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
+from mechattn.jobs.chunk_store import ChunkStore
 from mechattn.jobs.chunks import parse_shard, parts_folder, shard_place
 from mechattn.jobs.job import Worker
 from mechattn.jobs.local import Local
@@ -67,6 +68,22 @@ def test_it_is_one_pass_over_the_same_chunks(job, undisturbed, toy):
     assert numbers(merged) == numbers(undisturbed)
     assert undisturbed.provenance["prompts"] == ma.run(toy, job.prompts, progress=False).provenance["prompts"]
     assert (undisturbed.provenance["chunk"], undisturbed.provenance["command"]) == (2, "a test")
+
+
+def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, monkeypatch):
+    path, ends = tmp_path / "r.zarr", ChunkStore.finish
+
+    def interrupted(*given):
+        ends(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChunkStore, "finish", interrupted)
+    every = len(job.chunks)
+    with pytest.raises(Interrupted, match=rf"{every} of {every} chunks are done and kept in .*; rerun the command to"):
+        ma.run_job(job, path)
+    monkeypatch.undo()
+    assert numbers(ma.run_job(job, path)) == numbers(ma.load_result(path))
+    assert [one.name for one in tmp_path.iterdir()] == ["r.zarr"]
 
 
 def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
