@@ -3,6 +3,7 @@
 # make selftest   check against known answers; about a minute
 # make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
+# make simulate  how often each statistical rule says yes where nothing is there (half an hour)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask
@@ -35,7 +36,7 @@ define tested
 	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 endef
 
-.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz lint docs cards bench lock clean
+.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -77,6 +78,9 @@ test-extra: .venv/dev
 
 fuzz: .venv/dev
 	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
+
+simulate: .venv/dev
+	OMP_NUM_THREADS=2 $(BIN)/python experiments/simulations/simulate.py --out out/simulations.md
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

@@ -61,7 +61,7 @@ def started(folder: Path) -> int:
 
 def finished(folder: Path) -> tuple[str, float]:
     """Run to the end: the digest of the result, and the seconds it took."""
-    from mechattn.results.digest import digest
+    from mechattn.results.arrays import digest
     from mechattn.store.reading import load_result
 
     begun = time.monotonic()

@@ -10,8 +10,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 import mechattn as ma
-from mechattn.model.toys import toy_names
-from mechattn.render.theme import LAYOUT, WITH, WITHOUT, faint
+from mechattn.model.checkpoint import toy_names
+from mechattn.render.draw import LAYOUT, WITH, WITHOUT, faint
 
 SLASH = ma.MeaninglessTokens("/", count=55)
 
@@ -21,7 +21,7 @@ def measured(limit: int = 64) -> dict[str, dict[str, float]]:
     prompts = ma.load_prompts("word-problems", limit=limit)
     found = {}
     for name in toy_names():
-        verdict = ma.run(name, prompts, {"slash": SLASH}, progress=False).verdict("slash")
+        verdict = ma.run(name, prompts, {"slash": SLASH}).verdict("slash")
         ends = {end: 100 * float(getattr(verdict.change, end)) for end in ("estimate", "low", "high")}
         found[name] = {**ends, "uniform": 100 * float(verdict.null.estimate)}
     return found

@@ -9,25 +9,28 @@ from .claims.judge import paper as paper
 from .claims.settings import ClaimSettings as ClaimSettings
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
+from .engine.own_forward import AttentionScores as AttentionScores
 from .engine.own_forward import measure as measure
-from .engine.random_runs import run_random as run_random
 from .engine.record import head_means as head_means
 from .engine.record import record_affine as record_affine
 from .engine.record import record_keys_values as record_keys_values
+from .engine.run import RunOptions as RunOptions
 from .engine.run import run as run
+from .engine.run import run_random as run_random
 from .errors import MechattnError as MechattnError
 from .evaluation.answer_file import load_evaluation as load_evaluation
-from .evaluation.baseline_noise import baseline_noise as baseline_noise
 from .evaluation.dose_trend import trend as trend
+from .evaluation.evaluate import baseline_noise as baseline_noise
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation
+from .evaluation.server import Server as Server
 from .evaluation.while_answering import while_answering as while_answering
 from .jobs.chunks import run_job as run_job
 from .jobs.job import Job as Job
 from .known_answers.selftest import selftest as selftest
 from .model.load import load_model as load_model
 from .model.load import verify_model as verify_model
-from .model.random_weights import random_weights as random_weights
+from .model.weights import random_weights as random_weights
 from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
 from .pages.one_prompt import pattern_difference as pattern_difference
@@ -40,9 +43,11 @@ from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
 from .prompts.prompt import Prompt as Prompt
+from .prompts.repeated import repeated_random as repeated_random
 from .prompts.sweeps import sweep as sweep
 from .results.merge import merge_results as merge_results
 from .results.result import Result as Result
+from .stats.resolution import power as power
 from .store.reading import load_result as load_result
 
 __version__: str

@@ -9,12 +9,14 @@ from pathlib import Path
 # The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
 # huggingface_hub reads this once, when it is imported, so it stands before all that import it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it when it is imported
 
 import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.toys import load_tokenizer, toy_folder
+from mechattn.engine.run import make_plan
+from mechattn.model.checkpoint import load_tokenizer, toy_folder
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
 # oneDNN whether the CPU packs bfloat16; with AMX there, and kernels of AVX2, its attention raises as on no real CPU.
@@ -34,6 +36,12 @@ def need(what, there, how):
     if not there:
         excused = not os.environ.get("CI") or what in os.environ.get("MECHATTN_WITHOUT", "").split()
         (pytest.skip if excused else pytest.fail)(f"no {what}: {how}")
+
+
+def run_part(model, prompts, conditions=None, analyses=None, *, places, **options):
+    """The result of some prompts, at these places of a larger set: what a job's worker makes of a chunk."""
+    plan = make_plan(model, conditions, analyses, ma.RunOptions(**options))
+    return plan.calibrated(prompts).result(prompts, plan.sequences(prompts), places)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,7 +127,7 @@ def prompts():
 @pytest.fixture(scope="session")
 def slash_result(toy, prompts):
     """The toy on the twelve problems, with and without 55 slashes, every prompt's positions kept."""
-    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts", progress=False)
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 import mechattn as ma
 from mechattn.commands.main import app, main
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 
 
 def mechattn(*arguments, cwd=None):
@@ -212,7 +212,7 @@ def test_show_and_report(slash_result, tmp_path, here):
 
 
 def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
-    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     result.save(tmp_path / "r.zarr")
     done = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
@@ -285,7 +285,7 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
 
 
 def test_export_of_too_few_prompts_says_so(toy, prompts, tmp_path, here):
-    ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False).save(tmp_path / "r.zarr")
+    ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}).save(tmp_path / "r.zarr")
     done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "heads.csv")
     assert done.returncode == 2
     assert "there is nothing to export: received, baseline: there are 2 prompts" in done.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 from mechattn.commands.families import as_markdown, families
 from mechattn.model.architectures import FAMILIES
 

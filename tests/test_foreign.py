@@ -36,7 +36,7 @@ heads = [0]
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], progress=False)
+    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0])
 
 
 @pytest.fixture(scope="module")
@@ -222,14 +222,16 @@ def test_figures_among_them(folder):
 
 def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
     """To the folder of chunks: it stays, and so does the folder."""
-    from mechattn.jobs.local import Local
+    from mechattn.jobs.executors import Local
 
     class Adds:
         def parts(self, job, chunks):
             Path("free.zarr.parts/notes.txt").write_text("mine")
             yield from Local().parts(job, chunks)
 
-    ma.run_job(ma.Job("toy:llama", prompts[:2], layers=0, verify=False), "free.zarr", executor=Adds())
+    ma.run_job(
+        ma.Job("toy:llama", prompts[:2], options=ma.RunOptions(layers=0), verify=False), "free.zarr", executor=Adds()
+    )
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
     assert "free.zarr.parts was not deleted: it holds notes.txt" in capsys.readouterr().err
 

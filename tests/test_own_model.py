@@ -12,7 +12,7 @@ from mechattn.commands.figures import make_figures
 from mechattn.commands.report import report
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError
-from mechattn.prompts.conditions import MeaninglessTokens
+from tests.figures_config import figures_config
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def halving(checkpoint, tmp_path_factory):
     about["normalizer"] = {"type": "Replace", "pattern": {"String": "/"}, "content": "zq"}
     (folder / "tokenizer.json").write_text(json.dumps(about), encoding="utf-8")
     with pytest.raises(MechattnError, match="55 tokens are not a whole number of '/'"):
-        ma.run(str(folder), "Why?", {"slash": ma.MeaninglessTokens()}, progress=False)
+        ma.run(str(folder), "Why?", {"slash": ma.MeaninglessTokens()})
     return str(folder)
 
 
@@ -44,7 +44,7 @@ def write(folder, sections, **top):
 
 
 def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
-    page = make_figures(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1])
+    page = make_figures(figures_config(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1]))
     assert "cannot make 55 tokens of '/'; 56 are inserted" in capsys.readouterr().err
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
@@ -55,9 +55,9 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
 
 
 def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path):
-    dots = MeaninglessTokens(" .", count=8, place="middle")
+    dots = {"text": " .", "count": 8, "place": "middle"}
     options = {"inserted": dots, "dtype": "bfloat16", "device": "cpu"}
-    page = make_figures(tmp_path / "out", [str(checkpoint)], "word-problems", 6, 1, [0, 1], **options)
+    page = make_figures(figures_config(tmp_path / "out", [str(checkpoint)], "word-problems", 6, 1, [0, 1], **options))
     (place,) = (tmp_path / "out").glob("*.zarr")
     result = ma.load_result(place)
     assert inserted(result, "meaningless") == inserted(result, "sentence") == {8}
@@ -116,7 +116,6 @@ def test_pages_of_the_baseline_alone(toy, tmp_path):
         toy,
         texts,
         analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()],
-        progress=False,
     )
     result.save(tmp_path / "r.zarr")
     page = words(result.page(tmp_path / "page.html", layer=1, heads=[0, 1]))

@@ -156,9 +156,7 @@ def test_the_first_picture_is_described_by_its_numbers():
     )
     for page in (README, (ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
         assert f"![{said}](" in page
-    llama = ma.run(
-        "toy:llama", ma.load_prompts("word-problems", limit=64), {"s": ma.MeaninglessTokens()}, progress=False
-    )
+    llama = ma.run("toy:llama", ma.load_prompts("word-problems", limit=64), {"s": ma.MeaninglessTokens()})
     assert 100 * float(llama.verdict("s").change.estimate) == pytest.approx(stored["toy:llama"]["estimate"], abs=0.06)
 
 

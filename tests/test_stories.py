@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.config import read_config
+from mechattn.commands.run_config import read_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stories"

@@ -18,7 +18,7 @@ class Shapes(griffe.Extension):
 @cache
 def tables() -> dict[str, str]:
     """Of each analysis with its default options, by the path of its class."""
-    from mechattn.analysis.registry import ANALYSES
+    from mechattn.analysis import ANALYSES
 
     return {f"{type(made).__module__}.{type(made).__name__}": _table(made) for made in (one() for one in ANALYSES)}
 

@@ -34,15 +34,20 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Fill in what a page takes from the code: rooms, claims, headings of the API."""
+    """Fill in what a page takes from the code: rooms, claims, figures, headings of the API."""
     if page.file.src_uri == "gallery.py":  # figures need the width
         page.meta["hide"] = ["toc"]
+    if "<!-- figures -->" in markdown:
+        from mechattn.render.declared import FIGURES
+
+        entries = [f"::: {one.draw.__module__}.{name}" for name, one in FIGURES.items()]
+        markdown = markdown.replace("<!-- figures -->", "\n\n".join(entries))
     if page.file.src_uri.startswith("api/"):
         typed = partial(_typed, page=page.file.src_uri)
         markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
     if "<!-- claims -->" in markdown:
         from mechattn.claims.register import PAPER, read_register
-        from mechattn.claims.words import measures_markdown, register_markdown
+        from mechattn.claims.verdicts import measures_markdown, register_markdown
 
         markdown = markdown.replace("<!-- measures -->", measures_markdown())
         markdown = markdown.replace("<!-- claims -->", register_markdown(read_register(PAPER)))

@@ -12,7 +12,7 @@ import mechattn as ma
 model = ma.load_model("toy:qwen2")
 slash = ma.MeaninglessTokens("/", count=55)
 problems = ma.load_prompts("word-problems", limit=60)
-evaluation = ma.evaluate(model, problems, {"slash": slash}, new_tokens=90, progress=False)
+evaluation = ma.evaluate(model, problems, {"slash": slash}, new_tokens=90)
 right = evaluation.accuracy().set_index("condition")[["accuracy", "low", "high"]]
 print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 
@@ -24,7 +24,7 @@ print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 
 # %%
 answered = ma.load_prompts("word-problems", limit=24, with_answer=True)
-print(ma.patch(model, answered, slash, at="resid_post", progress=False))
+print(ma.patch(model, answered, slash, at="resid_post"))
 
 # %% [markdown]
 # Everything is decided after layer 0: with the other run's stream there, the answer is back. So look at the eight heads
@@ -33,11 +33,11 @@ print(ma.patch(model, answered, slash, at="resid_post", progress=False))
 
 # %%
 first = [(0, head) for head in range(8)]
-back = ma.patch(model, answered, slash, at=first, progress=False)
+back = ma.patch(model, answered, slash, at=first)
 print(back)
 
 # %%
-away = ma.patch(model, answered, slash, at=first, direction="noising", progress=False)
+away = ma.patch(model, answered, slash, at=first, direction="noising")
 print(away.table(top=8)[["head", "effect", "low", "high", "q"]].round(3).to_string(index=False))
 
 # %% [markdown]
@@ -47,7 +47,7 @@ print(away.table(top=8)[["head", "effect", "low", "high", "q"]].round(3).to_stri
 
 # %%
 two = ["L0H2", "L0H3"]
-pair = ma.patch(model, answered, slash, at=two, together=True, progress=False)
+pair = ma.patch(model, answered, slash, at=two, together=True)
 print(pair)
 
 # %% [markdown]
@@ -59,15 +59,15 @@ print(pair)
 
 # %%
 where = ma.Sites("pattern", two)
-looking = ma.patch(model, answered, slash, at=where, together=True, progress=False)
+looking = ma.patch(model, answered, slash, at=where, together=True)
 print(looking)
 
 # %%
-moved = ma.patch(model, answered, slash, at=where, together=True, direction="noising", progress=False)
+moved = ma.patch(model, answered, slash, at=where, together=True, direction="noising")
 print(moved)
 
 # %%
-flow = ma.run(model, problems, {"slash": slash}, ma.analyses.SegmentFlow(), layers=[0], progress=False)["segment_flow"]
+flow = ma.run(model, problems, {"slash": slash}, ma.analyses.SegmentFlow(), layers=[0])["segment_flow"]
 to_slash = flow.flow.sel(condition="slash", layer=0, segment="question", to_segment="inserted").mean("prompt")
 print({int(head): round(float(to_slash.sel(head=head)), 2) for head in to_slash["head"].values})
 
@@ -75,7 +75,7 @@ print({int(head): round(float(to_slash.sel(head=head)), 2) for head in to_slash[
 # ## Where does the model attend while it goes wrong?
 
 # %%
-answers = ma.while_answering(model, evaluation, problems, {"slash": slash}, progress=False)
+answers = ma.while_answering(model, evaluation, problems, {"slash": slash})
 ma.render.while_answering(answers)
 
 # %%

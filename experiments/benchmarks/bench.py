@@ -33,7 +33,7 @@ from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_th
 from mechattn.functional import focus, received
 from mechattn.functional.rows import Rows
 from mechattn.model import hooks
-from mechattn.model.toys import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.prompts.sequences import Batch
 
 LIMIT = "SDPA forward (the limit)"
@@ -119,7 +119,7 @@ def runners(
         """What users call: token ids in, a result out, with nulls, moments, provenance and the model's own check."""
         tokens = batch.tokens.clone()
         tokens[:, 0] = bridge.tokenizer.bos_token_id
-        ma.run(bridge, tokens, progress=False)
+        ma.run(bridge, tokens)
 
     def ours(forward: Callable) -> Callable[[Batch], None]:
         def run(batch: Batch) -> None:

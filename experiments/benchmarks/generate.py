@@ -18,7 +18,7 @@ from bench import SHAPES, new_model
 
 import mechattn as ma
 from mechattn.evaluation.generate import Request, answers
-from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_names
 from mechattn.prompts.sequences import Sequence
 
 NEVER = frozenset([10**9])

@@ -33,8 +33,8 @@ import mechattn as ma
 from mechattn.commands.report import report
 from mechattn.results.merge import merge_results
 from mechattn.store.objects import Store
+from mechattn.store.pieces import finish, write_chunk
 from mechattn.store.result_bytes import packed, unpacked
-from mechattn.store.writing import finish, write_chunk
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
 STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")
@@ -49,7 +49,7 @@ def base() -> ma.Result:
         ma.analyses.AttentionFocus(),
     ]
     prompts = ma.load_prompts("word-problems", limit=8)
-    return grown(ma.run("toy:llama", prompts, CONDITIONS, analyses, progress=False), LAYERS, HEADS)
+    return grown(ma.run("toy:llama", prompts, CONDITIONS, analyses), LAYERS, HEADS)
 
 
 def block(result: ma.Result, places: range) -> ma.Result:

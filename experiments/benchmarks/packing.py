@@ -50,7 +50,7 @@ def toy(name: str, positions: Any) -> ma.Result:
     ]
     conditions = {"slash": ma.MeaninglessTokens("/").fitted(ma.load_model(name))}
     prompts = ma.load_prompts("word-problems", limit=64)
-    return ma.run(name, prompts, conditions, analyses, positions=positions, progress=False)
+    return ma.run(name, prompts, conditions, analyses, positions=positions)
 
 
 def packed(name: str, result: ma.Result) -> None:

@@ -43,7 +43,7 @@ def measured(prompts: int, positions: int) -> ma.Result:
         ma.analyses.HeadUpdates(),
         ma.analyses.AttentionSinks(),
     ]
-    return ma.run(model, questions, CONDITIONS, analyses, positions="prompts", progress=False)
+    return ma.run(model, questions, CONDITIONS, analyses, positions="prompts")
 
 
 def grown(result: ma.Result, layers: int, heads: int) -> ma.Result:

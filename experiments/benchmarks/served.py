@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import mechattn as ma
-from mechattn.model.load import model_place
+from mechattn.model.checkpoint import model_place
 
 _MAIN = "from transformers.cli.transformers import main; main()"
 
@@ -71,13 +71,13 @@ def main() -> None:
     model, folder = ma.load_model(args.model), model_place(args.model)
     prompts = ma.load_prompts("word-problems", limit=args.limit)
     conditions = {"slash": ma.MeaninglessTokens("/", 20).fitted(model)}
-    options = {"new_tokens": args.new_tokens, "progress": False}
+    options = {"new_tokens": args.new_tokens}
 
     def here(batch: int) -> Callable[[], ma.Evaluation]:
         return lambda: ma.evaluate(model, prompts, conditions, batch=batch, **options)
 
     def there(address: str) -> Callable[[], ma.Evaluation]:
-        served = {"server": address, "served_model": folder, "batch": args.batch}
+        served = {"server": ma.Server(address, folder), "batch": args.batch}
         return lambda: ma.evaluate(args.model, prompts, conditions, **served, **options)
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ import os
 import time
 
 import mechattn as ma
-from mechattn.jobs.ray import Ray
+from mechattn.jobs.executors import Ray
 
 
 def seconds_a_chunk(workers: int, job: ma.Job, chunks: int) -> tuple[float, float]:

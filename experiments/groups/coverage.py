@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from plotly.subplots import make_subplots
 
-from mechattn.render.theme import WITH, WITHOUT
+from mechattn.render.draw import WITH, WITHOUT
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units

@@ -32,7 +32,7 @@ def main() -> None:
     chosen = [(t, problem) for t in kept[:TEMPLATES] for problem in by_template[t][:SIZE]]
     prompts = [ma.Prompt(p.question, system=SYSTEM, id=str(i), group=t) for i, (t, p) in enumerate(chosen)]
     for name in ("toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"):
-        result = ma.run(name, prompts, {"slash": ma.MeaninglessTokens()}, progress=False)
+        result = ma.run(name, prompts, {"slash": ma.MeaninglessTokens()})
         at = result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", ...)
         ratio = [
             np.log(at[of].sel(condition="slash").values / at[of].sel(condition="baseline").values)

@@ -30,6 +30,7 @@ FOLDERS = {  # what each is, in a line
     "sinks": "claims of sinks and induction heads, judged for a model that is trained to copy, and for the others",
     "stories": "stories260K, which others trained, beside the toys, and random weights; see its README",
     "gsm8k": "real questions; see its README",
+    "simulations": "how often each statistical rule says yes where nothing is there; `make simulate`",
     "groups": "what prompts of one template do to intervals",
     "toys": "trains and measures the toys",
     "benchmarks": "time and memory; see its README",
@@ -74,10 +75,13 @@ def sentences(stored: dict) -> list[str]:
     assert not any(one["verdict"] == "supported" for one in fewer.values())
     toys = {name: one["parts"][0] for name, one in by_key["tokens_help"].items() if one["parts"]}
     solved = sorted(100 * part["levels"][0] for part in toys.values())
+    untestable = [one["why"] for c in stated for one in c["verdicts"].values() if one["verdict"] == "not testable here"]
+    reached = sum("random weights reach as far" in why for why in untestable)
+    extreme = f"{len(untestable) - reached} since a model solves nearly all problems, or none"
     lost = [f"`{name}` loses {-100 * part['value']:.0f}" for name, part in toys.items() if part["high"] < 0]
     return [
         f"Of the {len(stated)} claims that the paper and the blog post",
-        f"{len(stated) * len(names)} verdicts: {counts}",
+        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights come as far",
         "In all five an inserted token gets less attention than a token of the question",
         "in none further than with untrained weights",
         "That activations near zero become fewer is supported in none",

@@ -45,7 +45,7 @@ def stories(limit: int | None = None) -> list:
 def measured(model, prompts: list, slash=SLASH, analyses=None):
     """A result with slashes, and with a sentence of as many tokens."""
     conditions = {"slash": slash, "sentence": ma.RandomSentence(count=slash.count)}
-    return ma.run(model, prompts, conditions, analyses, progress=False)
+    return ma.run(model, prompts, conditions, analyses)
 
 
 def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = DRAWS) -> Row:
@@ -58,7 +58,7 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
     result = measured(model, prompts, slash, analyses)
     verdict, sentence = result.verdict("slash"), result.verdict("sentence")
     drawn = {
-        kind: ma.run_random(model, prompts, {"slash": slash}, draws=draws, kind=kind, progress=False)
+        kind: ma.run_random(model, prompts, {"slash": slash}, draws=draws, kind=kind)
         for kind in ("initialised", "shuffled")
     }
     changes = [[draw.verdict("slash").change.estimate for draw in of_kind] for of_kind in drawn.values()]

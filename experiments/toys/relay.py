@@ -30,9 +30,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
-from mechattn.model.toys import load_tokenizer
-from mechattn.prompts.problems import PEOPLE
-from mechattn.prompts.recall import MOST, Recall, recall_questions
+from mechattn.model.checkpoint import load_tokenizer
+from mechattn.prompts.problems import MOST_PEOPLE, PEOPLE, Recall, recall_questions
 
 BATCH = 48
 LONGEST_FILLER = 16
@@ -76,7 +75,7 @@ def retold_loss(model, tokenizer, rng: random.Random) -> Tensor:
     """Of scores that are told again, in any order: the numbers."""
     rows, foreseen = [], []
     for _ in range(BATCH):
-        facts = [(name, rng.randint(1, 9)) for name in rng.sample(PEOPLE, rng.randint(2, MOST))]
+        facts = [(name, rng.randint(1, 9)) for name in rng.sample(PEOPLE, rng.randint(2, MOST_PEOPLE))]
         ids, known = tokenizer("Scores:")["input_ids"], []
         for place, (name, number) in enumerate([*facts, *rng.choices(facts, k=8)]):
             known += [len(ids) + 1] if place >= len(facts) else []
@@ -132,7 +131,7 @@ class Batch:
 def recall_batch(step: int, seed: int, tokenizer) -> Batch:
     """The examples of a step."""
     rng = random.Random(f"relay {seed} {step}")
-    most = min(MOST, 2 + step // PEOPLE_AFTER)
+    most = min(MOST_PEOPLE, 2 + step // PEOPLE_AFTER)
     problems = list(islice(recall_questions("train", seed=rng.getrandbits(48), most=most), BATCH))
     rows = [example(problem, tokenizer, rng) for problem in problems]
     longest = max(len(ids) for ids, _, _ in rows)
@@ -190,7 +189,7 @@ def card(folder: Path, problems: int) -> None:
             "hidden": slash.masked(),
             "others": slash.under(ma.interventions.Transplant("inserted", others)),
         }
-        made = ma.evaluate(model, questions, conditions, new_tokens=6, progress=False)
+        made = ma.evaluate(model, questions, conditions, new_tokens=6)
         right = made.accuracy().set_index("condition").accuracy
         found = made.follows("others", others.donors, "slash")
         interval = f"{found['low']:.1%} to {found['high']:.1%}"

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Bool
 from torch import Tensor
 
-from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums
+from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums, zeros
 from mechattn.axes import SEGMENTS
 from mechattn.functional import affine as fn
 from mechattn.functional.received import segment_mean
@@ -87,9 +87,7 @@ class AffineShift(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        shape = (len(batch.rows), heads, batch.tokens.shape[1])
-        names = (*_PER_QUERY, *(f"by_{part}" for part in _PARTS))
-        return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
+        return zeros(batch, heads, *_PER_QUERY, *(f"by_{part}" for part in _PARTS))
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add norms and products of the parts for each query, and the Gram matrix of the shifts."""
@@ -121,8 +119,9 @@ class AffineShift(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
-        members, after, asks = batch.members(), self._after(batch), self._asks(batch)
-        original = members & (batch.origin >= 0)[:, None]
+        members, after, at_original = batch.members(), self._after(batch), batch.origin >= 0
+        asks = (batch.of_segment("question").cumsum(-1) > 0) & at_original  # the queries that see a question token
+        original = members & at_original[:, None]
         there = (sums["question_ratio"] != _NONE) & asks[:, None]
         each = {
             "scale": sums["scale"],
@@ -134,7 +133,7 @@ class AffineShift(AnalysisBase):
         }
 
         energies = fn.spectrum(sums["gram"])
-        n = (batch.of_segment("question") & (batch.origin >= 0)).sum(-1)[:, None].clamp(min=1)
+        n = (batch.of_segment("question") & at_original).sum(-1)[:, None].clamp(min=1)
         x, y = sums["fit_x"], sums["fit_y"]
         means = zip(_FIT, ((x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)), strict=True)
         nothing = ~after.any(-1)[:, None]
@@ -149,18 +148,12 @@ class AffineShift(AnalysisBase):
             **{f"fit_{name}": (sums[f"fit_{name}"] - product / n).float() for name, product in means},
             "shift_rank_one_share": fn.rank_one_share(energies).masked_fill(nothing, torch.nan).float(),
             "shift_effective_rank": fn.effective_rank(energies).masked_fill(nothing, torch.nan).float(),
-            **(self._by_position(each, batch) if self.per_query else {}),
+            **{
+                f"{name}_at": value.masked_fill(~(batch.real if name == "scale" else at_original)[:, None], torch.nan)
+                for name, value in (each.items() if self.per_query else ())
+            },
         }
-
-    def _by_position(self, each: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """The value of every query, NaN where it is undefined: an inserted query only has a scale."""
-        there = {name: batch.real if name == "scale" else batch.origin >= 0 for name in each}
-        return {f"{name}_at": value.masked_fill(~there[name][:, None], torch.nan) for name, value in each.items()}
 
     def _after(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
         """The original queries that come after an inserted token."""
         return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)
-
-    def _asks(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
-        """The original queries that can see a question token."""
-        return (batch.of_segment("question").cumsum(-1) > 0) & (batch.origin >= 0)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mechattn.errors import OptionError
 from mechattn.functional.fused import Fused
+from mechattn.functional.received import segment_mean, visible_keys
+from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel
-from mechattn.model.split_heads import split_heads
-from mechattn.prompts.pairs import Pairs
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.sequences import Batch, Pairs, Sequence
 
 Sums = dict[str, Tensor]
+_UNDEFINED = " is undefined"  # with the name of a number: where it is
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class Analysis(Protocol):
 
 
 class AnalysisBase:
-    """Base class of analyses: the dataclass fields are the options, and any sequence can be measured."""
+    """Base class of analyses: dataclass fields are the options, any sequence can be measured, and sums begin empty."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -216,6 +219,16 @@ class AnalysisBase:
     def problem(self, sequence: Sequence) -> str | None:
         """None: every sequence can be measured."""
         return None
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """No sums yet."""
+        return {}
+
+
+def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
+    """Sums of 0 for every position of every head [batch head pos *last]."""
+    shape = (len(batch.rows), heads, batch.tokens.shape[1], *last)
+    return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
 
 
 @runtime_checkable
@@ -284,3 +297,73 @@ class Calibrates(Protocol):
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
         ...
+
+
+def seen_keys(batch: Batch, queries: Int[Tensor, " query"], window: int | None) -> Bool[Tensor, "batch query pos"]:
+    """Which positions some queries of each sequence can see: all before them, except for windows and cut edges."""
+    length = batch.tokens.shape[1]
+    seen = visible_keys(queries, length, window).expand(len(batch.rows), -1, -1)
+    if batch.edge_mask is None:
+        return seen
+    return seen & ~batch.edge_mask.unseen(queries.expand(len(batch.rows), -1), slice(0, length))
+
+
+class QueryAnalysis(AnalysisBase):
+    """Base class for numbers computed from each query's row of attention; a subclass defines ``of_queries``.
+
+    The null is added automatically: the same numbers for a head that attends uniformly to the keys it can see.
+
+    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its mean over queries
+    is kept per head and segment, and with ``each_query = True`` also the number of each query, as ``…_at``.
+    """
+
+    name: ClassVar[str]
+    numbers: ClassVar[Mapping[str, tuple[str, str]]]
+    each_query: ClassVar[bool] = False
+
+    def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch head query key].
+
+        A number that is undefined for some queries comes with a mask of those for which it is defined, as a pair of
+        tensors of this shape; the others do not count in its means.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Means over the queries of each segment."""
+        dims, mean = ("head", "segment"), "mean over the queries of the segment"
+        made = {name: Quantity(dims, units, f"{about}, {mean}") for name, (units, about) in self.numbers.items()}
+        at = self.numbers.items() if self.each_query else ()
+        return made | {f"{n}_at": Quantity(("head", "key"), u, f"{about}, of each query") for n, (u, about) in at}
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Zeros, and nothing undefined."""
+        made = zeros(batch, heads, *self.numbers)
+        return made | {name + _UNDEFINED: torch.zeros_like(value, dtype=torch.bool) for name, value in made.items()}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Store the numbers of these queries."""
+        made, wanted = self.of_queries(rows), rows.pattern.shape[:3]
+        if set(made) != set(self.numbers):
+            raise OptionError(f"{self.name}: of_queries gives {list(made)}, and numbers declares {list(self.numbers)}")
+        for name, number in made.items():
+            for value in number if isinstance(number, tuple) and len(number) == 2 else (number,):
+                if not isinstance(value, Tensor) or value.shape != wanted:
+                    given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise OptionError(
+                        f"{self.name}: of_queries gives {name!r} as {given}, not as [batch, head, query] = "
+                        f"{list(wanted)}: reduce rows.pattern [batch head query key] over its keys"
+                    )
+            if isinstance(number, tuple):
+                number, undefined = number[0], ~number[1].bool()
+                sums[name + _UNDEFINED][..., rows.queries] = undefined
+                number = number.masked_fill(undefined, 0)
+            sums[name][..., rows.queries] = number.to(sums[name].dtype)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries of each segment for which a number is defined."""
+        hidden = ~batch.real[:, None]
+        each = {n: sums[n].masked_fill(sums[n + _UNDEFINED] | hidden, torch.nan) for n in self.numbers}
+        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        return made | ({f"{name}_at": value for name, value in each.items()} if self.each_query else {})

@@ -12,14 +12,14 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, zeros
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import sinks as fn
 from mechattn.functional.affine import effective_rank, spectrum
 from mechattn.functional.received import column_sums, received_attention, seeing_queries
 from mechattn.functional.updates import output_factor, update_norm
+from mechattn.model.heads import output_weights, wide
 from mechattn.model.hooked import HookedModel
-from mechattn.model.weights import output_weights, wide
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence, inserted_span
 
@@ -148,8 +148,7 @@ class AttentionSinks(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        shape, device = (len(batch.rows), heads, batch.tokens.shape[1]), batch.tokens.device
-        return {name: torch.zeros(shape, device=device) for name in ("columns", "near", "columns_after")}
+        return zeros(batch, heads, "columns", "near", "columns_after")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over those after the insertion, and over those near the key."""
@@ -178,9 +177,11 @@ class AttentionSinks(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it (the null has only these), and the rest."""
+        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / _after(batch).sum(-1)[:, None].float()
         of_attention = {
             **self._of_keys(sums, batch, window),
-            **self._of_inserted(sums, batch),
+            "span_mass": span,
+            "span_sink": _above(span, self.threshold),
             **self._vertical(sums, batch, window),
         }
         if "value_norm" not in sums:
@@ -214,11 +215,6 @@ class AttentionSinks(AnalysisBase):
             "inserted_alpha": of_inserted,
             "inserted_sink": _above(of_inserted, self.threshold),
         }
-
-    def _of_inserted(self, sums: Sums, batch: Batch) -> dict[str, Tensor]:
-        """All inserted tokens together."""
-        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / _after(batch).sum(-1)[:, None].float()
-        return {"span_mass": span, "span_sink": _above(span, self.threshold)}
 
     def _of_values(self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]) -> dict[str, Tensor]:
         """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""

@@ -1,4 +1,4 @@
-"""What each head adds directly to the logit of the next token, through the residual stream."""
+"""What each head adds directly to the logit of the next token, also by the segment of the keys it reads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, seen_keys, zeros
+from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
 from mechattn.functional.received import segment_mean
+from mechattn.functional.rows import for_each_head
 from mechattn.functional.updates import update_product
-from mechattn.model.frozen_norm import FrozenNorm, frozen_norm
-from mechattn.model.hooked import HookedModel
-from mechattn.model.unembedding import unembedding
-from mechattn.model.weights import output_weights, wide
+from mechattn.model.heads import output_weights, split_heads, wide
+from mechattn.model.hooked import HookedModel, facts_of
+from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
+from mechattn.model.verify.layer_checks import GATES, gate_function
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch
 
@@ -77,10 +80,6 @@ class DirectLogits(AnalysisBase):
         weights = {layer: output_weights(model, layer) for layer in layers}
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
 
-    def start(self, batch: Batch, heads: int) -> Sums:
-        """Empty sums."""
-        return {}
-
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Multiply each head's update with the direction of the next token, before the scale of the final norm."""
         assert self.weights is not None, "calibrated() comes first"
@@ -101,11 +100,14 @@ class DirectLogits(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; the last token has no next token."""
-        last = batch.real & ~batch.real.roll(-1, 1)
-        last[:, -1] |= batch.real[:, -1]
-        each = (sums["product"] / sums["scale"]).masked_fill((last | ~batch.real)[:, None], torch.nan)
+        each = (sums["product"] / sums["scale"]).masked_fill(~_has_next(batch)[:, None], torch.nan)
         made = {"next_token_logit": segment_mean(each, batch.members())}
         return made | ({"next_token_logit_at": each} if self.per_query else {})
+
+
+def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
+    """The tokens with a next token."""
+    return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))
 
 
 def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
@@ -122,3 +124,137 @@ def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm
     return {
         layer: frozen_norm(model, norm, f"the norm after attention of layer {layer}") for layer, norm in norms.items()
     }
+
+
+_BY_QUERY = "batch head segment query d_head -> batch head query segment d_head"
+_NO_NULL = "it depends on the values"
+
+
+@dataclass(frozen=True)
+class SegmentLogits(AnalysisBase):
+    """Split each head's direct contribution to the logit of the next token by the segment of the keys.
+
+    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is the value that
+    :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm and of a norm after attention
+    held fixed. If a gate of the query multiplies the head's output (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The
+    sum over all segments is ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last
+    token has no next token.
+
+    ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The difference of two segments
+    is the contrast of a needle with the rest of its context (LOCOS).
+
+    Source:
+        arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
+    """
+
+    weights: Any = field(default=None, repr=False, compare=False)
+    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
+    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
+    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
+
+    name = "segment_logits"
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """From the queries of a segment to the keys of each."""
+        dims = ("head", "segment", "to_segment")
+        about = "direct contribution to the logit of the next token, read from the keys of to_segment"
+        mean = ", mean over the queries of the segment"
+        return {
+            "next_token_logit_from": Quantity(dims, "logits", about + mean, "difference", _NO_NULL),
+            "next_token_logit_per_key": Quantity(
+                dims, "logits", f"{about}, per key seen{mean}", "difference", _NO_NULL
+            ),
+        }
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
+        return (*((POST,) if self.norms else ("attn.hook_z",)), *((self.gate[0],) if self.gate else ()))
+
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
+
+        Raises:
+            ModelError: A head's update, or its path to the logits, cannot be computed for this model; or the mixed
+                values pass a norm before z, so that no key's share can be separated.
+        """
+        facts, gate = facts_of(model), None
+        if facts is not None and facts.report is not None and "values" in facts.report.limited:
+            why = facts.report.limited["values"]
+            shown = next(
+                (name for name in GATES if all(f"blocks.{n}.attn.{name}" in model.hook_dict for n in layers)), ""
+            )
+            function = gate_function(why)
+            if function is None or not shown:
+                raise ModelError(f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O")
+            gate = (f"attn.{shown}", function)
+        weights = {layer: output_weights(model, layer) for layer in layers}
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Empty sums."""
+        return zeros(batch, heads, "read", last=(len(SEGMENTS),))
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Add the contributions that these queries read from each segment, before the norms' scales."""
+        assert self.weights is not None, "calibrated() comes first"
+        assert self.reads is not None, "calibrated() comes first"
+        if rows.v is None:
+            raise ModelError(f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured")
+        w_o, norm = wide(self.weights[rows.layer]), (self.norms or {}).get(rows.layer)
+        toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
+        toward = toward if norm is None else norm.toward(toward)
+        asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
+        values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
+        members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
+        if self.gate is not None:  # the gate of each channel comes later, so the mix of each segment is kept until then
+            members = rearrange(members, "batch segment key -> batch 1 segment key 1")
+            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ (
+                members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
+            )
+            if "mixed" not in sums:
+                sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
+            sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)
+            return
+        each = rows.pattern * (asked @ rearrange(values, "batch head key d_head -> batch head d_head key"))
+        sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Apply the gate, and keep the scale of the norm after attention."""
+        if self.gate is not None:
+            name, function = self.gate
+            heads = sums["mixed"].shape[1]
+            opened = function(split_heads(captures.tensors[name], heads))  # one number per head, or one per channel
+            sums["read"] = (sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")).sum(-1)
+        norm = (self.norms or {}).get(captures.layer)
+        if norm is not None:
+            sums["post"] = norm.scale(captures.tensors[POST])[:, None]
+
+    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+        """Keep the scale of the final norm."""
+        assert self.reads is not None, "calibrated() comes first"
+        sums["scale"] = self.reads.scale(stream)[:, None]
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries of each segment that have a next token."""
+        scale = sums["scale"] * sums.get("post", torch.ones_like(sums["scale"]))
+        read = sums["read"] / scale[..., None]
+        asking = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)
+        count = asking.sum(-1)[:, None, :, None]
+        seen = _keys_seen(batch, window).to(read.dtype)[:, None]
+        per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
+        some = rearrange(asking, "batch segment query -> batch 1 segment query")
+        those = some @ (seen > 0).to(read.dtype)  # queries of the segment that see a key of to_segment
+        there = (count > 0) & (those > 0)
+        return {
+            "next_token_logit_from": (some @ read / count).masked_fill(~there, torch.nan),
+            "next_token_logit_per_key": (some @ per_key / those).masked_fill(~there, torch.nan),
+        }
+
+
+def _keys_seen(batch: Batch, window: int | None) -> Float[Tensor, "batch query segment"]:
+    """The number of keys of each segment that each query sees."""
+    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    members = rearrange(batch.members().float(), "batch segment key -> batch key segment")
+    return seen_keys(batch, places, window).float() @ members

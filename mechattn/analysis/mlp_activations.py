@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -15,19 +16,18 @@ from torch import Tensor
 from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, warn
-from mechattn.functional import activation_statistics as fn
+from mechattn.functional import activations as fn
+from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
-from mechattn.functional.redistribution import KAPPA
-from mechattn.model.experts import Routing
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
-from mechattn.model.patch.mixtures import routing_now
+from mechattn.model.patch.experts import Routing, routing_now
 from mechattn.model.patch.nonlinearities import at_nonlinearity, mixture_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
-from mechattn.prompts.token_classes import TOKEN_CLASSES, vocabulary_classes
+from mechattn.prompts.templates import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite
@@ -45,12 +45,12 @@ class MlpActivations(AnalysisBase):
     """Measure MLP activations after the nonlinearity, ``act(gate)`` in gated MLPs (arXiv:2510.01032, section 4).
 
     Gives means over the tokens of each segment of the per-token statistics in
-    :mod:`mechattn.functional.activation_statistics`, the near-zero share by class of the question's tokens, a histogram
+    :mod:`mechattn.functional.activations`, the near-zero share by class of the question's tokens, a histogram
     of the question's activations, and the change of each original token from the baseline.
 
     In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, with router
-    weight w, and of the shared expert (:mod:`mechattn.model.experts`). Changes are over the channels of all experts,
-    which are 0 where a token is not routed to the expert.
+    weight w, and of the shared expert (:mod:`mechattn.model.patch.experts`). Changes are over the channels of all
+    experts, which are 0 where a token is not routed to the expert.
 
     "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on calibration prompts in the
     baseline condition, and recorded. The rule gives one number per prompt; the threshold is their median:
@@ -168,7 +168,8 @@ class MlpActivations(AnalysisBase):
             tokens = Baseline().apply(prompt, model).tokens[None].to(device)
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        return replace(made, thresholds={layer: _median(values) for layer, values in found.items()})
+        medians = {layer: float(np.median(values)) for layer, values in found.items()}
+        return replace(made, thresholds=medians)
 
     def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:
@@ -270,7 +271,3 @@ def _changes(
             after = torch.stack([channels(row, at) for row, at in zip(rows, places, strict=True)])
             question = pairs.segment[first, some] == SEGMENTS.index("question")
             yield rows, places, after - before, before.norm(dim=-1), question
-
-
-def _median(values: list[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))

@@ -1,4 +1,4 @@
-"""Received attention of each key and each segment."""
+"""Attention that each key and each segment receives, attention between segments, and the map of a short prompt."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention
+from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention, zeros
+from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
+from mechattn.functional.rows import for_each_head
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 
 Queries = Literal["original", "all", "question", "answer"]
@@ -66,8 +69,7 @@ class ReceivedAttention(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero column sums and self-attention."""
-        shape = (len(batch.rows), heads, batch.tokens.shape[1])
-        return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("columns", "own")}
+        return zeros(batch, heads, "columns", "own")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over the counted queries in this block, and each query's attention to itself."""
@@ -133,3 +135,121 @@ def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _
         by_segment=(seen * each.nan_to_num() / seen.sum(-1, keepdim=True)).mT,
         mass=(keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]).mT,
     )
+
+
+@dataclass(frozen=True)
+class SegmentFlow(AnalysisBase):
+    """Measure the attention that the queries of each segment pay to the keys of each segment.
+
+    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
+    sinks). A query's own key counts.
+
+    Args:
+        predicting: Whether the queries of s are those that predict its tokens, one position earlier than they.
+    """
+
+    predicting: bool = False
+
+    name = "segment_flow"
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """The flow of attention, and the flow of values."""
+        dims = ("head", "segment", "to_segment")
+        flow = "attention of a query of the segment to all keys of to_segment together, mean over the queries"
+        by_value = "sum over keys of to_segment of A |v|, divided by the sum over all keys, mean over the queries"
+        return {
+            "flow": Quantity(dims, "probability", flow),
+            "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
+        }
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Zero flow."""
+        shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
+        return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Add the flow of these queries."""
+        queries, member = (part.to(rows.pattern.dtype) for part in (self._queries(rows.batch), rows.batch.members()))
+        of_queries = rearrange(queries[..., rows.queries], "batch segment query -> batch 1 segment query")
+        of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
+        sums["flow"] += of_queries @ (rows.pattern @ of_keys)
+        if rows.v is None:
+            sums["value_flow"].fill_(-1)
+            return
+        norms = rows.v[:, :, rows.keys].to(rows.pattern.dtype).norm(dim=-1)
+        norms = for_each_head(norms, rows.pattern.shape[1])
+        by_value = rows.pattern @ (norms.unsqueeze(-1) * of_keys)
+        total = (rows.pattern @ norms.unsqueeze(-1)).clamp(min=torch.finfo(norms.dtype).tiny)
+        sums["value_flow"] += of_queries @ (by_value / total)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the queries; NaN for a segment without tokens."""
+        queries = self._queries(batch).sum(-1)
+        there = (queries > 0)[:, :, None] & batch.members().any(-1)[:, None, :]
+
+        def mean(
+            flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
+        ) -> Float[Tensor, "batch *head segment to"]:
+            counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
+            return (flow / counted).masked_fill(~there, torch.nan)
+
+        heads = there[:, None].expand_as(sums["flow"])
+        shown = (sums["value_flow"] >= 0).all()
+        return {
+            "flow": mean(sums["flow"], heads),
+            "value_flow": mean(sums["value_flow"], heads & shown),
+        }
+
+    def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
+        """The queries of each segment."""
+        member = batch.members()
+        return torch.nn.functional.pad(member[..., 1:], (0, 1)) if self.predicting else member
+
+
+@dataclass(frozen=True)
+class AttentionMap(AnalysisBase):
+    """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens`` tokens.
+
+    ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
+    """
+
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
+            raise OptionError(
+                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
+            )
+
+    name = "attention_map"
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """The map."""
+        return {"attention": Quantity(("head", "query", "target"), "probability", "attention from query to target")}
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would fill the page."""
+        if len(sequence) <= self.max_tokens:
+            return None
+        return (
+            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the prompt, or raise "
+            f"max_tokens (page size grows with its square)"
+        )
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Empty [query, key] maps."""
+        shape = (len(batch.rows), heads, self.max_tokens, self.max_tokens)
+        return {"attention": torch.zeros(shape, device=batch.tokens.device)}
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Copy this block of rows to its place in the map."""
+        sums["attention"][:, :, rows.queries, rows.keys] = rows.pattern
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """The maps, NaN where there is no token."""
+        lengths = batch.lengths.to(sums["attention"].device)
+        inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]
+        both = inside[:, None, :, None] & inside[:, None, None, :]
+        return {"attention": sums["attention"].masked_fill(~both, torch.nan)}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums, seen_keys, zeros
 from mechattn.errors import OptionError
-from mechattn.functional.received import segment_mean, visible_counts, visible_keys
+from mechattn.functional.received import segment_mean, visible_counts
 from mechattn.functional.rows import BLOCK
 from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
@@ -93,9 +93,7 @@ class ScoreDecomposition(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        shape = (len(batch.rows), heads, batch.tokens.shape[1])
-        names = (*PARTS, "target", *(f"{part}_of_key" for part in PARTS[1:]))
-        return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
+        return zeros(batch, heads, *PARTS, "target", *(f"{part}_of_key" for part in PARTS[1:]))
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Compute the parts of each query's target, for a block of queries at a time."""
@@ -105,10 +103,7 @@ class ScoreDecomposition(AnalysisBase):
         length = q.shape[1]
         for start in range(0, length, BLOCK):
             queries = torch.arange(start, min(start + BLOCK, length), device=q.device)
-            visible = visible_keys(queries, length, captures.window)[None, None]
-            if batch.edge_mask is not None:
-                unseen = batch.edge_mask.unseen(queries.expand(len(q), -1), slice(0, length))
-                visible = visible & ~unseen[:, None]
+            visible = seen_keys(batch, queries, captures.window)[:, None]
             content, bias, alibi, rest = scores.parts(q[:, queries], k)
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             rows = slice(start, start + len(queries))

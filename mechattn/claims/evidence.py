@@ -6,6 +6,7 @@ import gc
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,21 +16,20 @@ import numpy as np
 
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.claims.conditions import Conditions
-from mechattn.claims.judged import Evidence, units
+from mechattn.claims.measures import NotApplicable
 from mechattn.claims.register import Register, RunSection
-from mechattn.claims.rules import NotApplicable, Outcome
-from mechattn.claims.settings import ClaimSettings
-from mechattn.engine.run import make_plan, run
+from mechattn.claims.rules import Evidence, Outcome, units
+from mechattn.claims.settings import ClaimSettings, Conditions
+from mechattn.engine.run import RunOptions, make_plan, run
 from mechattn.errors import ConditionError, ModelError, OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.jobs.chunks import WHOLE, Shard, run_job
-from mechattn.jobs.executor import Executor
+from mechattn.jobs.executors import Executor
 from mechattn.jobs.job import Job
 from mechattn.jobs.kinds import made_analyses
 from mechattn.model.load import dtype_named, load_model
-from mechattn.model.random_weights import random_weights
+from mechattn.model.weights import random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.datasets import REPEATED, load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -37,7 +37,7 @@ from mechattn.prompts.repeated import LONGEST, SHORTEST, repeated_random
 from mechattn.results import provenance
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import write_whole
+from mechattn.store.atomic_writes import say, write_whole
 
 _CHUNK = 16  # prompts
 _SAMPLED = 0.4  # of the problems
@@ -89,7 +89,8 @@ class Work:
         """Why a run of analyses cannot be made with this model; empty where it can."""
         section = self.runs[name]
         try:
-            make_plan(self.model, self.conditions_of(section), made_analyses(section.analyses), layers=section.layers)
+            options = RunOptions(section.layers)
+            make_plan(self.model, self.conditions_of(section), made_analyses(section.analyses), options)
         except (ModelError, OptionError) as error:
             return str(error)
         return ""
@@ -108,11 +109,13 @@ class Work:
         if section.prompts == REPEATED:  # as long as the model takes
             longest = min(LONGEST, (model.cfg.n_ctx - 1) // 2)
             return repeated_random(model, count, span=(min(SHORTEST, longest // 2), longest), seed=seed)
-        return load_prompts(section.prompts, limit=count, seed=seed, model=model)
+        return load_prompts(section.prompts, limit=count, seed=seed)
 
 
 def measured(work: Work) -> Evidence:
     """All evidence about one model, or about the part of the prompts that a shard measures."""
+    work.folder.mkdir(parents=True, exist_ok=True)
+    say(f"{work.name} …")
     runs, left_out = work.runs, [name for name in work.register.runs if name not in work.runs]
     missing = {name: Outcome("cannot be told", f"{name} was left out, as asked for") for name in left_out}
     measures = {name: section for name, section in runs.items() if not section.answers}
@@ -138,7 +141,7 @@ def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, 
     settings, section = work.settings, work.runs[name]
     job = Job(
         model=work.name, prompts=prompts, conditions=conditions, analyses=made_analyses(section.analyses),
-        layers=section.layers, seed=settings.seed, positions=section.positions, dtype=settings.dtype,
+        options=RunOptions(section.layers, settings.seed, section.positions), dtype=settings.dtype,
         device=settings.device, chunk=_CHUNK,
     )  # fmt: skip
     place = work.folder / f"{name}.zarr"
@@ -162,7 +165,10 @@ def _draws(work: Work, there: list[str]) -> dict[str, list[np.ndarray]]:
     key = provenance.digest(decides)
     for draw in range(number - 1, max((runs[name].draws for name in there), default=0), of):
         place = work.folder / f"random-{draw}.json"
-        values = None if work.fresh else _stored(place, key)
+        values = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # what an earlier call has kept of this very draw
+            kept = json.loads(place.read_text())
+            values = kept["values"] if kept["key"] == key and not work.fresh else None
         if values is None:
             try:
                 drawn = random_weights(work.model, seed=_DRAWS * (1 + settings.seed) + draw)
@@ -183,7 +189,7 @@ def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]
     values: dict[str, list[float]] = {}
     for name in names:
         section = work.runs[name]
-        options: dict[str, Any] = {"seed": work.settings.seed, "positions": section.positions, "progress": False}
+        options: dict[str, Any] = {"seed": work.settings.seed, "positions": section.positions}
         analyses, prompts = made_analyses(section.analyses), work.prompts_of(section, drawn)
         result = run(drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options)
         for claim in work.register.claims:
@@ -193,15 +199,6 @@ def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]
                 except NotApplicable:
                     continue
     return values
-
-
-def _stored(place: Path, key: str) -> dict[str, list[float]] | None:
-    """What an earlier call has kept of this very draw."""
-    try:
-        there = json.loads(place.read_text())
-        return there["values"] if there["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:

@@ -12,27 +12,24 @@ from typing import Any
 
 import torch
 
-from mechattn.claims.conditions import conditions_for
 from mechattn.claims.evidence import Work, measured
-from mechattn.claims.judged import Evidence, corrected, judged
-from mechattn.claims.page import write
 from mechattn.claims.register import PAPER, Register, read_register
-from mechattn.claims.settings import ClaimSettings
-from mechattn.claims.verdicts import OfModel, Verdicts, family_words
+from mechattn.claims.rules import corrected, judged
+from mechattn.claims.settings import ClaimSettings, conditions_for
+from mechattn.claims.verdicts import OfModel, Verdicts
+from mechattn.claims.verdicts_page import write
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.chunks import WHOLE, parse_shard
-from mechattn.jobs.executor import Executor, ExecutorName, executor_named
-from mechattn.model.load import architecture_named, check_device, dtype_named, layers_and_heads
-from mechattn.model.toys import toy_names
-from mechattn.model.without_weights import unloaded
+from mechattn.jobs.executors import Executor, ExecutorName, executor_named
+from mechattn.model.checkpoint import architecture_named, layers_and_heads, toy_names
+from mechattn.model.load import check_device, dtype_named, unloaded
 from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
 from mechattn.prompts.templates import tokenize
-from mechattn.render.html import check_page_place
-from mechattn.render.theme import model_caption
+from mechattn.render.view import check_page_place
+from mechattn.render.words import model_caption
 from mechattn.results import provenance
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import check_writable, say, write_whole
-from mechattn.store.file_names import file_names
+from mechattn.store.atomic_writes import check_writable, file_names, say, write_whole
 
 Models = Seq[str] | str | None
 
@@ -82,11 +79,19 @@ def judge(
     works = [replace(work, executor=where, shard=part, fresh=fresh) for work in checked]
     _keep(Path(out), {"models": [work.name for work in works], **settings.decides(), "register": read.digest}, fresh)
     runs = _counts(works[0])
-    say(f"what will run:\n{_plan(runs)}\nModels: {', '.join(provenance.name_of(work.name) for work in works)}.")
-    found = [_of_model(work) for work in works]
+    plan = ["| run | what | of | random models | claims |", "|---|---|---|---|---|"]
+    for name, row in runs.items():
+        of = row["of"] or "left out, as asked for"
+        plan.append(f"| {name} | {row['says']} | {of} | {row['draws'] or ''} | {row['claims']} |")
+    names = ", ".join(provenance.name_of(work.name) for work in works)
+    say("\n".join(["what will run:", *plan, "", f"Models: {names}."]))
     if part != WHOLE:
+        for work in works:
+            measured(work)
         return None
+    found = [_of_model(work) for work in works]
     family = corrected([of.judged for of, _ in found])
+    tested = [one.q is not None for some in family for one in some]
     of_models = tuple(replace(of, judged=some) for (of, _), some in zip(found, family, strict=True))
     decides = settings.decides() | {"prompts": provenance.name_of(settings.prompts)}
     about = {
@@ -94,7 +99,7 @@ def judge(
         "versions": provenance.versions(),
         "settings": {"models": [of.name for of in of_models], **decides},
         "runs": runs,
-        "family": family_words([one for some in family for one in some]),
+        "family": f"{sum(tested)} tests behind {len(tested)} cells are one family (Benjamini–Hochberg, q ≤ 0.05).",
         "command": settings.command,
     }
     verdicts = Verdicts(of_models, read, about)
@@ -118,8 +123,8 @@ def _checked(register: Register, models: Seq[str], out: Path, settings: ClaimSet
     check_page_place(out / "index.html", force)
     if unknown := [name for name in settings.without if name not in register.runs]:
         raise OptionError(f"without={unknown[0]!r}: there is no such run; there is {', '.join(register.runs)}")
-    names = ("field", "answer_field", "group_field", "system", "template", "seed")
-    source = {name: getattr(settings, name) for name in names}
+    source = {name: getattr(settings, name) for name in ("field", "system", "template", "seed")}
+    source |= {"answer": settings.answer_field, "group": settings.group_field}
     if settings.system is None and settings.prompts not in (GENERATED, RECALL):
         source["system"] = register.about.system or None
     problems = load_prompts(settings.prompts, limit=max(settings.limit, settings.problems), **source)
@@ -175,23 +180,11 @@ def _counts(work: Work) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _plan(runs: dict[str, dict[str, Any]]) -> str:
-    rows = (
-        f"| {name} | {row['says']} | {row['of'] or 'left out, as asked for'} | {row['draws'] or ''} | {row['claims']} |"
-        for name, row in runs.items()
-    )
-    return "\n".join(["| run | what | of | random models | claims |", "|---|---|---|---|---|", *rows, ""])
-
-
 def _of_model(work: Work) -> tuple[OfModel, dict[str, Result]]:
     """Measure and judge one model; its results, for the page."""
-    work.folder.mkdir(parents=True, exist_ok=True)
-    say(f"{work.name} …")
     name, register = provenance.name_of(work.name), work.register
     evidence = measured(work)
     results = {key: one for key, one in evidence.runs.items() if isinstance(one, Result)}
-    if work.shard != WHOLE:
-        return OfModel(name, name, (), (), {}), results
     first = next(iter(results.values()), None)
     caption = model_caption(first) if first else name
     verdicts = tuple(judged(claim, evidence) for claim in register.claims)
@@ -199,13 +192,8 @@ def _of_model(work: Work) -> tuple[OfModel, dict[str, Result]]:
     model = dict(first.provenance["model"]) if first else {}
     keep = ("architecture", "parameters", "layers", "heads", "dtype", "weights", "weights_hash", "verified")
     about = {key: model.get(key) for key in keep} | {"files": work.folder.name, "threads": torch.get_num_threads()}
-    return OfModel(name, caption, verdicts, _deviations(work, evidence), about, name in register.about.known), results
-
-
-def _deviations(work: Work, evidence: Evidence) -> tuple[str, ...]:
-    """How this model's run differs from what the sources did."""
-    made = [f"{provenance.name_of(work.settings.prompts)}, in place of the sources' data."]
-    made += work.conditions.deviations
+    deviations = [f"{provenance.name_of(work.settings.prompts)}, in place of the sources' data."]
+    deviations += work.conditions.deviations
     if evidence.drawn and not evidence.draws:
-        made.append("Its weights cannot be redrawn, so claims that need that null cannot be told.")
-    return tuple(made)
+        deviations.append("Its weights cannot be redrawn, so claims that need that null cannot be told.")
+    return OfModel(name, caption, verdicts, tuple(deviations), about, name in register.about.known), results

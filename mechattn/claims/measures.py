@@ -5,42 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, expm1, inf, isfinite
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xarray as xr
+from pydantic import Field
 
 from mechattn.axes import SEGMENTS
-from mechattn.claims.rules import NotApplicable
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
 Kind = Literal["log-ratio", "share", "points", "number"]
 Range = tuple[float, float] | Callable[..., tuple[float, float]]
 Layers = Literal["all", "first", "next", "later", "early", "rest"]  # 0; 1 and 2; from 1 on; a sixth, 0 to 3 of 24
+Layer = Annotated[int, Field(ge=0, le=1000)]
 Of = TypeVar("Of", bound=Callable[..., Any])
 UNIT: dict[Kind, str] = {"log-ratio": " %", "share": " %", "points": " points", "number": ""}
 SHARE, APART, POSITIVE = (0.0, 1.0), (-1.0, 1.0), (0.0, inf)
 
 
+class NotApplicable(OptionError):
+    """A model has not got what a claim is about."""
+
+
 @dataclass(frozen=True)
 class Measure:
-    """A named number, pure of everything but the result it is read from.
+    """A named number, pure of everything but the result it is read from."""
 
-    Args:
-        of: ``of(result, *conditions, **options)`` gives one float64 a prompt; of an evaluation, an estimate.
-        needs: The analyses that the result must have; "answers" for an evaluation.
-        kind: Its units: "log-ratio" is shown as a change in percent, "share" in percent.
-        says: What it is, in a sentence.
-        range: The values that it can take; a function of the same arguments as ``of`` where this depends on the model.
-            None is any value, for a log-ratio alone.
-    """
-
-    of: Callable[..., Any]
-    needs: tuple[str, ...]
-    kind: Kind
-    says: str
-    range: Range | None = None
+    of: Callable[..., Any]  # of(result, *conditions, **options): one float64 a prompt; of an evaluation, an estimate
+    needs: tuple[str, ...]  # the analyses that the result must have; "answers" for an evaluation
+    kind: Kind  # "log-ratio" is shown as a change in percent, "share" in percent
+    says: str  # what it is, in a sentence
+    range: Range | None = None  # what it can take; of the same arguments where the model decides; None for a log-ratio
 
 
 MEASURES: dict[str, Measure] = {}  # every name that a register may use; the modules measures_* fill it

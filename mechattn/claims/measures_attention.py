@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from mechattn.axes import BASELINE
 from mechattn.claims import measures as m
-from mechattn.claims.rules import NotApplicable
 from mechattn.results.result import Result
 
-Layer = Annotated[int, Field(ge=0, le=1000)]
 _RECEIVED, _AFFINE = "received_attention", "affine_shift"
 _PEAKS = 0.1  # of the question's tokens
 _QUERIES = 8  # after a key, at least: what one or two pay to it is hardly a mean
@@ -66,10 +62,10 @@ def _at_peaks(one: np.ndarray, other: np.ndarray, expected: np.ndarray) -> float
 
 
 @m.measure(_RECEIVED, "share", m.SHARE)
-def peak_moved(result: Result, condition: str, layer: Layer = 1) -> np.ndarray:
+def peak_moved(result: Result, condition: str, layer: m.Layer = 1) -> np.ndarray:
     """Share of a layer's heads whose most attended token of the question is another one than in the baseline."""
     if layer >= result[_RECEIVED].sizes["layer"]:
-        raise NotApplicable(f"the model has no layer {layer}")
+        raise m.NotApplicable(f"the model has no layer {layer}")
     question = m.places(result, BASELINE, "question")
     tops = []
     for name in (condition, BASELINE):
@@ -138,7 +134,7 @@ def affine_identity(result: Result, condition: str) -> np.ndarray:
     inserted, question = (m.places(result, condition, name)[:, : seen.shape[1]] for name in ("inserted", "question"))
     expected = 1 - inserted.cumsum(1) / np.arange(1, seen.shape[1] + 1)
     if not np.allclose(seen[question], expected[question], atol=1e-4):
-        raise NotApplicable("queries of layer 0 do not see all keys before them (a window, or learned sinks)")
+        raise m.NotApplicable("queries of layer 0 do not see all keys before them (a window, or learned sinks)")
     return affine_missed(result, condition)
 
 

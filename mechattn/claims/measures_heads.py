@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 from scipy.stats import rankdata
 
 from mechattn.axes import BASELINE
 from mechattn.claims import measures as m
-from mechattn.claims.rules import NotApplicable
 from mechattn.results.result import Result
 
-Layer = Annotated[int, Field(ge=0, le=1000)]
 Mass = Literal[
     "self_mass", "first_mass", "previous_mass", "duplicate_mass", "induction_mass", "self_share", "first_share"
 ]
@@ -60,7 +57,7 @@ def update_at_first(result: Result) -> np.ndarray:
         there, elsewhere = at_first.sum(1), (~at_first).sum(1)
         both = (there >= _TOKENS) & (elsewhere >= _TOKENS)
         if not both.any():
-            raise NotApplicable(f"in prompt {prompt} no later head looks at the first token with some of its tokens")
+            raise m.NotApplicable(f"in prompt {prompt} no later head looks at the first token with some of its tokens")
         means = ((updates * some).sum(1)[both] / some.sum(1)[both] for some in (at_first, ~at_first))
         found.append(m.log_ratio(*means).mean())
     return np.array(found)
@@ -81,13 +78,13 @@ def turned(result: Result, of: Written = "head_updates") -> np.ndarray:
 
 
 @m.measure(_SINKS, "share", m.SHARE)
-def sink_rate(result: Result, from_layer: Layer = 0) -> np.ndarray:
+def sink_rate(result: Result, from_layer: m.Layer = 0) -> np.ndarray:
     """Share of heads, from a layer on, that give the first token more than 0.3 of their attention (2410.10781)."""
     return _from(m.by_head(result, _SINKS, "first_sink", BASELINE), from_layer).mean((1, 2))
 
 
 @m.measure(_SINKS, "log-ratio")
-def first_beyond_uniform(result: Result, from_layer: Layer = 0) -> np.ndarray:
+def first_beyond_uniform(result: Result, from_layer: m.Layer = 0) -> np.ndarray:
     """Log-ratio of what heads from a layer on give the first token, on average, to what blind heads do."""
     ours = _from(m.by_head(result, _SINKS, "first_alpha", BASELINE).mean(-1), from_layer).mean(1)
     return m.log_ratio(ours, _from(m.null(result, _SINKS, "first_alpha", BASELINE), from_layer).mean(1))
@@ -111,7 +108,7 @@ def sink_rank(result: Result) -> np.ndarray:
     """Log-ratio of the effective rank of the outputs of heads with a sink to that of the others."""
     rank, sinks = m.by_head(result, _SINKS, "output_rank", BASELINE), _sinks(result)
     if sinks.all():
-        raise NotApplicable("every head has a sink at the first token, so there are none to compare with")
+        raise m.NotApplicable("every head has a sink at the first token, so there are none to compare with")
     return m.log_ratio(rank[:, sinks].mean(1), rank[:, ~sinks].mean(1))
 
 
@@ -141,7 +138,7 @@ def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _chosen(values: np.ndarray) -> tuple[int, int]:
     """The head with the largest mean over every other prompt."""
     if len(values) < 2:
-        raise NotApplicable("one prompt is too few to choose a head on others than it is measured on")
+        raise m.NotApplicable("one prompt is too few to choose a head on others than it is measured on")
     layer, head = np.unravel_index(values[::2].mean(0).argmax(), values.shape[1:])
     return int(layer), int(head)
 
@@ -150,7 +147,7 @@ def _sinks(result: Result) -> np.ndarray:
     """Which heads have a sink at the first token, in most prompts [layer, head]."""
     found = m.by_head(result, _SINKS, "first_sink", BASELINE).mean(0) > 0.5
     if not found.any():
-        raise NotApplicable("no head gives the first token more than 0.3 of its attention")
+        raise m.NotApplicable("no head gives the first token more than 0.3 of its attention")
     return np.asarray(found)
 
 
@@ -172,5 +169,5 @@ def _tokens(result: Result, dataset: str, quantity: str) -> np.ndarray:
 
 def _from(values: np.ndarray, layer: int) -> np.ndarray:
     if layer >= values.shape[1]:
-        raise NotApplicable(f"the model has {values.shape[1]} layers, and this is about those from {layer} on")
+        raise m.NotApplicable(f"the model has {values.shape[1]} layers, and this is about those from {layer} on")
     return values[:, layer:]

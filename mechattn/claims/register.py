@@ -14,21 +14,18 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from mechattn.claims import judged, measures_activations, measures_answers, measures_attention, measures_heads, rules
+from mechattn.claims import measures_attention, measures_effects, measures_heads, rules
 from mechattn.claims.measures import MEASURES, Kind, Measure, measure_named
 from mechattn.errors import OptionError
 from mechattn.interventions.arm import ARM
 from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
+from mechattn.render.declared import FIGURES
 from mechattn.sections import AnalysisSection, Condition, Section, all_words, near, toml_values
 
 SHIPPED = Path(__file__).parent / "registers"
 PAPER = "2510.01032"
 LONGEST_QUOTE = 25  # words
-FIGURES = (
-    "received_attention", "change_map", "scale_by_layer", "activation_metrics", "agreement", "heads_by_layer",
-    "update_histogram",
-)  # fmt: skip
-_MEASURING = (measures_activations, measures_answers, measures_attention, measures_heads)  # which fill the table
+_MEASURING = (measures_attention, measures_effects, measures_heads)  # which fill the table
 
 
 def _named(name: str) -> str:
@@ -220,7 +217,7 @@ class Register(Section):
     def code(self) -> str:
         """The SHA-256 of the source that decides: rules, how they are applied, and every module with a measure."""
         modules = {sys.modules[one.__module__] for one in (Measure, *(measure.of for measure in MEASURES.values()))}
-        texts = sorted(inspect.getsource(module) for module in (*modules, rules, judged))
+        texts = sorted(inspect.getsource(module) for module in (*modules, rules))
         return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
@@ -271,7 +268,10 @@ def _check(register: Register) -> None:
         where = f"claims.{claim.key}"
         _check_known(f"{where}.source", [claim.source] if claim.source else [], register.about.sources)
         _check_known(f"{where}.needs", [claim.needs], register.runs)
-        _check_known(f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], FIGURES)
+        drawn = [
+            name for name, figure in FIGURES.items() if figure.report
+        ]  # which choose for themselves what they show
+        _check_known(f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], drawn)
         for one in (*claim.parts, *filter(None, [claim.control])):
             for measuring in filter(None, (one, one.other)):
                 _check_measure(where, measuring, register.runs[claim.needs])

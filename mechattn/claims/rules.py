@@ -1,18 +1,23 @@
-"""The rules that turn numbers into verdicts, fixed before anything is measured; pure functions of numbers."""
+"""The rules that turn numbers into verdicts, fixed before anything is measured, and each claim's verdict by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isfinite, nan
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy import special, stats
 
-from mechattn.errors import OptionError
+from mechattn.claims.measures import NotApplicable, with_unit
+from mechattn.results.result import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
+
+if TYPE_CHECKING:
+    from mechattn.claims.register import Claim, Measuring, Part
 
 Word = Literal[
     "supported", "contradicted", "no more than untrained", "cannot be told", "not testable here", "not applicable",
@@ -26,10 +31,6 @@ LEVEL, POWER = 0.95, 0.8
 ONE_SIDED = (1 - LEVEL) / 2
 FEWEST_DRAWS = 3  # random models: the spread of fewer says nothing
 _ROUNDING = 1e-6  # of float32
-
-
-class NotApplicable(OptionError):
-    """A model has not got what a claim is about."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,7 @@ def decide(
     attainable: tuple[float, float] = (-inf, inf),
     shown: Shown = str,
 ) -> Outcome:
-    """The verdict of one number, the same for both directions.
-
-    Supported: the whole interval is on the predicted side of the line, and the number is further there than random
-    weights put it, by the margin and by more than one further draw would be. Contradicted: the same on the other side.
-    On a side of the line but no further than random weights: no more than untrained. Else it cannot be told. What lies
-    outside of the attainable values is not tested. An effect is one even where it is smaller than the published ones.
-    """
+    """The verdict of one number, the same for both directions (docs/concepts/the-paper.md says when which)."""
     if not all(map(isfinite, (found.value, found.low, found.high))):
         few = f"{found.n} values, and an interval takes {FEWEST} at least"
         return Outcome("cannot be told", few if found.n < FEWEST else "some values are no numbers")
@@ -246,3 +241,96 @@ def beside_chance(values: np.ndarray, draws: Seq[np.ndarray]) -> Chance | None:
     if len(there) < FEWEST_DRAWS:
         return None
     return Chance(estimated(values - np.mean(there, axis=0)), tuple(float(draw.mean()) for draw in there))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of one model."""
+
+    runs: Mapping[str, Any]  # the result or evaluation of each run that was made
+    draws: Mapping[str, Seq[np.ndarray]] = field(default_factory=dict)  # of a part, "KEY/0": each random model's [unit]
+    drawn: frozenset[str] = frozenset()  # the runs that random models were asked for
+    missing: Mapping[str, Outcome] = field(default_factory=dict)  # of runs that were not made: their verdict
+    model: str = ""  # its name and that of the prompts, for which a claim may have published numbers
+    prompts: str = ""
+
+
+@dataclass(frozen=True)
+class JudgedPart:
+    """What was found of one part of a claim, and what its rule says."""
+
+    part: Part
+    rule: Rule  # for this model and these prompts
+    estimate: Estimate
+    chance: Chance | None  # None where no random weights were run
+    attainable: tuple[float, float]
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict of a claim of one model."""
+
+    claim: Claim
+    outcome: Outcome
+    parts: tuple[JudgedPart, ...] = ()  # empty where nothing was found
+    control: Estimate | None = None
+    q: float | None = None  # over all cells of the page; None where nothing was tested
+
+
+def judged(claim: Claim, evidence: Evidence) -> Judged:
+    """Measure and decide one claim."""
+    if claim.needs in evidence.missing:
+        return Judged(claim, evidence.missing[claim.needs])
+    try:
+        parts = tuple(_part(claim, i, evidence) for i in range(len(claim.parts)))
+    except NotApplicable as error:
+        return Judged(claim, Outcome("not applicable", str(error)))
+    try:
+        control = found(claim.control, evidence.runs[claim.needs]) if claim.control else None
+    except NotApplicable:
+        control = None
+    return Judged(claim, together([part.outcome for part in parts]), parts, control)
+
+
+def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
+    part, of = claim.parts[i], evidence.runs[claim.needs]
+    rule, estimate, attainable = part.rule_of(evidence.model, evidence.prompts), found(part, of), part.attainable(of)
+    draws = evidence.draws.get(f"{claim.key}/{i}", ())
+    chance = beside_chance(units(part, of), draws) if draws else None
+    if claim.identity:
+        holds = rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
+        why = f"{part.side} {part.line:g} by arithmetic, in any model"
+        outcome = Outcome("holds" if holds else "does not hold", why)
+    elif claim.compared and chance is None and claim.needs in evidence.drawn:
+        outcome = Outcome("cannot be told", "there are no random weights of this architecture to compare with")
+    else:
+        beside, shown = chance if claim.compared else None, partial(with_unit, kind=part.kind)
+        outcome = decide(rule, estimate, beside, attainable, shown)
+    return JudgedPart(part, rule, estimate, chance, attainable, outcome)
+
+
+def found(measuring: Measuring, of: Any) -> Estimate:
+    """A number with its interval."""
+    made = measuring(of)
+    return made if isinstance(made, Estimate) else estimated(units_of(of, len(made)).means(made))
+
+
+def units(measuring: Measuring, of: Any) -> np.ndarray:
+    """A value for each unit: a prompt, or a group of them."""
+    made = measuring(of)
+    return units_of(of, len(made)).means(made)
+
+
+def corrected(models: Seq[Seq[Judged]]) -> list[tuple[Judged, ...]]:
+    """The verdicts of all models as one family: what does not hold over all cells of the page cannot be told."""
+    cells = [one for some in models for one in some]
+    q = iter(family([one.outcome.p for one in cells]))
+    return [tuple(_in_family(one, next(q), len(cells)) for one in some) for some in models]
+
+
+def _in_family(one: Judged, q: float | None, cells: int) -> Judged:
+    if q is None or q <= 1 - LEVEL or one.outcome.word not in ("supported", "contradicted"):
+        return replace(one, q=q)
+    why = f"by itself {one.outcome.word}, but not over the {cells} cells of this page (q = {q:.2g})"
+    return replace(one, q=q, outcome=replace(one.outcome, word="cannot be told", why=why))

@@ -1,24 +1,30 @@
-"""The verdicts of some models as a table, JSON and Markdown."""
+"""The verdicts of some models in words: a table, JSON and Markdown, and each claim with its rule."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from mechattn.claims import words
-from mechattn.claims.judged import Judged, JudgedPart
-from mechattn.claims.register import Claim, Register
-from mechattn.claims.rules import WORDS
+from mechattn.claims.measures import MEASURES, UNIT, Kind, figure, with_unit
+from mechattn.claims.register import Claim, Part, Register
+from mechattn.claims.rules import OTHER, WORDS, Estimate, Judged, JudgedPart
 from mechattn.markup import table
 
 if TYPE_CHECKING:
     import pandas as pd
+
+TABLES = {  # which claims stand together: by origin, and what holds by arithmetic apart
+    "stated": "What the sources state",
+    "figure": "What is read off their figures, by automatic captions",
+    "inferred": "What we would ask besides: not claims of the sources",
+    "identity": "Checks of the library: these hold by arithmetic",
+}
 
 
 @dataclass(frozen=True)
@@ -49,24 +55,28 @@ class Verdicts:
     @cached_property
     def content(self) -> dict[str, Any]:
         """Register, runs, verdicts and all figures, always with the same keys."""
-        about, register = self.register.about, self.register
+        register, about = self.register, self.register.about
         named = {"name": about.name, "title": about.title, "sources": about.sources}
+        named |= {"digest": register.digest, "code": register.code}
         models = [
             {"name": m.name, "caption": m.caption, "exploratory": m.known, "deviations": m.deviations, **m.about}
             for m in self.models
         ]
+        hidden = {"needs", "compared", "identity", "figure", "control", "parts"}
         claims = [
-            {**_claim(claim, register), "verdicts": {m.name: _verdict(m.judged[i]) for m in self.models}}
+            claim.model_dump(exclude=hidden)
+            | {"source": about.sources.get(claim.source, ""), "table": table_of(claim)}
+            | {"rules": [*map(line_words, claim.parts)]}
+            | {"verdicts": {m.name: _verdict(m.judged[i]) for m in self.models}}
             for i, claim in enumerate(register.claims)
         ]
-        digests = {"digest": register.digest, "code": register.code}
-        return {"register": named | digests, **self.about, "models": models, "claims": claims}
+        return {"register": named, **self.about, "models": models, "claims": claims}
 
     def table(self) -> pd.DataFrame:
         """One row per claim and model: verdict, reason, figures, q, control, and the published figure."""
         import pandas as pd
 
-        each = [(name, claim) for name in (of.name for of in self.models) for claim in self.content["claims"]]
+        each = [(of.name, claim) for of in self.models for claim in self.content["claims"]]
         of_model, of_claim = ["verdict", "figures", "q", "control_words", "why"], ["published", "table"]
         rows = [{"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim} for name, claim in each]
         return pd.DataFrame(rows)[["claim", "model", *of_model, *of_claim]]
@@ -83,12 +93,11 @@ class Verdicts:
         return self.to_markdown()
 
     def _repr_html_(self) -> str:
-        names = [of.name for of in self.models]
         rows = [
             (claim["title"], *(f"{one['verdict']}: {one['figures']}" for one in claim["verdicts"].values()))
             for claim in self.content["claims"]
         ]
-        return table(rows, self.summary, ("claim", *names))
+        return table(rows, self.summary, ("claim", *(of.name for of in self.models)))
 
 
 def counted(verdicts: Iterable[Judged]) -> str:
@@ -97,10 +106,9 @@ def counted(verdicts: Iterable[Judged]) -> str:
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
-def family_words(cells: Seq[Judged]) -> str:
-    """What was corrected for: the tests behind the verdicts, over all cells of a page."""
-    tested = sum(one.q is not None for one in cells)
-    return f"{tested} tests behind {len(cells)} cells are one family (Benjamini–Hochberg, q ≤ 0.05)."
+def table_of(claim: Claim) -> str:
+    """In which table a claim stands."""
+    return "identity" if claim.identity else claim.origin
 
 
 def markdown(stored: Mapping[str, Any]) -> str:
@@ -108,13 +116,11 @@ def markdown(stored: Mapping[str, Any]) -> str:
     names = [model["name"] for model in stored["models"]]
     heads = [model["name"] + " (exploratory)" * model["exploratory"] for model in stored["models"]]
     lines = []
-    for which, title in words.TABLES.items():
-        claims = [claim for claim in stored["claims"] if claim["table"] == which]
-        if claims:
+    for which, title in TABLES.items():
+        if claims := [claim for claim in stored["claims"] if claim["table"] == which]:
             lines += [f"**{title}**", "", f"| claim | {' | '.join(heads)} |", "|---" * (1 + len(names)) + "|"]
             lines += [_markdown_row(claim, names) for claim in claims] + [""]
-    register = stored["register"]
-    name, digest = register["name"], register["digest"][:16]
+    name, digest = stored["register"]["name"], stored["register"]["digest"][:16]
     return "\n".join([*lines, f"95 % intervals. {stored['family']} Register {name}, `{digest}`."])
 
 
@@ -125,23 +131,22 @@ def _markdown_row(claim: Mapping[str, Any], names: Seq[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _claim(claim: Claim, register: Register) -> dict[str, Any]:
-    made = claim.model_dump(exclude={"needs", "compared", "identity", "figure", "control", "parts"})
-    of = {"source": register.about.sources.get(claim.source, ""), "table": words.table_of(claim)}
-    return made | of | {"rules": [*map(words.line_words, claim.parts)]}
-
-
 def _verdict(one: Judged) -> dict[str, Any]:
+    control, control_words = one.claim.control, ""
+    if one.control is not None and control is not None:
+        name = ", ".join([control.measure.replace("_", " "), *control.conditions])
+        control_words = f"{name}: {with_interval(one.control, control.kind)}"
+    figures = "; ".join(with_interval(part.estimate, part.part.kind) for part in one.parts)
     return {
         "verdict": one.outcome.word,
         "why": one.outcome.why,
         "p": one.outcome.p,
         "q": one.q,
-        "figures": words.cell(one),
-        "short": words.short(one),
+        "figures": figures or one.outcome.why,
+        "short": _short(one),
         "parts": [_part(part) for part in one.parts],
         "control": None if one.control is None else asdict(one.control),
-        "control_words": words.control_words(one),
+        "control_words": control_words,
     }
 
 
@@ -156,14 +161,120 @@ def _part(part: JudgedPart) -> dict[str, Any]:
         "told": part.outcome.told,
         "verdict": part.outcome.word,
         "why": part.outcome.why,
-        "words": words.part_words(part),
+        "words": part_words(part),
     }
 
 
 def _finite(value: Any) -> Any:
     """With null where a number is none."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(one) for key, one in value.items()}
     return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _levels(estimate: Estimate) -> str:
+    return " → ".join(f"{100 * level:.1f}" for level in estimate.levels or ())
+
+
+def with_interval(estimate: Estimate, kind: Kind) -> str:
+    """Such as "−30.3 % [−31.0, −29.6]"; of accuracies with their levels and the exact test."""
+    digits = 4 if kind == "share" and 0 <= estimate.high < 0.001 else None  # an error of 0 is told from one of 0.04 %
+    value, low, high = (figure(end, kind, digits) for end in (estimate.value, estimate.low, estimate.high))
+    words = f"{value}{UNIT[kind]} [{low}, {high}]"
+    if estimate.levels is not None:
+        words = f"{_levels(estimate)} % ({words})"
+    return words if estimate.exact is None else f"{words}, exact p = {estimate.exact:.2g}"
+
+
+def _short(one: Judged) -> str:
+    """The values alone, for a column of a table."""
+    if any(part.estimate.levels for part in one.parts):
+        return ", ".join(_levels(part.estimate) for part in one.parts) + " %"
+    each = [figure(part.estimate.value, part.part.kind) for part in one.parts]
+    return ", ".join(each) + UNIT[one.parts[0].part.kind].replace("points", "pt") if each else ""
+
+
+def line_words(part: Part) -> str:
+    """The rule in words: where the interval has to lie, and what contradicts it."""
+    rule, kind = part.rule_of(), part.kind
+    against = "it" if rule.opposite == rule.line else with_unit(rule.opposite, kind)
+    gains = "; ".join(
+        f"{model} {with_unit(gain, kind)} ({of})" for of, some in part.gains.items() for model, gain in some.items()
+    )
+    own = f", or the gain that is published for the model and set ({gains})" if gains else ""
+    line = f"supported {rule.side} {with_unit(rule.line, kind)}, contradicted {OTHER[rule.side]} {against}"
+    return f"{part.name}: {line}{own}"
+
+
+def part_words(found: JudgedPart) -> dict[str, str]:
+    """What was found, what the model can show, random weights, and what this many units and draws can tell."""
+    part, kind, chance = found.part, found.part.kind, found.chance
+    ends = zip(("least", "most"), found.attainable, strict=True)
+    random, told = "", f"n = {found.estimate.n}"
+    if chance is not None:
+        few, many = (figure(end(chance.draws), kind) for end in (min, max))
+        random = f"{with_unit(chance.mean, kind)}, {few} to {many} in {len(chance.draws)} draws"
+        told += f", {len(chance.draws)} draws"
+    if found.outcome.told is not None and all(map(isfinite, found.outcome.told)):
+        yes, no = (with_unit(end, kind) for end in found.outcome.told)
+        told = f"supported {part.side} {yes}, contradicted {OTHER[part.side]} {no} ({told})"
+    return {
+        "found": f"{part.name}: {with_interval(found.estimate, kind)}",
+        "attainable": ", ".join(f"at {w} {with_unit(end, kind)}" for w, end in ends if isfinite(end)) or "any value",
+        "random": random,
+        "told": told,
+    }
+
+
+def said(claim: Claim, register: Register) -> str:
+    """The quote and its place, and our words."""
+    place = ", ".join(filter(None, [register.about.sources.get(claim.source, ""), claim.where]))
+    quote = f"“{claim.quote}” ({place})" if claim.quote else place
+    unread = "" if claim.audited else " The source itself was not at hand."
+    return " ".join(filter(None, [quote, claim.says])) + unread
+
+
+def rows(claim: Claim, register: Register) -> dict[str, str]:
+    """What stands behind a claim, by heading."""
+    beyond = ""
+    if register.runs[claim.needs].draws and claim.compared and not claim.identity:
+        kinds = {"number": (1, ".2f", ""), "log-ratio": (100, ".1f", " %")}
+        each = [(part.margin, *kinds.get(part.kind, (100, ".1f", " points"))) for part in claim.parts]
+        margins = dict.fromkeys(f"{margin * scale:{digits}}{unit}" for margin, scale, digits, unit in each)
+        beyond = " and ".join(f"by {m} at least, and by more than one further draw would be" for m in margins)
+    measured = []
+    for part, less in ((part, part.other) for part in claim.parts):
+        measured.append(part.of.says + (f" Less: {less.of.says}" if less and less.of is not part.of else ""))
+    found = {
+        "of": claim.of,
+        "published": claim.published,
+        "measured": " ".join(dict.fromkeys(measured)),
+        "rule": "; ".join(map(line_words, claim.parts)),
+        "beyond random weights": beyond,
+        "null": claim.null,
+        "exploratory": claim.exploratory,
+        "differs from the source": claim.deviation,
+    }
+    return {name: words for name, words in found.items() if words}
+
+
+def register_markdown(register: Register) -> str:
+    """Digest, and of each claim what was said and where, what is measured, and the rule."""
+    sources = "; ".join(register.about.sources.values())
+    parts = [f"{len(register.claims)} claims of {sources}; SHA-256 `{register.digest}`."]
+    for which, title in TABLES.items():
+        claims = [claim for claim in register.claims if table_of(claim) == which]
+        parts += [f"### {title}"] * bool(claims)
+        for claim in claims:
+            about = {name: one.replace("|", "\\|") for name, one in rows(claim, register).items()}
+            parts += [f"#### {claim.title}", f"`{claim.key}` · {said(claim, register)}"]
+            parts.append("\n".join(["|  |  |", "|---|---|", *(f"| {name} | {one} |" for name, one in about.items())]))
+    return "\n\n".join(parts)
+
+
+def measures_markdown() -> str:
+    """Every measure that a register may name, and what it needs."""
+    each = [f"| `{name}` | {one.says} | {', '.join(one.needs)} |" for name, one in sorted(MEASURES.items())]
+    return "\n".join(["| measure | what it is | of |", "|---|---|---|", *each])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field as PydanticField
 from pydantic import ValidationError
@@ -20,14 +20,13 @@ class Prompts(Section):
     source: str
     limit: _Int | None = None
     field: str = "question"
-    answer_field: str = "answer"
-    group_field: str | None = None
     system: str | None = None
     template: Literal["plain", "chat"] = "plain"
     with_answer: bool = False
     split: str = "test"
-    subset: str | None = None
     seed: _Int = 0
+    answer: str = "answer"
+    group: str | None = None
 
 
 class Figure(OpenSection):
@@ -46,6 +45,16 @@ class Output(Section):
     choose: int = PydanticField(3, ge=1)
 
 
+class ServerSection(Section):
+    """The arguments of ``Server``."""
+
+    address: str
+    model: str | None = None
+    key: str | None = None
+    timeout: float = 600.0
+    verify: bool = True
+
+
 class EvaluationSection(Section):
     """The arguments of ``evaluate``, and the file for the answers, with "{model}" in its name for several models."""
 
@@ -55,10 +64,7 @@ class EvaluationSection(Section):
     temperature: float | None = None
     grader: Literal["auto", "number", "math"] = "auto"
     batch: _Int = 32
-    server: str | None = None
-    served_model: str | None = None
-    server_key: str | None = None
-    server_timeout: float = 600.0
+    server: ServerSection | None = None
 
 
 class Config(Section):
@@ -94,12 +100,17 @@ class Config(Section):
 
 def read_sections(path: str | Path) -> Config:
     """Read and check a TOML file as far as possible without a model or the analyses."""
+    return checked(toml_values(path), f"{path}: ")
+
+
+def checked(values: dict[str, Any], where: str = "") -> Config:
+    """The config with these values."""
     try:
-        config = Config.model_validate(toml_values(path))
+        config = Config.model_validate(values)
     except RecursionError:
-        raise OptionError(f"{path} is nested too deeply") from None
+        raise OptionError(f"{where.removesuffix(': ')} is nested too deeply") from None
     except ValidationError as error:
-        raise OptionError(f"{path}: {all_words(error, Config)}") from None
+        raise OptionError(f"{where}{all_words(error, Config)}") from None
     if not config.models:
-        raise OptionError(f"{path}: model = [] is empty; give at least one model")
+        raise OptionError(f"{where}model = [] is empty; give at least one model")
     return config

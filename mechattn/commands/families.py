@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 from mechattn.engine.run import make_plan, run
 from mechattn.errors import MechattnError
 from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import load_model, verify_model
-from mechattn.model.toys import load_tokenizer
 from mechattn.model.verify.verification import Report
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.prompt import Prompt
@@ -87,7 +87,7 @@ def _planned(model: HookedModel, analyses: Any) -> None:
 
 
 def _measured(model: HookedModel, analyses: Any) -> None:
-    run(model, _PROMPTS, _CONDITIONS, analyses, progress=False)
+    run(model, _PROMPTS, _CONDITIONS, analyses)
 
 
 def _verified(report: Report) -> str:

@@ -32,6 +32,20 @@ mechattn measures what attention does inside a language model, with and without 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
 PAPER = "2510.01032"
+
+# Options that several commands have.
+Models = Annotated[
+    list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys.")
+]
+Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
+Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
+Device = Annotated[str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")]
+Seed = Annotated[int, typer.Option(help="The seed of all random draws.")]
+Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")]
+Memory = Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")]
 app = typer.Typer(
     no_args_is_help=False,
     add_completion=True,
@@ -58,12 +72,9 @@ def first_look(
 @app.command()
 def figures(
     out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
-    model: Annotated[
-        list[str],
-        typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
-    ] = [],  # noqa: B006
-    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
-    field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
+    model: Models = [],  # noqa: B006
+    prompts: Source = "word-problems",
+    field: Field = "question",
     answer_field: Annotated[
         str | None, typer.Option(help="The field with an answer to read after the question; none by default.")
     ] = None,
@@ -84,38 +95,42 @@ def figures(
     place: Annotated[
         str, typer.Option(help="before_question, start, middle, after_question, before_answer or random.")
     ] = "before_question",
-    device: Annotated[
-        str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
-    seed: Annotated[int, typer.Option(help="The seed of all random draws.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    force: Force = False,
 ) -> None:
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
+    from mechattn.commands.config_file import checked
     from mechattn.commands.figures import make_figures
-    from mechattn.model.toys import toy_names
-    from mechattn.prompts.conditions import MeaninglessTokens
+    from mechattn.model.checkpoint import toy_names
 
-    inserted = MeaninglessTokens(text, count, place, separator=separator)  # type: ignore[arg-type]
-    models = model or sorted(toy_names(), key=lambda name: name != "toy:llama")
-    toys = all(name.startswith("toy:") for name in models)
-    takes = f"about {8 * len(models) + 5} s" if toys else "large models take tens of minutes on a CPU"
-    options: dict[str, Any] = {"inserted": inserted, "dtype": dtype, "device": device, "field": field, "seed": seed}
-    options |= {"command": _command(), "force": force, "takes": takes, "system": system, "answer_field": answer_field}
-    page = make_figures(out, models, prompts, limit, layer, _numbers(heads), **options)
+    output: dict[str, Any] = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
+    answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
+    inserted = {"kind": "MeaninglessTokens", "text": text, "count": count, "place": place, "separator": separator}
+    config = checked(
+        {
+            "model": model or sorted(toy_names(), key=lambda name: name != "toy:llama"),
+            "prompts": {"source": prompts, "limit": limit, "field": field, "system": system, "seed": seed, **answer},
+            "conditions": {"slash": inserted},
+            "output": output | {"layer": layer, "heads": _numbers(heads)},
+            "seed": seed, "device": device, "dtype": dtype,
+        }
+    )  # fmt: skip
+
+    toys = all(name.startswith("toy:") for name in config.models)
+    takes = f"about {8 * len(config.models) + 5} s" if toys else "large models take tens of minutes on a CPU"
+    page = make_figures(config, _command(), force, takes)
     _say(f"Open {page} in a browser; it works offline.")
 
 
 @app.command()
 def claims(
     register: Annotated[str, typer.Argument(help="A TOML file with claims, or a register that mechattn ships.")],
-    model: Annotated[
-        list[str],
-        typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."),
-    ] = [],  # noqa: B006
+    model: Models = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")] = None,
-    prompts: Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')] = "word-problems",
-    field: Annotated[str, typer.Option(help="The field of a file or dataset with the question.")] = "question",
+    prompts: Source = "word-problems",
+    field: Field = "question",
     answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
     group_field: Annotated[str | None, typer.Option(help="The field with what problems share.")] = None,
     system: Annotated[str | None, typer.Option(help="The text before each question.")] = None,
@@ -125,27 +140,23 @@ def claims(
     samples: Annotated[int, typer.Option(help="Sampled answers to each of two fifths of them.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")] = 90,
     without: Annotated[str, typer.Option(help="Runs of the register to leave out, such as place,samples.")] = "",
-    device: Annotated[
-        str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
-    seed: Annotated[int, typer.Option(help="The seed of all random draws.")] = 0,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
     shard: Annotated[
         str | None, typer.Option(help='"3/16" measures the third of 16 parts; afterwards run without it.')
     ] = None,
     executor: Annotated[str, typer.Option(help='"local", or "ray" for a cluster.')] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
-    ] = None,
+    address: Address = None,
+    workers: Workers = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")] = False,
+    force: Force = False,
 ) -> None:
     """Test the claims of a register on your model, by rules that stand in it."""
     from mechattn.claims.judge import judge
     from mechattn.claims.register import read_register
     from mechattn.claims.settings import ClaimSettings
-    from mechattn.jobs.executor import executor_named
+    from mechattn.jobs.executors import executor_named
 
     read = read_register(register)
     out = out or Path("out") / ("paper" if read.about.name == register == PAPER else read.about.name)
@@ -182,10 +193,8 @@ def run_config(
         str | None, typer.Option(help='"3/16" computes the third of 16 parts; see mechattn merge.')
     ] = None,
     executor: Annotated[str | None, typer.Option(help='"local", or "ray" for a cluster.')] = None,
-    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
-    ] = None,
+    address: Address = None,
+    workers: Workers = None,
     values: Annotated[
         str | None, typer.Option(help='"float16" stores single prompts\' values in half the space.')
     ] = None,
@@ -198,9 +207,8 @@ def run_config(
     read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
 
-    options: dict[str, Any] = {"shard": shard, "executor": executor, "address": address, "workers": workers}
-    options |= {"values": values}
-    for path in run_from_config(config, sys.argv[1:], fresh=fresh, force=force, **options):
+    options: dict[str, Any] = {"executor": executor, "address": address, "workers": workers, "values": values}
+    for path in run_from_config(config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options):
         _say(f"Wrote {path}")
 
 
@@ -211,7 +219,7 @@ def merge(
     copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
 ) -> None:
     """Merge the results of shards into one."""
-    from mechattn.store.shard_merging import merge_stored
+    from mechattn.store.saving import merge_stored
 
     merge_stored(out, results, copy)
     _say(f"Wrote {out}")
@@ -234,8 +242,7 @@ def evaluate_config(
     read_sections(config)
     from mechattn.commands.run_config import evaluate_from_config
 
-    at = {"server": server, "served_model": served_model, "server_key": server_key}
-    evaluations, written = evaluate_from_config(config, **at)
+    evaluations, written = evaluate_from_config(config, server, served_model, server_key)
     for model, made in evaluations.items():
         _say(f"{model}\n{_accuracies(made)}\n")
     for path in written:
@@ -246,7 +253,7 @@ def evaluate_config(
 def verify(
     model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
     families: Annotated[bool, typer.Option(help="List which analyses run on which architecture.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")] = "auto",
+    dtype: Dtype = "auto",
     length: Annotated[int, typer.Option(help="Tokens of the probe; to test a window, more than its width.")] = 24,
 ) -> None:
     """Verify a hooked model against the model's own attention."""
@@ -255,10 +262,9 @@ def verify(
     if families == bool(model):
         raise OptionError("give a model, or --families: mechattn verify toy:llama")
     if families:
-        from mechattn.commands.families import as_markdown
-        from mechattn.commands.families import families as all_families
+        from mechattn.commands import families as of_families
 
-        _say(as_markdown(all_families()))
+        _say(of_families.as_markdown(of_families.families()))
         return
     from mechattn.model.load import dtype_named, verify_model
 
@@ -303,7 +309,7 @@ def report(
     layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
     heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
     choose: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
-    memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
+    memory: Memory = "2GiB",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
@@ -320,10 +326,10 @@ def export(
     result: Annotated[str, typer.Argument(help="A stored result.")],
     csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
     netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
-    memory: Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")] = "2GiB",
+    memory: Memory = "2GiB",
 ) -> None:
     """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
-    from mechattn.commands.export import export_csv, export_netcdf
+    from mechattn.commands.report import export_csv, export_netcdf
 
     if netcdf is not None:
         _say(f"Wrote {export_netcdf(result, netcdf)}")

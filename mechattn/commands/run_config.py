@@ -1,35 +1,43 @@
-"""The commands ``mechattn run`` and ``mechattn evaluate``: check a config file, then run it."""
+"""The commands ``mechattn run`` and ``mechattn evaluate``: check a config file before the run, then run it."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mechattn.analysis.analysis import Analysis
 from mechattn.axes import BASELINE
-from mechattn.commands import config as configs
-from mechattn.commands.config_file import Config, Figure
+from mechattn.commands.config_file import Config, Figure, read_sections
+from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.jobs.chunks import WHOLE, computed, parse_shard, shard_place
-from mechattn.jobs.executor import ExecutorName, executor_named
+from mechattn.evaluation.server import Server
+from mechattn.jobs.chunks import WHOLE, Shard, computed, parse_shard, shard_place
+from mechattn.jobs.executors import ExecutorName, executor_named
 from mechattn.jobs.job import Job
-from mechattn.jobs.kinds import made_analyses, made_conditions
+from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
+from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import dtype_named, layers_and_heads, load_model, tokenizer_named
+from mechattn.model.load import dtype_named, load_model
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.html import check_page_place
-from mechattn.render.received_figures import check_heads
+from mechattn.render.declared import FIGURES as DECLARED
+from mechattn.render.declared import check_heads
+from mechattn.render.view import check_page_place
 from mechattn.results.provenance import command_of
+from mechattn.sections import near, no_such_key
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import check_writable
-from mechattn.store.file_names import file_names
+from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place
+
+FIGURES: dict[str, Callable] = {name: one.draw for name, one in DECLARED.items() if one.draws_results}
 
 
 def run_from_config(
@@ -45,23 +53,13 @@ def run_from_config(
     force: bool = False,
 ) -> list[Path | str]:
     """Run a config file, or one part of its chunks; return what was written."""
-    config = configs.read_config(path)
+    config = read_config(path)
     config = config.model_copy(update={} if values is None else {"values": values})
     command = command_of(words, config.paths) if words else ""
-    output, part = config.output, parse_shard(shard)
+    part = parse_shard(shard)
     where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
-    files = file_names(config.models)
-    places = {name: output.result.replace("{model}", file) for name, file in files.items()}
-    for place in places.values():
-        check_result_place(shard_place(place, part), used=not fresh)
-    if output.page is not None:
-        check_page_place(output.page, force)
     shown = _shown(config)
-    prompts = load_prompts(**config.prompts.model_dump())
-    for section in shown:
-        check_enough(len(prompts), by_half=_chooses(section))
-    for name in config.models:
-        check_in_model(name, config.layers, shown)
+    places, prompts = prepared(config, force, part=part, used=not fresh)
     written: list[Path | str] = []
     with ExitStack() as stack:  # finished chunks are kept until the page is drawn
         results = []
@@ -70,10 +68,28 @@ def run_from_config(
             made = stack.enter_context(computed(job, place, part, where, fresh))
             results.append(made.result)
             written += [as_written(made.path)] if made.now else []
-        if output.page and part == WHOLE:
-            figures = [(configs.FIGURES[section.kind], section.options) for section in shown]
-            written.append(results_page(results, output.page, figures, command, force=force))
+        if config.output.page and part == WHOLE:
+            figures = [(FIGURES[section.kind], section.options) for section in shown]
+            written.append(results_page(results, config.output.page, figures, command, force=force))
     return written
+
+
+def prepared(
+    config: Config, force: bool, *, part: Shard = WHOLE, used: bool = False, by_half: bool = False
+) -> tuple[dict[str, str], list[Prompt]]:
+    """Each model's place for its result, and the prompts; all is checked that can be before a model is loaded."""
+    shown = _shown(config)
+    places = {name: config.output.result.replace("{model}", file) for name, file in file_names(config.models).items()}
+    for place in places.values():
+        check_result_place(shard_place(place, part), used=used)
+    if config.output.page is not None:
+        check_page_place(config.output.page, force)
+    prompts = load_prompts(**config.prompts.model_dump())
+    if shown:
+        check_enough(len(prompts), by_half or any(map(_chooses, shown)))
+    for name in config.models:
+        check_in_model(name, config.layers, shown)
+    return places, prompts
 
 
 def as_written(place: str | Path) -> Path | str:
@@ -89,11 +105,9 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
         prompts=prompts,
         conditions=made_conditions(config.conditions, partial(tokenizer_named, model)),
         analyses=made_analyses(config.analyses),
-        layers=config.layers,
-        seed=config.seed,
-        positions="prompts" if by_half else "moments",
-        memory=config.memory,
-        engine=config.engine,
+        options=RunOptions(
+            config.layers, config.seed, "prompts" if by_half else "moments", config.memory, config.engine
+        ),
         dtype=config.dtype,
         device=config.device,
         verify=config.verify,
@@ -106,13 +120,20 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     )
 
 
-def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evaluation], list[Path]]:
+def evaluate_from_config(
+    path: Path, server: str | None = None, served_model: str | None = None, server_key: str | None = None
+) -> tuple[dict[str, Evaluation], list[Path]]:
     """Run the [evaluation] section of a config file; return each model's evaluation, and what was written."""
-    config = configs.read_config(path)
+    config = read_config(path)
     if config.evaluation is None:
         raise OptionError(f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"')
-    options = config.evaluation.model_dump() | {name: value for name, value in at.items() if value is not None}
-    if options["server"] is not None and len(config.models) > 1:
+    options = config.evaluation.model_dump()
+    given = {"address": server, "model": served_model, "key": server_key}
+    at = (options["server"] or {}) | {name: value for name, value in given.items() if value is not None}
+    if at and "address" not in at:
+        raise OptionError("--served-model and --server-key need a server: give --server http://host:8000/v1 too")
+    options["server"] = Server(**at) if at else None
+    if at and len(config.models) > 1:
         raise OptionError(
             f"{path} names {len(config.models)} models, but a server has only one model: evaluate each separately"
         )
@@ -123,11 +144,11 @@ def evaluate_from_config(path: Path, **at: str | None) -> tuple[dict[str, Evalua
     prompts = load_prompts(**config.prompts.model_dump())
     found = {}
     for name, place in places.items():
-        if options["server"] is None:
+        model: Any = name
+        if not at:
             model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
             conditions = made_conditions(config.conditions, partial(getattr, model, "tokenizer"))
         else:
-            model, options["verify_server"] = name, config.verify
             conditions = made_conditions(config.conditions, partial(tokenizer_named, name))
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
@@ -152,7 +173,7 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
     size = layers_and_heads(name)
     if size is None:
         return
-    for layer in layers or []:
+    for layer in [*(layers or []), *(layer for section in shown for layer in _shown_layers(section))]:
         if not 0 <= layer < size[0]:
             raise OptionError(f"layer {layer} is out of range: {name} has layers 0 to {size[0] - 1}")
     for section in shown:
@@ -167,14 +188,17 @@ def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) 
 
 def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
     """Check that the layers and heads of a figure exist and are measured."""
-    options = configs.shown_options(section)
-    shown = [options[name] for name in ("layer",) if options.get(name) is not None]
-    for layer in [*shown, *(options.get("layers") or [])]:
+    for layer in _shown_layers(section):
         if layer not in layers:
             raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
-    named = [*([options["head"]] if "head" in options else [])]
-    given = options.get("heads") or []
+    options = shown_options(section)
+    named, given = [options["head"]] if "head" in options else [], options.get("heads") or []
     check_heads([*named, *([] if isinstance(given, int) else given)] or [0], heads)
+
+
+def _shown_layers(section: Figure) -> list[int]:
+    options = shown_options(section)
+    return [layer for layer in (options.get("layer"), *(options.get("layers") or [])) if layer is not None]
 
 
 def _chooses(section: Figure) -> bool:
@@ -188,3 +212,93 @@ def check_enough(prompts: int, by_half: bool) -> None:
     if prompts < needed:
         why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
         raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are only {prompts}")
+
+
+def read_config(path: str | Path) -> Config:
+    """Read a TOML file."""
+    config = read_sections(path)
+    try:
+        made_conditions(config.conditions)
+        made_analyses(config.analyses)
+        _check_figures(config)
+        file_names(config.models)
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply") from None
+    except OptionError as error:
+        raise OptionError(f"{path}: {error}") from None
+    if len(config.models) > 1 and "{model}" not in config.output.result:
+        raise OptionError(
+            f'{path}: {len(config.models)} models need "{{model}}" in output.result, to give each its own result'
+        )
+    if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
+        raise OptionError(
+            f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, to give each its own file'
+        )
+    return config
+
+
+def shown_options(figure: Figure) -> dict[str, Any]:
+    """The options of a figure, including defaults."""
+    takes = DECLARED[figure.kind].takes
+    return {name: default for name, default in takes.items() if default is not inspect.Parameter.empty} | figure.options
+
+
+def _check_figures(config: Config) -> None:
+    """Check that each figure is known, gets valid options, and shows conditions and analyses of the run."""
+    conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
+    for i, figure in enumerate(config.figures or []):
+        where = f"figures[{i}]"
+        _check_names(figure, where)
+        shown = shown_options(figure)
+        for name in ("layers", "conditions"):
+            if not isinstance(shown.get(name, []) or [], (list, tuple)):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give a list")
+        for name in ("layer", "head"):
+            if not isinstance(shown.get(name, 0) or 0, int):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
+        for name in ("condition", "reading"):
+            if not isinstance(shown.get(name), str | None):
+                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
+        if not all(isinstance(name, str) for name in shown.get("conditions") or []):
+            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")
+        for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
+            if name not in conditions and name != BASELINE:
+                raise OptionError(
+                    f"{where}: there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                )
+        needed = _analyses_for(figure, shown, where)
+        if not set(needed) & analyses:
+            raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")
+
+
+def _check_names(figure: Figure, where: str) -> None:
+    """Check the kind of a figure and the names of its options."""
+    if figure.kind not in FIGURES:
+        raise OptionError(
+            f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
+        )
+    takes = DECLARED[figure.kind].takes
+    for name in figure.options:
+        if name not in takes:
+            raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes))}")
+    needed = [name for name, default in takes.items() if default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in figure.options]:
+        raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
+
+
+def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
+    """The analyses of which a figure needs one."""
+    one = DECLARED[figure.kind]
+    if isinstance(one.needs, Mapping) and shown["reading"] not in one.needs:
+        raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}")
+    if one.needs:
+        return [kind for kind, make in ANALYSES.items() if make().name == one.analysis(shown)]
+    of = [kind for kind, cls in ANALYSES.items() if str(shown["quantity"]) in _quantities(cls())]
+    if not of:
+        raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
+    return of
+
+
+def _quantities(analysis: Analysis) -> set[str]:
+    """The quantity names that ``result.compare`` accepts."""
+    return {name.removesuffix("_by_segment") for name in analysis.quantities}

@@ -6,14 +6,14 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
 
 from mechattn.errors import OptionError
+from mechattn.stats.random_draws import false_discovery
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_ABOUT = ("models", "condition", "to", "quantity", "segment")
+_ABOUT = ("models", "condition", "to", "quantity")
 
 
 def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
@@ -23,12 +23,13 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     conditions or quantities, each row of each table was a chance to find it.
 
     Args:
-        tables: Tables from ``Result.compare``, at least one.
+        tables: Tables from ``Result.compare``, or from ``Evaluation.comparisons``, at least one.
 
     Returns:
         The rows of all tables. New first columns: table (from 0, in the order given), models, condition, to, quantity
-        and about_segment. ``q`` is over all tables, ``q_of_table`` is the original q. ``attrs`` state the family, each
-        table's own attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
+        and about_segment. ``q`` (and ``q_random``) is over all tables; ``q_of_table`` is the original q, and so are
+        ``p_family_of_table`` and ``q_same_of_table``. ``attrs`` state the family, each table's own attributes
+        ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
 
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
@@ -41,15 +42,21 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     tables = _checked(tables)
     parts = []
     for number, table in enumerate(tables):
-        about = {("about_segment" if name == "segment" else name): table.attrs.get(name, "") for name in _ABOUT}
-        part = table.rename(columns={"q": "q_of_table"}).drop(columns=[name for name in about if name in table])
+        about = {name: table[name] if name in table else table.attrs.get(name, "") for name in _ABOUT}
+        about["about_segment"] = table.attrs.get("segment", "")
+        part = table.drop(columns=[name for name in about if name in table])
+        part = part.rename(columns={name: f"{name}_of_table" for name in ("q", "q_same", "p_family") if name in part})
         for place, (name, value) in enumerate({"table": number, **about}.items()):
             part.insert(place, name, value)
         part.attrs = {}
         parts.append(part)
     made = pd.concat(parts, ignore_index=True)
     p = made.p.to_numpy(dtype=np.float64)
-    made.insert(made.columns.get_loc("p") + 1, "q", stats.false_discovery_control(p) if len(p) else p)
+    made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(p))
+    if "p_random" in made:
+        others = sum(table.attrs.get("tests_random", len(table)) - len(table) for table in tables)
+        both = np.concatenate([np.maximum(p, made.p_random), np.ones(others)])  # heads that were not chosen
+        made["q_random"] = false_discovery(both)[: len(made)]
     sizes = [len(table) for table in tables]
     smallest = [table.attrs["smallest_q"] for table in tables if "smallest_q" in table.attrs and len(table)]
     made.attrs = {

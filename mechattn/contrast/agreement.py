@@ -11,7 +11,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.blocks import in_parts
 from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
-from mechattn.results.result_units import units_of
+from mechattn.results.result import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit, Units
 

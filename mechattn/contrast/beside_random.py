@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.contrast.differences import check_cells, differences
 from mechattn.errors import OptionError
-from mechattn.results.stored_conditions import stored_condition
+from mechattn.results.provenance import stored_condition
 from mechattn.stats.random_draws import FEWEST_DRAWS, AgainstDraws, against_draws, false_discovery
 
 if TYPE_CHECKING:
@@ -74,14 +75,21 @@ class BesideRandom:
         draws = np.concatenate(self._draws, axis=1)
         head = self._dims.index("head") if "head" in self._dims else None
         found: AgainstDraws = against_draws(means, draws, head, table.attrs["level"], rounding)
-        p = found.p[cells]
+        both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
+        both[cells] = np.maximum(table.p, found.p[cells])
         columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
+        columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
+        smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
+        alone = ceil(len(self.random) * (tests / 0.05 - 1) / found.compared) if found.compared else 0
         about = {
             "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
-            "smallest_p_random": 1 / (found.compared + 1),
+            "smallest_p_random": smallest,
+            "tests_random": tests,
+            "resolution_random": f"with {len(self.random)} draws the smallest q_random of one head alone is "
+            f"{min(1.0, smallest * tests):.2g}" + (f"; {alone} draws would do" if smallest * tests >= 0.05 else ""),
         }
-        beside = table.assign(**columns, p_random=p, q_random=false_discovery(p))
+        beside = table.assign(**columns)
         beside.attrs = table.attrs | about
         return beside
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from mechattn.contrast.quantities import NULLS, dataset_of, variable_of
 from mechattn.errors import MemoryOptionError
-from mechattn.results.lazy_arrays import is_lazy
-from mechattn.results.memory import memory_bytes
+from mechattn.results.arrays import is_lazy
+from mechattn.results.result import memory_bytes
 from mechattn.stats.bags import resampled
 from mechattn.stats.paired import RESAMPLES
 
@@ -96,7 +96,7 @@ def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
     rest = f"{(memory_bytes(result.memory) - 2 * size) / 2**10:.3f}KiB"
     made = replace(result, datasets={"sequences": result["sequences"], at: some}, memory=rest)
     try:
-        layer_blocks(made, quantity, "segment", segment, signs=RESAMPLES)
+        layer_blocks(made, quantity, "segment", segment, RESAMPLES, RESAMPLES)
     except MemoryOptionError:
         return result
     return replace(made, datasets={**made.datasets, at: some.astype(np.float64)})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mechattn.axes import BASELINE
-from mechattn.contrast import detectable, overall, split_stability, table
+from mechattn.contrast import across, detectable, overall, split_stability, table
 from mechattn.contrast.differences import Scale
 from mechattn.contrast.quantities import Null
 from mechattn.errors import OptionError
@@ -44,10 +44,13 @@ class Contrast:
         unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the means over their
             prompts; "prompt" uses single prompts.
         matched: Refuse two conditions that insert different numbers of tokens.
+        level: The level of the intervals.
+        resamples: The number of resamples for bootstrap and sign flips.
+        seed: The seed of the resampling.
 
     Raises:
-        OptionError: A null, scale or unit is unknown; the methods raise it where the result has no such condition,
-            quantity or segment, the prompts differ, or there are fewer than 3 (or groups).
+        OptionError: A null, scale, unit or level is unknown; the methods raise it where the result has no such
+            condition, quantity or segment, the prompts differ, or there are fewer than 3 (or groups).
     """
 
     result: Result
@@ -61,9 +64,14 @@ class Contrast:
     scale: Scale | None = None
     unit: Unit = "auto"
     matched: bool = True
+    level: float = 0.95
+    resamples: int = RESAMPLES
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_unit(self.unit)
+        if not isinstance(self.level, (int, float)) or not 0.5 <= self.level < 1:
+            raise OptionError(f"level={self.level!r}: give a probability such as 0.95")
         if self.null == "random-weights":
             raise OptionError(
                 'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random('
@@ -86,26 +94,31 @@ class Contrast:
         self,
         *,
         select: Literal["half"] | None = None,
-        level: float = 0.95,
-        resamples: int = RESAMPLES,
-        seed: int = 0,
         random: Seq[Result] | None = None,
-        bootstrap: bool = True,
+        margin: float | None = None,
     ) -> pd.DataFrame:
         """One row for each layer and head; see :meth:`mechattn.Result.compare`.
 
         Args:
             select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other.
-            level: The level of the intervals.
-            resamples: The number of resamples for bootstrap and sign flips.
-            seed: The seed of the resampling.
             random: The results of ``run_random`` for this run.
-            bootstrap: Whether to compute bootstrap intervals; otherwise they are NaN, and everything else is the same.
+            margin: The largest change that counts as none.
 
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
         """
-        return table.table(self, table.Resampling(level, resamples, seed, bootstrap), select, random)
+        return table.table(self, select, random, margin)
+
+    def across(self, conditions: Seq[str]) -> pd.DataFrame:
+        """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
+
+        Args:
+            conditions: At least six conditions; :attr:`condition` is not used.
+
+        Raises:
+            OptionError: As for :meth:`table`, or there are too few conditions.
+        """
+        return across.across(self, conditions)
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.
@@ -126,20 +139,17 @@ class Contrast:
         """
         return overall.verdict(self)
 
-    def resolution(
-        self, *, select: Literal["half"] | None = None, level: float = 0.05, resamples: int = RESAMPLES
-    ) -> Resolution:
+    def resolution(self, *, select: Literal["half"] | None = None, q: float = 0.05) -> Resolution:
         """What the table can detect with these prompts, and how many would be enough.
 
         Args:
             select: "half" is for the half of the prompts on which cells are found.
-            level: The q below which a test counts as a finding.
-            resamples: As for :meth:`table`.
+            q: The q below which a test counts as a finding.
 
         Raises:
-            OptionError: As for :meth:`table`, or the level is not a probability.
+            OptionError: As for :meth:`table`, or q is not a probability.
         """
-        return detectable.resolution(self, select, level, resamples)
+        return detectable.resolution(self, select, q)
 
     def stability(
         self,
@@ -147,9 +157,8 @@ class Contrast:
         choose: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
-        resamples: int = 200,
+        splits: int = 200,
         patterns: int = 999,
-        seed: int = 0,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return split_stability.stability(self, choose, layer, over, split_stability.Splits(resamples, patterns, seed))
+        return split_stability.stability(self, choose, layer, over, split_stability.Splits(splits, patterns, self.seed))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from mechattn.contrast.differences import check_cells
-from mechattn.contrast.table import check_options, layers_of
-from mechattn.results.result_units import units_of
+from mechattn.contrast.table import check_select, layers_of
+from mechattn.results.result import units_of
 from mechattn.stats.resolution import Resolution
 from mechattn.stats.resolution import resolution as resolution_of
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mechattn.contrast.contrast import Contrast
 
 
-def resolution(asked: Contrast, select: Literal["half"] | None, level: float, resamples: int) -> Resolution:
+def resolution(asked: Contrast, select: Literal["half"] | None, q: float) -> Resolution:
     """See :meth:`mechattn.contrast.contrast.Contrast.resolution`."""
-    check_options(select, 0.95)
+    check_select(select)
     cells, left_out = [], []
     for made in layers_of(asked)():
         cells.append(made.cells)
@@ -24,4 +24,4 @@ def resolution(asked: Contrast, select: Literal["half"] | None, level: float, re
     check_cells(asked, made.scale, sum(some.size for some in cells), left_out)
     units = units_of(asked.result, made.ours.sizes["prompt"], asked.unit)
     n = units.n if select is None else (units.n + 1) // 2
-    return resolution_of(n, sum(int(some.sum()) for some in cells), level, resamples, units.unit)
+    return resolution_of(n, sum(int(some.sum()) for some in cells), q, asked.resamples, units.unit)

@@ -20,7 +20,7 @@ from mechattn.contrast.quantities import (
     variable_of,
 )
 from mechattn.errors import OptionError, warn
-from mechattn.results.stored_conditions import stored_condition
+from mechattn.results.provenance import stored_condition
 from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 

@@ -10,7 +10,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.contrast.blocks import in_parts, prompt_means
 from mechattn.errors import OptionError
-from mechattn.results.result_units import units_in
+from mechattn.results.result import units_in
 from mechattn.stats.intervals import FEWEST, Interval, t_interval, t_interval_of_moments
 from mechattn.stats.moments import Moments
 

@@ -11,7 +11,8 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS
 from mechattn.errors import OptionError
-from mechattn.results.result_units import units_of
+from mechattn.results.result import units_of
+from mechattn.stats.paired import FEWEST_FOR_ALL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,10 +120,13 @@ def _compared(table: pd.DataFrame) -> str:
     tried = about["patterns"]
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
     bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
+    units = int(table.n.iloc[0]) if len(table) else 0
+    skewed = " and bootstrap-t tests (the larger p)" if units >= FEWEST_FOR_ALL else ""
+    random = f"; beside {about['null_random']}, by the larger p of both" if "null_random" in about else ""
     return (
         f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
         f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
-        f"({patterns}{bags}) against {about['null']}; "
+        f"({patterns}{bags}){skewed} against {about['null']}{random}; "
         f"Benjamini-Hochberg over {about['family']}; seed {about['seed']}."
     )
 

@@ -10,7 +10,7 @@ from mechattn.contrast.blocks import of, slices
 from mechattn.contrast.differences import Four, aligned, labels_of
 from mechattn.contrast.quantities import check_layer, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.result_units import units_of
+from mechattn.results.result import units_of
 from mechattn.stats.comparison import Verdict, relative_change
 from mechattn.stats.intervals import FEWEST, Interval
 
@@ -64,7 +64,7 @@ def verdict(asked: Contrast) -> Verdict:
     change, null = overall(asked, None)
     if null is None:
         raise OptionError(f"{asked.quantity!r} has no null in this result, and a verdict compares with it")
-    made = asked.table(bootstrap=False)
+    made = asked.table()
     variable = variable_of(asked.result, asked.quantity, asked.by)
     layers, heads = ({label: at for at, label in enumerate(variable[dim].values.tolist())} for dim in ("layer", "head"))
     signs = np.zeros((len(layers), len(heads)), dtype=int)

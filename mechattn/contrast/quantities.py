@@ -39,7 +39,7 @@ def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str,
             for name, variable in result[at].data_vars.items()
             if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
         )
-        from mechattn.analysis.registry import ANALYSES
+        from mechattn.analysis import ANALYSES
 
         others = [kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)]
         raise OptionError(

@@ -8,10 +8,10 @@ import numpy as np
 
 from mechattn.contrast.blocks import layer_blocks, of
 from mechattn.contrast.quantities import NULLS, absent, check_present, values_of
-from mechattn.contrast.table import check_options
+from mechattn.contrast.table import check_select
 from mechattn.errors import OptionError
-from mechattn.results.result_units import units_of
-from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.results.result import units_of
+from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, Units
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def ranked_heads(
 
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
-    check_options(select, level)
+    check_select(select)
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
@@ -49,6 +49,9 @@ def ranked_heads(
     if not table.there.any():
         raise absent(prompts, prompts, quantity, segment, condition)
     size, null = len(table), parts[0].attrs["null"]
+    error = table.pop("error").to_numpy()
+    if select is None:  # the other half needs no shrinking
+        table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), error))
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
     order = order[table.there.to_numpy()[order]][:top]
     table = table.drop(columns=["finding", "there"]).iloc[order].reset_index(drop=True)
@@ -85,6 +88,7 @@ def _of_layers(
             "low": mean.low,
             "high": mean.high,
             "uniform": uniform,
+            "error": each[shown].std(0, ddof=1) / np.sqrt(len(each[shown])),
             "n": len(each[shown]),
             "finding": each[finding].mean(0),
             "there": ~np.isnan(each[0]),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mechattn.contrast.table import FEWEST_TO_SELECT, what_is_tested
+from mechattn.contrast.table import FEWEST_TO_SELECT, check_same_cells, what_is_tested
 from mechattn.errors import OptionError
 from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
@@ -28,7 +28,7 @@ Select = Callable[[np.ndarray], np.ndarray]
 class Splits:
     """How many random splits, and how many sign patterns for q in each; their seed."""
 
-    resamples: int
+    splits: int
     patterns: int
     seed: int
 
@@ -40,32 +40,33 @@ def stability(
     import pandas as pd
 
     names = _names(asked, over)
-    seed, resamples, patterns = splits.seed, splits.resamples, splits.patterns
-    for name, value in (("resamples", resamples), ("patterns", patterns)):
+    seed, count, patterns = splits.seed, splits.splits, splits.patterns
+    for name, value in (("splits", count), ("patterns", patterns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
     made = {name: what_is_tested(replace(asked, condition=name), layer, bags=seed) for name in names}
-    units = made[names[0]][1]
+    check_same_cells(list(made.values()), names)
+    units = made[names[0]].units
     bags = Bags.drawn(units.n, seed)
     if choose is None:
         units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
     else:
         units.refuse_below(2 * FEWEST)
-    there = np.all([np.isfinite(d).all(0) for d, _ in made.values()], axis=0)
+    there = np.all([np.isfinite(one.values).all(0) for one in made.values()], axis=0)
     cells = int(there.sum())
     if choose is not None and (isinstance(choose, bool) or not isinstance(choose, int) or not 1 <= choose < cells):
         raise OptionError(f"choose={choose!r}: give a number of heads below {cells}, or None for those with q < 0.05")
-    values = {name: d[:, there] for name, (d, _) in made.items()}
+    values = {name: one.values[:, there] for name, one in made.items()}
     select: Select = (lambda d: significant(d, patterns)) if choose is None else (lambda d: largest(d, choose))
     pairs = [(name, name) for name in names] + list(combinations(names, 2))
-    table = pd.DataFrame(_rows(values, pairs, select, bags.n if bags else units.n, resamples, seed))
+    table = pd.DataFrame(_rows(values, pairs, select, bags.n if bags else units.n, count, seed))
     table.attrs = {
         "quantity": asked.quantity,
         "segment": asked.segment or "all",
         "selection": "q < 0.05" if choose is None else f"the {choose} furthest from the null",
         "of": cells,
         "unit": units.unit,
-        "resamples": resamples,
+        "splits": count,
         "seed": seed,
     } | ({} if bags is None else {"resampled": bags.words})
     return table
@@ -81,11 +82,11 @@ def _names(asked: Contrast, over: Seq[str] | None) -> list[str]:
 
 
 def _rows(
-    values: dict[str, np.ndarray], pairs: list[tuple[str, str]], select: Select, n: int, resamples: int, seed: int
+    values: dict[str, np.ndarray], pairs: list[tuple[str, str]], select: Select, n: int, splits: int, seed: int
 ) -> list[dict[str, object]]:
     """One row per pair of conditions: the first selects on one half of the units, the second on the other."""
     generator = np.random.default_rng(seed)
-    halves = [random_halves(n, generator) for _ in range(resamples)]
+    halves = [random_halves(n, generator) for _ in range(splits)]
     chosen = {name: [(select(d[a]), select(d[b])) for a, b in halves] for name, d in values.items()}
     whole = {name: select(d) for name, d in values.items()}
     rows = []

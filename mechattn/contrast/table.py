@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.beside_random import BesideRandom, check_random
@@ -15,10 +16,11 @@ from mechattn.contrast.blocks import layer_blocks, of
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import check_layer, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.result_units import shared_units, units_of
+from mechattn.results.result import shared_units, units_of
 from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import EXACT, RESAMPLES, Paired, PairedStream, enough, without_rounding
+from mechattn.stats.paired import EXACT, FEWEST_FOR_ALL, Paired, PairedStream, enough, without_rounding
+from mechattn.stats.random_draws import false_discovery
 from mechattn.stats.resolution import resolution
 from mechattn.stats.units import Units
 
@@ -30,16 +32,6 @@ if TYPE_CHECKING:
 
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """The level of intervals, the numbers of resamples and their seed, and whether there are bootstrap intervals."""
-
-    level: float = 0.95
-    resamples: int = RESAMPLES
-    seed: int = 0
-    bootstrap: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,26 +48,28 @@ class _Cells:
 
 
 def table(
-    asked: Contrast, draws: Resampling, select: Literal["half"] | None, random: Seq[Result] | None
+    asked: Contrast, select: Literal["half"] | None, random: Seq[Result] | None, margin: float | None
 ) -> pd.DataFrame:
     """See :meth:`mechattn.contrast.contrast.Contrast.table`."""
-    check_options(select, draws.level)
+    check_select(select)
     _check_alike(asked)
     if random is not None:
         check_random(random, asked)
     prompts = variable_of(asked.result, asked.quantity, asked.by).sizes["prompt"]
     units = shared_units(asked.result, asked.reference, prompts, asked.unit)
     finding, shown = _halves(units, select)
-    blocks = layers_of(asked, draws.resamples if draws.bootstrap else 0, draws.resamples)
+    blocks = layers_of(asked, asked.resamples, asked.resamples)
     masks = None
     if select:
-        first = _gone_through(asked, blocks, replace(draws, bootstrap=False), units, finding)
+        first = _gone_through(asked, blocks, units, finding)
         masks = _taken_apart(first.numbers.q < 0.05, first.masks)
     beside = None if random is None else BesideRandom(random, asked, units, shown)
-    found = _gone_through(asked, blocks, draws, units, shown, masks, None if beside is None else beside.see)
+    found = _gone_through(asked, blocks, units, shown, masks, None if beside is None else beside.see)
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
     made = _as_table(found)
-    made.attrs = _about(asked, draws, select, found, units)
+    made.attrs = _about(asked, select, found, units)
+    if margin is not None:
+        made = with_equivalence(made, margin)
     return made if beside is None else beside.table(made, np.concatenate(found.masks))
 
 
@@ -89,20 +83,17 @@ def layers_of(asked: Contrast, bootstrap: int = 0, signs: int = 0) -> Callable[[
     return lambda: (differences(one, labels) for one in cut)
 
 
-def check_options(select: str | None, level: float) -> None:
-    """Refuse an unknown way to select, or a level that is no probability."""
+def check_select(select: str | None) -> None:
+    """Refuse an unknown way to select."""
     if select not in (None, "half"):
         raise OptionError(
             f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
         )
-    if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
-        raise OptionError(f"level={level!r}: give a probability such as 0.95")
 
 
 def _gone_through(
     asked: Contrast,
     blocks: Callable[[], Iterator[Differences]],
-    draws: Resampling,
     units: Units,
     some: np.ndarray,
     masks: Seq[np.ndarray] | None = None,
@@ -111,7 +102,7 @@ def _gone_through(
     """The statistics of some units, over all cells with a difference or over chosen ones."""
     import pandas as pd
 
-    stream = PairedStream(len(some), draws.level, draws.resamples, draws.seed, draws.bootstrap)
+    stream = PairedStream(len(some), asked.level, asked.resamples, asked.seed)
     rows, cells, left_out = [], [], []
     lacking = {"ours": asked.condition, "theirs": asked.to}
     for number, made in enumerate(blocks()):
@@ -135,10 +126,16 @@ def _means_of(made: Differences, units: Units, cells: np.ndarray, some: np.ndarr
     """One row per cell: its coordinates, and its means over some units in both conditions."""
     import pandas as pd
 
-    index = np.argwhere(cells)
-    labels = {dim: made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
     sides = (("value", made.ours), ("reference", made.theirs))
-    return pd.DataFrame(labels | {name: units.means(side.values)[some][:, cells].mean(0) for name, side in sides})
+    return pd.DataFrame(
+        _labels(made, cells) | {name: units.means(side.values)[some][:, cells].mean(0) for name, side in sides}
+    )
+
+
+def _labels(made: Differences, cells: np.ndarray) -> dict[str, np.ndarray]:
+    """The layer, head … of each of some cells."""
+    index = np.argwhere(cells)
+    return {str(dim): made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
 
 
 def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
@@ -160,14 +157,14 @@ def _as_table(found: _Cells) -> pd.DataFrame:
     return made[[*first, *(name for name in made if name not in first)]].assign(scale=found.last.scale)
 
 
-def _about(asked: Contrast, draws: Resampling, select: str | None, found: _Cells, units: Units) -> dict[str, Any]:
+def _about(asked: Contrast, select: str | None, found: _Cells, units: Units) -> dict[str, Any]:
     """What a table records about its question, its null and its tests."""
     tests, n = len(found.numbers.p), found.numbers.n
-    can = resolution(n, max(1, tests), resamples=draws.resamples, unit=units.unit)
+    can = resolution(n, max(1, tests), resamples=asked.resamples, unit=units.unit)
     names = sorted({str(result.provenance["model"]["name"]) for result in (asked.result, asked.reference)})
     made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
-    made |= {"segment": asked.segment or "all", "select": select or "none", "level": draws.level}
-    made |= {"resamples": draws.resamples, "seed": draws.seed, "models": ", ".join(names)}
+    made |= {"segment": asked.segment or "all", "select": select or "none", "level": asked.level}
+    made |= {"resamples": asked.resamples, "seed": asked.seed, "models": ", ".join(names)}
     return (
         made
         | ({} if found.bags is None else {"resampled": found.bags.words})
@@ -178,13 +175,55 @@ def _about(asked: Contrast, draws: Resampling, select: str | None, found: _Cells
             "unit": units.unit,
             "smallest_q": can.smallest_p,  # if all tests reach it
             "resolution": str(can),
-            "patterns": None if n <= EXACT else enough(draws.resamples, tests),
+            "patterns": None if n <= EXACT else enough(asked.resamples, tests),
+            "skewed": _skewed_words(found.numbers),
         }
     )
 
 
-def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> tuple[np.ndarray, Units]:
-    """What the table tests [unit, cell], differences minus those of the null, NaN for missing cells; and the units."""
+def _skewed_words(numbers: Paired) -> str:
+    """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing is to be said."""
+    alone = false_discovery(numbers.p_flip) < 0.05
+    apart = int((alone & (numbers.q >= 0.05)).sum())
+    if apart:
+        return (
+            f"in {apart} of {len(alone)} tests sign flips alone would say q < 0.05, but the bootstrap-t test, which "
+            "allows for skewness, does not"
+        )
+    if numbers.n < FEWEST_FOR_ALL and alone.any() and np.nanmax(abs(numbers.skewness), initial=0.0) > 1:
+        return f"with {numbers.n} units q is not controlled where differences are skewed (|skewness| > 1)"
+    return ""
+
+
+def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
+    """Add q_same: whether the tested difference lies within ± margin, by two one-sided t tests (Schuirmann 1987)."""
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < np.inf:
+        raise OptionError(f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)")
+    relative = len(table) and table.scale.iloc[0] == "log-ratio"
+    low, high = (-np.log1p(margin), np.log1p(margin)) if relative else (-margin, margin)
+    name = "difference" if table.beyond.isna().all() else "beyond"
+    ends = ("low", "high") if name == "difference" else ("beyond_low", "beyond_high")
+    tested, far = table[name], stats.t.ppf((1 + table.attrs["level"]) / 2, table.n - 1)
+    error = (table[ends[1]] - table[ends[0]]) / 2 / far
+    p = np.maximum(stats.t.sf((tested - low) / error, table.n - 1), stats.t.cdf((tested - high) / error, table.n - 1))
+    p = np.where(error > 0, p, np.where((low < tested) & (tested < high), 0.0, 1.0))
+    made = table.assign(q_same=false_discovery(p))
+    made.attrs = table.attrs | {"margin": margin}
+    return made
+
+
+class Tested(NamedTuple):
+    """What a table tests: differences minus those of the null [unit, cell], NaN for missing cells; units and labels."""
+
+    values: np.ndarray
+    units: Units
+    labels: dict[str, np.ndarray]
+    null: str
+
+
+def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> Tested:
+    """What the table tests, of all layers or one; the means of bags of units where ``bags`` is their seed."""
+    _check_alike(asked)
     if layer is not None:
         variable = variable_of(asked.result, asked.quantity, asked.by)
         check_layer(layer, variable)
@@ -193,14 +232,27 @@ def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None =
         asked = asked.with_results(of(asked.result, "layer", some), of(asked.reference, "layer", some))
     units = units_of(asked.result, asked.result["sequences"].sizes["prompt"], asked.unit)
     in_bags = None if bags is None else Bags.drawn(units.n, bags)
-    found, left_out = [], []
+    found, left_out, labels = [], [], []
     for made in layers_of(asked, signs=0 if bags is None else 1)():
         d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
         d = np.where(made.cells, without_rounding(d, made.rounding(units)), np.nan).reshape(units.n, -1)
         found.append(d if in_bags is None else in_bags.means(d))
+        labels.append(_labels(made, np.ones_like(made.cells)))
         left_out += made.left_out
     check_cells(asked, made.scale, sum(d.shape[1] for d in found), left_out)
-    return np.concatenate(found, axis=1), units
+    named = {name: np.concatenate([part[name] for part in labels]) for name in labels[0]}
+    return Tested(np.concatenate(found, axis=1), units, named, made.null)
+
+
+def check_same_cells(tested: Seq[Tested], names: Seq[str]) -> None:
+    """Refuse conditions whose cells have different labels, such as distance bands that only some reach."""
+    first = tested[0].labels
+    for one, name in zip(tested, names, strict=True):
+        if any(not np.array_equal(one.labels[dim], first[dim]) for dim in first):
+            raise OptionError(
+                f"{name!r} has other cells than {names[0]!r} ({', '.join(first)}), so they cannot be taken together; "
+                "compare each by itself"
+            )
 
 
 def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:

@@ -33,18 +33,24 @@ from mechattn.engine.collect import check_values
 from mechattn.engine.forward import Forward, PairedLayer, paired_layer
 from mechattn.engine.null import Nulls
 from mechattn.errors import ModelError, OptionError, RowError
-from mechattn.functional.activation_statistics import minimum_of
+from mechattn.functional.activations import minimum_of
 from mechattn.functional.fused import Fused
 from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.model.score_terms import BlindScores
-from mechattn.prompts.pairs import Pairs, pairs_of
-from mechattn.prompts.sequences import Batch
-from mechattn.results.canonical import is_ours
+from mechattn.prompts.sequences import Batch, Pairs, pairs_of
+from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer
+_PARTS = {
+    "rows": RowAnalysis,
+    "pairs": PairAnalysis,
+    "mlps": ActivationAnalysis,
+    "hooks": CaptureAnalysis,
+    "final": FinalAnalysis,
+}
 
 
 def measure_batch(
@@ -58,7 +64,8 @@ def measure_batch(
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
     placed = batch.to(next(model.parameters()).device)
-    pairs = pairs_of(placed, BASELINE) if _needs_pairs(analyses) else None
+    paired = any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
+    pairs = pairs_of(placed, BASELINE) if paired else None
     one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
     sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
     rows = _Rows(one, sums)
@@ -68,7 +75,7 @@ def measure_batch(
             mlps = _Mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees the result
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
-                stack.enter_context(intervention.acting(model, partial(_same, target)))
+                stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
             if read_first(intervention for intervention, _ in acting):
                 forward(model, placed, {}, rows.see, sums.last_layer)
             stack.enter_context(mlps.looking())
@@ -85,14 +92,6 @@ def measure_batch(
 
 class _Enough(BaseException):
     """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch it."""
-
-
-def _needs_pairs(analyses: Seq[Analysis]) -> bool:
-    return any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
-
-
-def _same(target: Target) -> Target:
-    return target
 
 
 def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Target]]:
@@ -138,15 +137,8 @@ class _Sums:
     # are not computed.
     def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
-        protocols = {
-            "rows": RowAnalysis,
-            "pairs": PairAnalysis,
-            "mlps": ActivationAnalysis,
-            "hooks": CaptureAnalysis,
-            "final": FinalAnalysis,
-        }
         self.parts = [  # once, because isinstance is slow for a protocol
-            {part for part, protocol in protocols.items() if isinstance(analysis, protocol)} for analysis in analyses
+            {part for part, protocol in _PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
@@ -195,7 +187,8 @@ class _Sums:
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
         found = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = {name: _on_the_way_to_cpu(value) for name, value in found.items()}
+        # Copied without waiting (GPU copies are pinned): valid once the GPU has done the work queued so far.
+        self.values[number][layer] = {n: value.to("cpu", non_blocking=value.is_cuda) for n, value in found.items()}
         if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 
@@ -224,19 +217,14 @@ class _Rows:
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
         """Receive a block of a layer, or a whole layer."""
+        one, window = self.one, self.one.windows[layer]
         if isinstance(rows, Fused):
-            self._see_whole(layer, rows)
-        else:
-            self._see_block(layer, rows)
-
-    def _see_whole(self, layer: int, fused: Fused) -> None:
-        whole = WholeAttention(layer, fused, self.one.placed, self.one.windows[layer])
-        for number, analysis in self.by_row:
-            cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, fused.out.shape[1]), whole)
-            self.sums.seen(number, layer, "rows")
-
-    def _see_block(self, layer: int, rows: Rows) -> None:
-        one, window, heads = self.one, self.one.windows[layer], rows.pattern.shape[1]
+            whole = WholeAttention(layer, rows, one.placed, window)
+            for number, analysis in self.by_row:
+                cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
+                self.sums.seen(number, layer, "rows")
+            return
+        heads = rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
             self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
         v = None if rows.attention is None else rows.attention.v
@@ -333,11 +321,6 @@ class _Mlps:
         for number, analysis in self.taken:
             cast(ActivationAnalysis, analysis).add_activations(self.sums.of(number, layer), passed)
             self.sums.seen(number, layer, "mlps")
-
-
-def _on_the_way_to_cpu(value: Tensor) -> Tensor:
-    """Copy to the CPU without waiting; valid once the GPU has done the work queued so far. GPU copies are pinned."""
-    return value.to("cpu", non_blocking=value.is_cuda)
 
 
 def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:

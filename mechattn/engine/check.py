@@ -24,7 +24,8 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
+from mechattn.model.load import load_model
+from mechattn.model.positions import boundary_of, takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
@@ -112,9 +113,7 @@ def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]
                 )
 
 
-def check_sequences(
-    prompt: Prompt, made: dict[str, Sequence], named: dict[str, Condition], analyses: Seq[Analysis], model: HookedModel
-) -> None:
+def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[Analysis], model: HookedModel) -> None:
     """Refuse sequences that don't fit the model or that an analysis cannot measure."""
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
@@ -155,11 +154,15 @@ def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
     """The sequence of each prompt under each condition, with unchanged original tokens."""
-    made = [{name: _applied(name, some, prompt, model, seed) for name, some in named.items()} for prompt in prompts]
+    made = [{name: some.apply(prompt, model, seed) for name, some in named.items()} for prompt in prompts]
     for prompt, sequences in zip(prompts, made, strict=True):
-        tokens = sequences[BASELINE].tokens
         for name, sequence in sequences.items():
-            original = sequence.tokens[~sequence.inserted]
+            if not isinstance(sequence, Sequence):
+                raise ConditionError(
+                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt {prompt.id}: apply must "
+                    f"return a Sequence, such as insert(tokenize(prompt, model), ids, at)"
+                )
+            tokens, original = sequences[BASELINE].tokens, sequence.tokens[~sequence.inserted]
             if name != BASELINE and not original.equal(tokens):
                 raise ConditionError(
                     f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
@@ -168,13 +171,15 @@ def made_sequences(
     return made
 
 
-def _applied(name: str, condition: Condition, prompt: Prompt, model: TokenizedModel, seed: int) -> Sequence:
-    made = condition.apply(prompt, model, seed)
-    if not isinstance(made, Sequence):
-        raise ConditionError(
-            f"the condition {name!r} gives a {type(made).__name__} for prompt {prompt.id}: apply must return a "
-            f"Sequence, such as insert(tokenize(prompt, model), ids, at)"
-        )
+def checked_sequences(
+    named: Mapping[str, Condition], prompts: Seq[Prompt], model: HookedModel, seed: int, analyses: Seq[Analysis] = ()
+) -> list[dict[str, Sequence]]:
+    """The sequence of each prompt under each condition, which the model can read and the analyses can measure."""
+    made = made_sequences(named, prompts, model, seed)
+    for prompt, sequences in zip(prompts, made, strict=True):
+        _check_sequences(prompt, sequences, analyses, model)
+    check_interventions(model, [prompt.id for prompt in prompts], made)
+    check_variants(load_model(model), made)  # verified again if another model was made since
     return made
 
 
@@ -252,36 +257,30 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
         return
     where, name = f'prompt {prompt.id} ("{prompt.excerpt}")', str(model.cfg.model_name)
     counts = {condition: positions_of(sequence) for condition, sequence in made.items()}
-    if boundary.kind == "dynamic":
-        _check_not_beyond(boundary, counts, new_tokens, where, name)
-        return
-    for condition, count in counts.items():
-        if boundary.side(count) != boundary.side(count + new_tokens):
-            raise PromptError(
-                f'{where} has {count:,} positions with the condition "{condition}", and {new_tokens} new tokens are '
-                f"allowed: beyond {boundary.at:,} positions {name} computes with other factors (LongRoPE), which would "
-                f"change in the middle of an answer. {_room(boundary.at - count)}"
-            )
-    short, long = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
-    if boundary.side(counts[short]) != boundary.side(counts[long]):
-        raise PromptError(
-            f'{where} has {counts[short]:,} positions with the condition "{short}" and {counts[long]:,} with "{long}": '
-            f"beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so this would compare "
-            "two models and not the effect of the inserted tokens. Omit the prompt, insert fewer tokens, or let "
-            "the original ones keep their positions (.unshifted())"
-        )
-
-
-def _room(left: int) -> str:
-    return f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Omit the prompt"
-
-
-def _check_not_beyond(boundary: Boundary, counts: Mapping[str, int], new_tokens: int, where: str, name: str) -> None:
     longest = max(counts, key=lambda condition: counts[condition])
-    if counts[longest] + new_tokens > boundary.at:
+    if boundary.kind == "dynamic" and counts[longest] + new_tokens > boundary.at:
         more = f" and {new_tokens} new tokens are allowed" if new_tokens else ""
         raise PromptTooLong(
             f'{where} has {counts[longest]:,} positions with the condition "{longest}"{more}: beyond {boundary.at:,} '
             f"the frequencies of {name} are those of the longest text that it has read so far (dynamic NTK), so "
             "results for a prompt this long would depend on what was read before. Shorten it, or insert fewer tokens"
+        )
+    if boundary.kind == "dynamic":
+        return
+    for condition, count in counts.items():
+        left = boundary.at - count
+        hint = f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Omit the prompt"
+        if boundary.side(count) != boundary.side(count + new_tokens):
+            raise PromptError(
+                f'{where} has {count:,} positions with the condition "{condition}", and {new_tokens} new tokens are '
+                f"allowed: beyond {boundary.at:,} positions {name} computes with other factors (LongRoPE), which would "
+                f"change in the middle of an answer. {hint}"
+            )
+    short = min(counts, key=lambda condition: counts[condition])
+    if boundary.side(counts[short]) != boundary.side(counts[longest]):
+        raise PromptError(
+            f'{where} has {counts[short]:,} positions with the condition "{short}" and {counts[longest]:,} with '
+            f'"{longest}": beyond {boundary.at:,} {name} computes with other factors (LongRoPE), so this would compare '
+            "two models and not the effect of the inserted tokens. Omit the prompt, insert fewer tokens, or let "
+            "the original ones keep their positions (.unshifted())"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,13 +21,10 @@ from mechattn.analysis.analysis import (
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel
-from mechattn.model.model_facts import ModelFacts, facts_of
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.verify.streamed import check_fused, check_streaming
-from mechattn.model.verify.verification import Check
-from mechattn.prompts.pairs import Pairs
-from mechattn.prompts.sequences import Batch
+from mechattn.model.verify.kernels import check_fused, check_streaming
+from mechattn.prompts.sequences import Batch, Pairs
 
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
@@ -36,8 +33,6 @@ Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()) -> tuple[Forward, str]:
     """The engine for this model, and the reason; streaming is compared with the hooks once per model before use."""
     analyses = list(analyses)
-    if engine not in get_args(Engine):
-        raise OptionError(f"engine={engine!r}: choose {', '.join(map(repr, get_args(Engine)))}")
     if engine == "hooks":
         return forward_through_hooks, "asked for"
     captured = [name for analysis in analyses if isinstance(analysis, CaptureAnalysis) for name in analysis.captures]
@@ -48,19 +43,15 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
                 'engine="hooks" or "auto"'
             )
         return forward_through_hooks, f"not streamed: {silent} fires only with hooks"
-    check = _streams(model)
+    facts = facts_of(model) or ModelFacts()
+    if facts.streaming is None:
+        facts.streaming = check_streaming(model)
+    check = facts.streaming
     if check.outcome != "passed":
         if engine != "auto":
             raise ModelError(f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"')
         return forward_through_hooks, f"not streamed: {check.detail}"
     return _fused_or_in_blocks(model, engine, analyses)
-
-
-def _streams(model: HookedModel) -> Check:
-    facts = facts_of(model) or ModelFacts()
-    if facts.streaming is None:
-        facts.streaming = check_streaming(model)
-    return facts.streaming
 
 
 def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
@@ -130,22 +121,14 @@ def position_width(model: HookedModel) -> int:
 
 @dataclass(frozen=True)
 class PairedLayer:
-    """What the blocks of one layer have in common: the baselines' attention, and values.
+    """What the blocks of one layer have in common: the baselines' attention, and values."""
 
-    Args:
-        number: The layer.
-        pairs: Which sequence is paired with which baseline.
-        window: The number of keys that a query sees; None for all.
-        baseline: The attention of the baselines.
-        v: Values of the sequences.
-        v_aligned: The same for their original tokens alone, in the order of the baseline.
-    """
-
-    number: int
-    pairs: Pairs
-    window: int | None
-    baseline: AnyRows
-    v: Float[Tensor, "batch kv_head pos d_head"]
+    number: int  # of the layer
+    pairs: Pairs  # which sequence is paired with which baseline
+    window: int | None  # the number of keys that a query sees; None for all
+    baseline: AnyRows  # the attention of the baselines
+    v: Float[Tensor, "batch kv_head pos d_head"]  # values of the sequences
+    # The same for their original tokens alone, in the order of the baseline
     v_aligned: Float[Tensor, "batch kv_head original d_head"]
 
     def rows(self, rows: Rows) -> PairedRows:

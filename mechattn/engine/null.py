@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AttentionRows, PairAnalysis, Quantity, RowAnalysis, Sums
@@ -15,8 +14,7 @@ from mechattn.engine.forward import PairedLayer, paired_layer
 from mechattn.errors import ModelError
 from mechattn.functional.rows import Attention, Rows, attention_by_rows
 from mechattn.model.score_terms import BlindScores
-from mechattn.prompts.pairs import Pairs
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.sequences import Batch, Pairs
 
 UNIFORM, BLIND = "_uniform", "_blind"
 _NOT_OF_ROWS = "it is not made of rows of attention"
@@ -55,18 +53,12 @@ class Nulls:
     Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score of
     0. If the model adds something to its scores that does not depend on content, a second null (``_blind``) includes
     it.
-
-    Args:
-        analyses: The analyses.
-        batch: The batch, on the device of the model.
-        pairs: Each sequence with its baseline, if an analysis needs it.
-        blind: What the model adds to its scores.
     """
 
     analyses: Seq[Analysis]
-    batch: Batch
-    pairs: Pairs | None
-    blind: BlindScores
+    batch: Batch  # on the device of the model
+    pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
+    blind: BlindScores  # what the model adds to its scores
     _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,7 +130,10 @@ class _Pass:
         named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
         if lacking := [name for name in named if name not in values]:
             raise self._no_null(f"its values hold no {lacking[0]!r}")
-        return {name + kind: _of_one(values[name], quantity, kind) for name, quantity in named.items()}
+        if kind == UNIFORM:  # the same in every head
+            heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
+            values = {n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()}
+        return {name + kind: values[name] for name in named}
 
     def _no_null(self, why: object) -> ModelError:
         reason = (str(why).splitlines() or [type(why).__name__])[0]
@@ -147,8 +142,3 @@ class _Pass:
             f"quantities ({reason}). If a quantity needs more than rows of attention, declare it: "
             'Quantity(…, no_null="it depends on the values")'
         )
-
-
-def _of_one(value: Float[Tensor, "batch ..."], quantity: Quantity, kind: str) -> Float[Tensor, "batch ..."]:
-    """Uniform attention is the same in every head."""
-    return value if kind == BLIND or "head" not in quantity.dims else value.select(1 + quantity.dims.index("head"), 0)

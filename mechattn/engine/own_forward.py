@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,16 +22,54 @@ Statistic = Literal[
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class AttentionScores:
+    """How a model makes the scores of its attention, ``cap(scale · q·k) + alibi · k``, and which of them it sees.
+
+    Args:
+        scale: The factor of the scores; ``1 / √d_head`` by default.
+        window: The number of keys that a query sees, including its own; all by default.
+        softcap: The bound of soft-capped scores.
+        alibi: The slope of each head.
+        sinks: The score of each head's learned sink.
+
+    Raises:
+        OptionError: A window without keys, or a bound of 0 or less.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    alibi: Float[Tensor, " head"] | None = None
+    sinks: Float[Tensor, " head"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise OptionError(f"window={self.window!r}: give a number of keys, at least 1, or None for all")
+        if self.softcap is not None and not self.softcap > 0:
+            raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
+
+    def attention(
+        self,
+        q: Float[Tensor, "batch head pos d_head"],
+        k: Float[Tensor, "batch kv_head pos d_head"],
+        v: Float[Tensor, "batch kv_head pos d_value"],
+    ) -> Attention:
+        """The attention of these queries, keys and values, as the row kernel takes it."""
+        length, width = q.shape[2:]
+        places = torch.arange(length, device=q.device, dtype=_wide(q))
+        bias = None if self.alibi is None else (self.alibi.to(places.dtype)[:, None] * places)[None]
+        sinks = None if self.sinks is None else self.sinks.to(places.dtype)
+        scale = width**-0.5 if self.scale is None else float(self.scale)
+        return Attention(q, k, v, scale, bias, self.window, self.softcap, None, sinks)
+
+
 def measure(
     q: Float[Tensor, "batch head pos d_head"],
     k: Float[Tensor, "batch kv_head pos d_head"],
     v: Float[Tensor, "batch kv_head pos d_value"] | None = None,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: Float[Tensor, " head"] | None = None,
-    sinks: Float[Tensor, " head"] | None = None,
+    scores: AttentionScores = AttentionScores(),
     lengths: Seq[int] | Int[Tensor, " batch"] | None = None,
     counted: Bool[Tensor, "batch pos"] | None = None,
     segments: Mapping[str, Bool[Tensor, "batch pos"]] | None = None,
@@ -45,11 +84,7 @@ def measure(
         q: Queries.
         k: Keys; head h reads key-value head ``h // (head / kv_head)``.
         v: Values, needed only for "output".
-        scale: The factor of the scores; ``1 / √d_head`` by default.
-        window: The number of keys that a query sees, including its own; all by default.
-        softcap: The bound of soft-capped scores.
-        alibi: The slope of each head.
-        sinks: The score of each head's learned sink.
+        scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k / √d_head`` by default.
         lengths: The number of positions of each sequence without the padding on its right; all by default.
         counted: The queries that count in "received"; all by default.
         segments: For "mass": the keys of each segment, by name.
@@ -69,10 +104,9 @@ def measure(
     Raises:
         OptionError: A shape, a statistic or an option is not allowed.
     """
-    real = _real(q, _checked_lengths(q, lengths))
-    _check_shapes(q, k, v, {"alibi": alibi, "sinks": sinks}, {"counted": counted, **(segments or {})})
-    _check_options(v, segments, window, softcap, statistics)
-    attention = _attention(q, k, v, scale, window, softcap, alibi, sinks)
+    real = _real(q, lengths)
+    _check_shapes(q, k, v, scores, {"counted": counted, **(segments or {})})
+    _check_statistics(statistics, v, segments)
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
     sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=_wide(q))
@@ -82,21 +116,28 @@ def measure(
         if "received" in statistics:
             sums[0][..., rows.keys] += fn.column_sums(rows.pattern, asking[:, rows.queries])
             sums[1][..., rows.queries] += fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
-        of_block = _top(rows) if _TOP & found.keys() else {}
+        of_block: dict[str, Tensor] = {}
+        if _TOP & found.keys():
+            largest, second, at = focus.top_two(rows.pattern)
+            of_block = {"largest": largest, "target": at + rows.keys.start}
+            of_block["concentration"] = largest - second.clamp(min=0)
         if "mass" in found:
             of_block["mass"] = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
         for name, blocks in found.items():
             blocks.append(of_block[name] if name in of_block else _OF_ROWS[name](rows).clone())
 
     with torch.no_grad():
-        out = attention_by_rows(attention, see)
+        out = attention_by_rows(scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see)
     made = {name: torch.cat(blocks, 2).to(_wide(q)) for name, blocks in found.items()}
     if "output" in statistics:
         made["output"] = out
     if "received" in statistics:
         attended = sums[0] - sums[1] * asking[:, None]
-        made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, window))
-    made = _where_defined(made, real)
+        made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, scores.window))
+    for name, each in made.items():
+        made[name] = each.masked_fill(~real.view(len(real), 1, -1, *[1] * (each.ndim - 3)), torch.nan)
+    if "previous_mass" in made:
+        made["previous_mass"][..., 0] = torch.nan
     return {name: made[name] for name in statistics}
 
 
@@ -115,55 +156,15 @@ def _wide(q: Tensor) -> torch.dtype:
     return q.dtype if q.dtype == torch.float64 else torch.float32
 
 
-def _attention(
-    q: Float[Tensor, "batch head pos d_head"],
-    k: Float[Tensor, "batch kv_head pos d_head"],
-    v: Float[Tensor, "batch kv_head pos d_value"] | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    alibi: Float[Tensor, " head"] | None,
-    sinks: Float[Tensor, " head"] | None,
-) -> Attention:
-    """The arguments of :func:`measure` in the form that the row kernel takes; without values, one zero per key."""
-    length, width = q.shape[2:]
-    places = torch.arange(length, device=q.device, dtype=_wide(q))
-    return Attention(
-        q, k, torch.zeros_like(k[..., :1]) if v is None else v, width**-0.5 if scale is None else float(scale),
-        None if alibi is None else (alibi.to(places.dtype)[:, None] * places)[None], window, softcap, None,
-        None if sinks is None else sinks.to(places.dtype),
-    )  # fmt: skip
-
-
-def _where_defined(made: dict[str, Tensor], real: Bool[Tensor, "batch pos"]) -> dict[str, Tensor]:
-    """NaN at padding, and where a query has no token before it."""
-    absent = ~real[:, None]
-    made = {
-        name: each.masked_fill(absent if each.ndim == 3 else absent[..., None], torch.nan)
-        for name, each in made.items()
-    }
-    if "previous_mass" in made:
-        made["previous_mass"][..., 0] = torch.nan
-    return made
-
-
-def _top(rows: Rows) -> dict[str, Tensor]:
-    largest, second, at = focus.top_two(rows.pattern)
-    return {"largest": largest, "target": at + rows.keys.start, "concentration": largest - second.clamp(min=0)}
-
-
-def _real(q: Float[Tensor, "batch head pos d_head"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch pos"]:
-    return torch.arange(q.shape[2], device=q.device) < lengths.to(q.device)[:, None]
-
-
-def _checked_lengths(q: Tensor, lengths: Any) -> Int[Tensor, " batch"]:
+def _real(q: Any, lengths: Any) -> Bool[Tensor, "batch pos"]:
+    """The positions that are not padding, from checked lengths."""
     if not isinstance(q, Tensor) or q.ndim != 4:
         raise OptionError(f"q is {_kind(q)}; give floating-point numbers [batch, head, pos, d_head]")
     batch, length = q.shape[0], q.shape[2]
     made = torch.full((batch,), length) if lengths is None else torch.as_tensor(lengths)
     if tuple(made.shape) != (batch,) or made.is_floating_point() or int(made.min()) < 1 or int(made.max()) > length:
         raise OptionError(f"lengths={lengths!r}: give a whole number from 1 to {length} for each of {batch} sequences")
-    return made
+    return torch.arange(length, device=q.device) < made.to(q.device)[:, None]
 
 
 def _kind(given: Any) -> str:
@@ -171,7 +172,7 @@ def _kind(given: Any) -> str:
 
 
 def _check_shapes(
-    q: Tensor, k: Tensor, v: Tensor | None, of_heads: Mapping[str, Tensor | None], masks: Mapping[str, Tensor | None]
+    q: Tensor, k: Tensor, v: Tensor | None, scores: AttentionScores, masks: Mapping[str, Tensor | None]
 ) -> None:
     batch, heads, length, width = q.shape
     for name, given in (("q", q), ("k", k), ("v", k if v is None else v)):
@@ -184,7 +185,7 @@ def _check_shapes(
         )
     if v is not None and v.shape[:3] != k.shape[:3]:
         raise OptionError(f"v is {tuple(v.shape)} and k {tuple(k.shape)}; only the last axis may differ")
-    for name, numbers in of_heads.items():
+    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
         if numbers is not None and tuple(numbers.shape) != (heads,):
             raise OptionError(f"{name} is {_kind(numbers)}; give one number for each of {heads} heads")
     for name, mask in masks.items():
@@ -192,13 +193,7 @@ def _check_shapes(
             raise OptionError(f"{name} is {_kind(mask)}; give torch.bool ({batch}, {length})")
 
 
-def _check_options(
-    v: Tensor | None, segments: Mapping[str, Tensor] | None, window: Any, softcap: Any, statistics: Any
-) -> None:
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise OptionError(f"window={window!r}: give a number of keys, at least 1, or None for all")
-    if softcap is not None and not softcap > 0:
-        raise OptionError(f"softcap={softcap!r}: give a bound above 0, or None")
+def _check_statistics(statistics: Any, v: Tensor | None, segments: Mapping[str, Tensor] | None) -> None:
     known = get_args(Statistic)
     if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
         raise OptionError(f"statistics={statistics!r}: give a list of {', '.join(map(repr, known))}")

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Captures, PairedRows, Quantity, Sums
+from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, PairAnalysis, PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.batch_values import measure_batch
-from mechattn.engine.check import (
-    check_captures,
-    check_interventions,
-    check_sequences,
-    check_side,
-    check_variants,
-    made_sequences,
-    with_baseline,
-)
+from mechattn.engine.batch_values import LayerValues, measure_batch
+from mechattn.engine.check import check_captures, check_side, checked_sequences, with_baseline
 from mechattn.engine.forward import chosen_forward
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import affine as fn
@@ -29,16 +22,14 @@ from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.interventions.transplant import KeysValues
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel
+from mechattn.model.heads import is_latent
+from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.lock import alone
-from mechattn.model.model_facts import facts_of
-from mechattn.model.patch.head_outputs import ChangeZ, changing_z
-from mechattn.model.patch.keys_values import Part
-from mechattn.model.split_heads import is_latent
+from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.sequences import Batch, Sequence, pad_right
+from mechattn.prompts.sequences import Batch, pad_right
 
 
 @alone
@@ -67,23 +58,15 @@ def record_affine(
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(as_hooked(model))
-    _check_values(model)
+    about = facts_of(model)
+    if why := None if about is None or about.report is None else about.report.limited.get("values"):
+        raise ModelError(
+            f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
+        )
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
-    windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
-    forward, _ = chosen_forward(model, "auto", [_AffineParts()])
-    named = with_baseline({"with tokens": condition})
-    sequences = made_sequences(named, prompts, model, seed)
-    for prompt, made in zip(prompts, sequences, strict=True):
-        check_sequences(prompt, made, named, [_AffineParts()], model)
-        if not made["with tokens"].inserted.any():
-            raise OptionError(f"{condition} inserts nothing into prompt {prompt.id}, so nothing can be recorded")
-    check_variants(model, sequences)
-    check_interventions(model, [prompt.id for prompt in prompts], sequences)
     recorded: dict[str, dict[int, Affine]] = {}
-    for prompt, made in zip(prompts, sequences, strict=True):
-        batch = pad_right(list(made.values()), [(0, name) for name in made], 0)
-        (values,) = measure_batch(model, batch, forward, windows, [_AffineParts()], [prompt.id])
+    for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
         recorded[prompt.id] = {
             layer: Affine(parts["scale"][1, :, original], parts["shift"][1, :, original])
@@ -93,37 +76,40 @@ def record_affine(
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
 
-def _check_values(model: HookedModel) -> None:
-    """Check that z equals pattern · v, since λ and Σσ are computed from the latter and applied to the former."""
-    about = facts_of(model)
-    why = None if about is None or about.report is None else about.report.limited.get("values")
-    if why:
-        raise ModelError(
-            f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
-        )
+def _passes(
+    model: HookedModel, prompts: Seq[Prompt], condition: Condition, analysis: Analysis, layers: Seq[int], seed: int,
+    segment: str = "inserted",
+) -> Iterator[tuple[Prompt, Batch, LayerValues]]:  # fmt: skip
+    """Measure one prompt at a time under a condition, beside its baseline if the analysis compares the two."""
+    check_captures(model, [analysis], layers)
+    forward, _ = chosen_forward(model, "auto", [analysis])
+    windows = {layer: hooks.attention_window(model, layer) for layer in layers}
+    named = with_baseline({"recorded": condition})
+    sequences = checked_sequences(named, prompts, model, seed, [analysis])
+    for prompt, made in zip(prompts, sequences, strict=True):
+        if not made["recorded"].of_segment(segment).any():
+            raise OptionError(
+                f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be recorded"
+            )
+    rows = list(named) if isinstance(analysis, PairAnalysis) else ["recorded"]
+    for prompt, made in zip(prompts, sequences, strict=True):
+        batch = pad_right([made[name] for name in rows], [(0, name) for name in rows], 0)
+        (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
+        yield prompt, batch, values
 
 
-class _AffineParts:
+class _AffineParts(AnalysisBase):
     """An analysis that keeps λ and Σσ of every query."""
 
     name = "affine_parts"
-    options: Mapping[str, Any] = {}
     quantities: Mapping[str, Quantity] = {
         "scale": Quantity(("head", "key"), "probability", "lambda of each query", no_null="recorded"),
         "shift": Quantity(("head", "key", "d_head"), "value norm", "shift of each query", no_null="recorded"),
     }
 
-    def problem(self, sequence: Sequence) -> str | None:
-        return None
-
-    def start(self, batch: Batch, heads: int) -> Sums:
-        return {}
-
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         inserted = rows.batch.inserted[:, rows.keys]
-        parts = fn.split(
-            rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline
-        )  # fmt: skip
+        parts = fn.split(rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline)
         for name in ("scale", "shift"):
             made = getattr(parts, name)
             sums[name] = torch.cat([sums[name], made], 2) if name in sums else made
@@ -167,24 +153,8 @@ def record_keys_values(
         raise ModelError(f"{model.cfg.model_name} has no attention, so there are no keys and values")
     if latent := [layer for layer in chosen if is_latent(model, layer)]:
         raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})")
-    analysis = _KeysValues()
-    check_captures(model, [analysis], chosen)
-    forward, _ = chosen_forward(model, "auto", [analysis])
-    windows = {layer: hooks.attention_window(model, layer) for layer in chosen}
-    named = with_baseline({"recorded": condition})
-    sequences = made_sequences(named, prompts, model, seed)
-    for prompt, made in zip(prompts, sequences, strict=True):
-        check_sequences(prompt, made, named, [analysis], model)
-        if not made["recorded"].of_segment(segment).any():
-            raise OptionError(
-                f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be recorded"
-            )
-    check_variants(model, sequences)
-    check_interventions(model, [prompt.id for prompt in prompts], sequences)
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    for prompt, made in zip(prompts, sequences, strict=True):
-        batch = pad_right([made["recorded"]], [(0, "recorded")], 0)
-        (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
+    for prompt, batch, values in _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment):
         where = batch.of_segment(segment)[0]
         found[prompt.id] = {
             layer: {part: seen[part][0, where] for part in ("k", "v")} for layer, seen in values.items()
@@ -192,21 +162,14 @@ def record_keys_values(
     return KeysValues(found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}")
 
 
-class _KeysValues:
+class _KeysValues(AnalysisBase):
     """An analysis that keeps keys and values right after their projection."""
 
     name = "keys_values"
-    options: Mapping[str, Any] = {}
     captures = ("attn.hook_k", "attn.hook_v")
     quantities: Mapping[str, Quantity] = {
         part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded") for part in ("k", "v")
     }
-
-    def problem(self, sequence: Sequence) -> str | None:
-        return None
-
-    def start(self, batch: Batch, heads: int) -> Sums:
-        return {}
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         for part, name in zip(("k", "v"), self.captures, strict=True):
@@ -233,19 +196,16 @@ def head_means(
     sums: dict[int, Tensor] = {}
     tokens = 0
 
-    def add(layer: int) -> ChangeZ:
-        def look(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-            total = z.detach().double().sum((0, 1))
-            sums[layer] = sums[layer] + total if layer in sums else total
-            return z
-
-        return look
+    def look(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+        total = z.detach().double().sum((0, 1))
+        sums[layer] = sums[layer] + total if layer in sums else total
+        return z
 
     device = next(model.parameters()).device
     sequences = [Baseline().apply(prompt, model) for prompt in prompts]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         check_side(prompt, {BASELINE: sequence}, model)
-    with changing_z(model, {layer: add(layer) for layer in chosen}):
+    with changing_z(model, {layer: partial(look, layer) for layer in chosen}):
         for read in (sequence.tokens for sequence in sequences):
             tokens += len(read)
             hooks.forward_to(model, read[None].to(device), max(chosen), [])

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.engine.batch_values import LayerValues, measure_batch
+from mechattn.engine.batches import Cost, batch_plan, in_halves
 from mechattn.engine.check import (
     check_captures,
-    check_interventions,
     check_read,
-    check_sequences,
-    check_variants,
-    made_sequences,
+    checked_sequences,
     sides_of,
     with_baseline,
     with_names,
 )
-from mechattn.engine.collect import Collector, Positions
-from mechattn.engine.describe import described, sequences_dataset
+from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
 from mechattn.engine.forward import (
     Engine,
     Forward,
@@ -35,21 +31,41 @@ from mechattn.engine.forward import (
     forward_through_hooks,
     position_width,
 )
-from mechattn.engine.plan import Cost, batch_plan, memory_bytes
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import OptionError
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import as_hooked
 from mechattn.model.lock import alone
 from mechattn.model.score_terms import BlindScores, blind_scores
+from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
-from mechattn.prompts.similar_prompts import warn_of_likeness
-from mechattn.results.result import Result
+from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.stats.random_draws import FEWEST_DRAWS
 
-Fitting = TypeVar("Fitting")
-_CPU = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of :func:`mechattn.run`, which explains them; a :class:`mechattn.Job` takes them as one object.
+
+    Raises:
+        OptionError: An option cannot be used with any model.
+    """
+
+    layers: Iterable[int] | int | None = None
+    seed: int = 0
+    positions: Positions = "moments"
+    memory: str = MEMORY
+    engine: Engine = "auto"
+
+    def __post_init__(self) -> None:
+        memory_bytes(self.memory)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise OptionError(f"seed={self.seed!r}: give a whole number")
+        for name, known in (("positions", Positions), ("engine", Engine)):
+            if getattr(self, name) not in get_args(known):
+                raise OptionError(f"{name}={getattr(self, name)!r}: choose {', '.join(map(repr, get_args(known)))}")
 
 
 @alone
@@ -62,11 +78,8 @@ def run(
     layers: Iterable[int] | int | None = None,
     seed: int = 0,
     positions: Positions = "moments",
-    memory: str = "2GiB",
+    memory: str = MEMORY,
     engine: Engine = "auto",
-    progress: bool = True,
-    places: Seq[int] | None = None,
-    paths: bool = False,
 ) -> Result:
     """Measure attention on every prompt under every condition and the baseline.
 
@@ -83,10 +96,6 @@ def run(
         engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "fused" takes
             sums over queries from two calls of a fused kernel, for analyses that need no rows; "hooks" reduces each
             layer's pattern from TransformerLens's hooks; "auto" streams if that gives the model's own numbers.
-        progress: Show a progress bar if the run takes longer than two seconds.
-        places: If these prompts are part of a larger set: the index of each in that set, used to order results when
-            parts are merged.
-        paths: Record the full path of a checkpoint's directory in the provenance, not only its name.
 
     Returns:
         A result with one dataset per analysis, and "sequences", the tokens that the model read.
@@ -95,21 +104,10 @@ def run(
         MechattnError: An argument cannot be used. Raised before the first forward pass, except for invalid attention
             (NaN, a wrong mask), which is found at the first batch with it.
     """
-    plan = make_plan(
-        model,
-        conditions,
-        analyses,
-        layers=layers,
-        seed=seed,
-        positions=positions,
-        memory=memory,
-        engine=engine,
-        paths=paths,
-    )
+    plan = make_plan(model, conditions, analyses, RunOptions(layers, seed, positions, memory, engine))
     prompts = as_prompts(prompts)
-    places = _checked_places(places, len(prompts))
     sequences = plan.sequences(prompts)
-    return plan.calibrated(prompts).result(prompts, sequences, places, progress=progress)
+    return plan.calibrated(prompts).result(prompts, sequences, range(len(prompts)))
 
 
 Sequences = list[dict[str, Sequence]]
@@ -123,21 +121,14 @@ class Plan:
     conditions: Mapping[str, Condition]
     analyses: Seq[Analysis]
     layers: list[int]
-    seed: int
-    positions: Positions
-    memory: str
-    engine: Engine
-    paths: bool = False
+    options: RunOptions
+    paths: bool
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
-        named = dict(self.conditions)
-        made = made_sequences(named, prompts, self.model, self.seed)
+        made = checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
         for prompt, sequences in zip(prompts, made, strict=True):
-            check_sequences(prompt, sequences, named, self.analyses, self.model)
             check_read(prompt, sequences)
-        check_interventions(self.model, [prompt.id for prompt in prompts], made)
-        check_variants(load_model(self.model), made)  # verified again if another model was made since
         return made
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
@@ -147,7 +138,7 @@ class Plan:
             a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
         ]
         check_captures(self.model, found, self.layers)
-        forward, why = chosen_forward(self.model, self.engine, found)
+        forward, why = chosen_forward(self.model, self.options.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
 
 
@@ -167,16 +158,19 @@ class Run:
     why: str
     blind: BlindScores
 
-    def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int], *, progress: bool = True) -> Result:
-        """Run the model on some prompts, whose sequences were made by :meth:`Plan.sequences`."""
+    def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
+        """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
+        from tqdm.auto import tqdm
+
         begun = time.monotonic()
-        plan, ids = self.plan, [prompt.id for prompt in prompts]
+        plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
         square = self.forward is forward_through_hooks
         cost = Cost(plan.model.cfg.n_heads, position_width(plan.model), square)
         lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
-        collectors = [Collector(a, ids, list(plan.conditions), plan.layers, plan.positions) for a in plan.analyses]
+        collectors = [Collector(a, ids, list(plan.conditions), plan.layers, options.positions) for a in plan.analyses]
         halved = []
-        for indices in _progress(batch_plan(lengths, cost, plan.memory, sides), progress):
+        batches = batch_plan(lengths, cost, options.memory, sides)
+        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):  # one of several chunks goes
             measured, too_large = in_halves(indices, lambda some: self._measured(some, sequences, ids))
             halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
             for batch, values in measured:
@@ -185,14 +179,16 @@ class Run:
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
         about = described(plan.model, prompts, plan.conditions, sequences[0], plan.analyses, plan.layers, plan.paths)
-        about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": plan.seed}
-        about |= {"memory": plan.memory, "positions": plan.positions, "halved": halved}
+        about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
+        about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
 
     def _measured(self, indices: Seq[int], sequences: Sequences, ids: list[str]) -> tuple[Batch, list[LayerValues]]:
         """The batch of some prompts, and the values of each analysis."""
         plan = self.plan
-        batch = _batch(plan.model, sequences, indices)
+        rows = [(index, name) for index in indices for name in sequences[index]]
+        pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
+        batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
         windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
         return batch, measure_batch(plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind)
 
@@ -201,76 +197,57 @@ def make_plan(
     model: Any,
     conditions: Mapping[str, Condition] | None = None,
     analyses: Seq[Analysis] | Analysis | None = None,
+    options: RunOptions = RunOptions(),
     *,
-    layers: Iterable[int] | int | None = None,
-    seed: int = 0,
-    positions: Positions = "moments",
-    memory: str = "2GiB",
-    engine: Engine = "auto",
     paths: bool = False,
 ) -> Plan:
-    """The arguments of ``run`` except the prompts, checked."""
+    """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
     model = as_hooked(model)
-    memory_bytes(memory)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise OptionError(f"seed={seed!r}: give a whole number")
-    chosen = hooks.chosen_layers(model, layers)
-    named, looked = with_baseline(conditions), with_names(analyses)
-    if positions not in ("moments", "prompts"):
-        raise OptionError(f'positions={positions!r}: choose "moments" or "prompts"')
-    return Plan(model, named, looked, chosen, seed, positions, memory, engine, paths)
+    chosen = hooks.chosen_layers(model, options.layers)
+    return Plan(model, with_baseline(conditions), with_names(analyses), chosen, options, paths)
 
 
-def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
-    """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
-    measured, too_large, waiting = [], [], [list(indices)]
-    while waiting:
-        some = waiting.pop(0)
-        try:
-            measured.append(measure(some))
-            continue
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        # Outside the except block, where the error no longer keeps the tensors of the pass alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(some) == 1:
-            raise ModelError(
-                f"a batch of prompt number {some[0]} alone with all its conditions does not fit in memory ({reason}); "
-                f"use fewer conditions per run, a shorter prompt, or a machine with more memory"
-            )
-        too_large.append(len(some))
-        waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
-    return measured, too_large
+def run_random(
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    conditions: Mapping[str, Condition] | None = None,
+    analyses: Seq[Analysis] | Analysis | None = None,
+    *,
+    draws: int = 20,
+    kind: Kind = "initialised",
+    seed: int = 0,
+    **options: Any,
+) -> list[Result]:
+    """Repeat ``run`` on several models with random weights, for ``result.compare(…, random=…)``.
 
+    One random model is held at a time, in addition to the given one; each run costs as much as the original run.
 
-def is_out_of_memory(error: Any) -> bool:
-    """Whether a device or the machine had no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _CPU)
+    Args:
+        model: As for ``run``; "shuffled" uses its weights, and both kinds use its configuration and tokenizer.
+        prompts: As in the original run.
+        conditions: As in the original run.
+        analyses: As in the original run.
+        draws: The number of random models, at least 3. With 20, one head alone can have q_random < 0.05; with 3, only
+            several heads together can (7 of 32), as ``table.attrs["resolution_random"]`` says.
+        kind: "initialised" or "shuffled"; see ``random_weights``.
+        seed: As in the original run, for the conditions' draws; draw i has the weights of seed + i.
+        **options: Other options of ``run``, such as ``layers``.
 
+    Raises:
+        OptionError: There are fewer than 3 draws, or there is no such kind.
+        MechattnError: The model's weights cannot be redrawn, or ``run`` raises an error.
 
-def _batch(model: HookedModel, sequences: Sequences, indices: Seq[int]) -> Batch:
-    rows = [(index, name) for index in indices for name in sequences[index]]
-    pad = getattr(model.tokenizer, "pad_token_id", None) or 0
-    return pad_right([sequences[index][name] for index, name in rows], rows, pad)
-
-
-def _progress(batches: list[list[int]], show: bool) -> Iterable[list[int]]:
-    from tqdm.auto import tqdm
-
-    return tqdm(batches, desc="prompts", unit="batch", delay=2, disable=not show)
-
-
-def _checked_places(places: Seq[int] | None, prompts: int) -> Seq[int]:
-    """The indices of the prompts in a larger set; by default in this set."""
-    if places is None:
-        return range(prompts)
-    if len(places) != prompts or list(places) != sorted({int(place) for place in places}) or min(places) < 0:
+    Source:
+        arXiv:2512.18792.
+    """
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < FEWEST_DRAWS:
         raise OptionError(
-            f"places: give the index of each of the {prompts} prompts in the whole set, in increasing order"
+            f"draws={draws!r}: give a whole number of random models, at least {FEWEST_DRAWS}; heads are compared with "
+            f"their spread"
         )
-    return places
+    check_draw(kind, seed)
+    model = as_hooked(model)
+    return [
+        run(random_weights(model, kind, seed + i), prompts, conditions, analyses, seed=seed, **options)
+        for i in range(draws)
+    ]

@@ -1,4 +1,4 @@
-"""The file of one run's answers, written as they are generated, which a later call can resume."""
+"""The file of one run's answers, JSON lines, written as they are generated, which a later call can resume."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.lines import as_lines
+from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
 Key = tuple[str, str, int]
 _KINDS = {

@@ -63,5 +63,5 @@ def trend(
     if BASELINE in names:
         raise OptionError('"baseline" has no change from itself; name the other conditions, in the order of their dose')
     asked = [Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names]
-    each = [what_is_tested(one, layer)[0] for one in asked]
+    each = [what_is_tested(one, layer).values for one in asked]
     return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)

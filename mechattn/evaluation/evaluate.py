@@ -1,14 +1,18 @@
-"""Generates and grades answers under every condition; an interrupted run can be resumed."""
+"""Generates and grades answers under every condition; an interrupted run can be resumed. And the baseline's noise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
 from mechattn.engine.check import (
@@ -22,21 +26,34 @@ from mechattn.engine.check import (
 )
 from mechattn.errors import OptionError, PromptError
 from mechattn.evaluation.answer_file import kept
-from mechattn.evaluation.answers import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import Answer, Request, answers, native_of, refuse_what_cannot_generate
-from mechattn.evaluation.served.answering import Exchanged, Todo, check_room, check_servable, served, tokens_of
-from mechattn.evaluation.served.server import Server, server_given
-from mechattn.model.fingerprint import weights_hash
+from mechattn.evaluation.generate import (
+    Answer,
+    Request,
+    Sampling,
+    SamplingOptions,
+    answers,
+    check_counts,
+    native_of,
+    refuse_what_cannot_generate,
+    sampling_of,
+)
+from mechattn.evaluation.grading import Grader, check_grader, grade, grader_for
+from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
+from mechattn.evaluation.server import Server
+from mechattn.model.checkpoint import UnloadedModel, end_tokens
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.lock import alone
-from mechattn.model.without_weights import UnloadedModel, end_tokens, unloaded
+from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.prompt import MOST, Prompt, as_prompts
+from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.canonical import identity
+from mechattn.results.provenance import identity
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def evaluate(
@@ -44,19 +61,12 @@ def evaluate(
     prompts: Prompt | str | Tensor | Seq[Prompt | str],
     conditions: Mapping[str, Condition] | None = None,
     *,
-    new_tokens: int = 256,
-    samples: int = 1,
-    temperature: float | None = None,
     grader: Grader = "auto",
     batch: int = 32,
     seed: int = 0,
     out: str | Path | None = None,
-    progress: bool = True,
-    server: str | None = None,
-    served_model: str | None = None,
-    server_key: str | None = None,
-    server_timeout: int | float = 600.0,
-    verify_server: bool = True,
+    server: Server | str | None = None,
+    **sampling: Unpack[SamplingOptions],
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition and the baseline.
 
@@ -71,84 +81,144 @@ def evaluate(
             tokenizer is loaded) or a tokenizer is enough; a loaded model is compared with the server.
         prompts: Prompts with a ``solution``, as from ``load_prompts``.
         conditions: Conditions by name, as for ``run``.
-        new_tokens: The longest answer, in tokens; answers that reach it are counted as unfinished.
-        samples: The number of answers to each question.
-        temperature: The sampling temperature; 0 takes the likeliest token. By default 0 for one sample and 1 for
-            several.
         grader: "number", "math" (math-verify), or "auto" to choose by the references.
         batch: The number of sequences (or requests to a server) at a time.
         seed: The seed of all draws.
         out: A .jsonl file to which each answer is added. If it already holds answers of the same run, the run resumes
             where it stopped.
-        progress: Show a bar when it takes longer than two seconds.
-        server: The address of a server with a completions endpoint, such as "http://host:8000/v1".
-        served_model: The name of the model there; by default the only one that it lists.
-        server_key: The name of the environment variable with the server's key.
-        server_timeout: Seconds that an answer from the server may take before it is requested again.
-        verify_server: Refuse a server whose answers differ from the model's; with False, the comparison is only
-            recorded.
+        server: An ``ma.Server``, or the address of one that needs nothing else, such as "http://host:8000/v1".
+        sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are counted as unfinished);
+            ``samples``, the number of answers to each question (1); ``temperature``, where 0 takes the likeliest token
+            (by default 0 for one sample and 1 for several).
 
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.
         ServerError: The server cannot be reached or used, is not the model, or fails; its earlier answers are kept.
     """
-    at = server_given(server, served_model, server_key, server_timeout, verify_server)
-    reader: Any = load_model(as_hooked(model)) if at is None else unloaded(model)
+    if server is not None and not isinstance(server, Server):
+        server = Server(server)
+    reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = with_baseline(conditions)
-    temperature = _temperature(temperature, samples)
-    _check_numbers(new_tokens, samples, batch)
+    how = sampling_of(sampling, seed)
+    check_counts(batch=batch)
     _check_references(prompts, grader)
-    native = native_of(reader) if at is None else None
+    native = native_of(reader) if server is None else None
     sequences = made_sequences(named, prompts, reader, seed)
-    sides = _checked_sides(reader, native, prompts, sequences, new_tokens)
-    about = _about(reader, at, prompts, sequences, named, new_tokens, samples, temperature, grader, seed)
-    about |= {"rope_factors": counted_sides(list(sides.values()))} if sides else {}
+    sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
+    about = {
+        **_about(reader, server, prompts, sequences),
+        **asdict(how),
+        "conditions": {name: identity(condition) for name, condition in named.items()},
+        "grader": grader,
+        **({"rope_factors": counted_sides(list(sides.values()))} if sides else {}),
+    }
     with kept(out, about) as file, ExitStack() as stack:
         todo = [
             (p, name, Request(p.id, made[name], sample))
             for p, made in zip(prompts, sequences, strict=True)
             for name in named
-            for sample in range(samples)
+            for sample in range(how.samples)
             if (p.id, name, sample) not in file.answers
         ]
-        if at is None:
-            came = _generated(reader, native, _batches(todo, batch, sides), new_tokens, temperature, seed, progress)
+        came: Iterator[list[tuple[Todo, Answer, str]]] = iter(())
+        if server is None:
+            came = _generated(reader, native, _batches(todo, batch, sides), how)
         elif todo:
             before = file.about.get("probe")
-            there = stack.enter_context(
-                served(at, reader, prompts, sequences, new_tokens, batch, temperature, seed, before)
-            )
+            there = stack.enter_context(served(server, reader, prompts, sequences, how, batch, before))
             file.note("probe", there.probe.about)
-            came = there.answered(todo, new_tokens, temperature, seed, progress)
-        else:
-            came = iter(())
+            came = there.answered(todo)
         try:
             for some in came:
-                file.add([_answered(*one, answer, text, grader) for one, answer, text in some])
+                file.add([_graded(*one, answer, text, grader) for one, answer, text in some])
         except Exchanged as error:
             file.note("probe", file.about["probe"], without=error.since)
             raise
-        if at is not None and todo:
+        if server is not None and todo:
             file.note("probe", file.about["probe"])
     about |= {"probe": file.about["probe"]} if "probe" in file.about else {}
-    ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(samples)]
+    ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(how.samples)]
     return Evaluation(tuple(ordered), about)
 
 
+@alone
+def baseline_noise(
+    model: Any,
+    prompts: Prompt | str | Seq[Prompt | str],
+    *,
+    batch: int = 32,
+    other_batch: int = 8,
+    other_dtype: str | None = None,
+    **options: Any,
+) -> pd.DataFrame:
+    """Measure how much baseline answers change with the batch size and with the dtype.
+
+    The same problems are answered three times; the second and third runs are compared with the first. Rounding depends
+    on batch size and dtype, and occasionally changes an answer. This is a rate of changes, not a test: an effect beside
+    which as many answers change as here, in both directions, may come from rounding alone.
+
+    Args:
+        model: As for ``evaluate``. For the other dtype a copy of its parameters is held temporarily.
+        prompts: Prompts with a ``solution``.
+        batch: The batch size of the first run.
+        other_batch: The batch size of the second run.
+        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of lower precision.
+        options: Options of ``evaluate``, such as ``new_tokens``.
+
+    Returns:
+        One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar, ``flipped``, the share of
+        answers that became right or wrong, and ``texts``, the share with a different text.
+
+    Raises:
+        OptionError: A repetition has the same batch size or dtype as the first run.
+    """
+    import pandas as pd
+
+    if taken := sorted({"out", "conditions", "server"} & set(options)):
+        raise OptionError(f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition")
+    model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
+    if batch == other_batch or dtype == other_dtype:
+        same = f"batch={batch}" if batch == other_batch else f"dtype {dtype}"
+        raise OptionError(f"{same} in both runs shows no noise; choose another value")
+    known = getattr(torch, other_dtype, None)
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+        raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
+    first = evaluate(model, prompts, batch=batch, **options)
+    rows = [{"repetition": f"{dtype}, batch {batch}", **_row(first, first)}]
+    second = evaluate(model, prompts, batch=other_batch, **options)
+    rows.append({"repetition": f"{dtype}, batch {other_batch}", **_row(second, first)})
+    twin = copy.deepcopy(native_of(model)).to(known)
+    third = evaluate(load_model(twin, tokenizer=model.tokenizer, verify=False), prompts, batch=batch, **options)
+    rows.append({"repetition": f"{other_dtype}, batch {batch}", **_row(third, first)})
+    return pd.DataFrame(rows)
+
+
+def _row(again: Evaluation, first: Evaluation) -> dict[str, float]:
+    compared = again.compare(BASELINE, other=first)
+    flipped = again.right(BASELINE) != first.right(BASELINE)
+    texts = [a.text != b.text for a, b in zip(again.answers, first.answers, strict=True)]
+    shown = {name: compared[name] for name in ("difference", "low", "high", "p", "n")}
+    return {
+        "accuracy": float(again.right(BASELINE).mean()),
+        **shown,
+        "flipped": float(flipped.mean()),
+        "texts": sum(texts) / len(texts),
+    }
+
+
 def _generated(
-    model: HookedModel,
-    native: Any,
-    batches: list[list[Todo]],
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-    progress: bool,
+    model: HookedModel, native: Any, batches: list[list[Todo]], how: Sampling
 ) -> Iterator[list[tuple[Todo, Answer, str]]]:
     """The answers of each batch, with their texts."""
+    from tqdm.auto import tqdm
+
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
-    for some in _progress(batches, progress):
-        written = answers(native, [asked for _, _, asked in some], new_tokens, end, temperature, seed)
+    for some in tqdm(batches, desc="answers", unit="batch", delay=2):
+        asked = [request for _, _, request in some]
+        written = answers(native, asked, how.new_tokens, end, how.temperature, how.seed)
         texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
         yield list(zip(some, written, texts, strict=True))
 
@@ -161,7 +231,7 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
     return [part[i : i + batch] for part in parts.values() for i in range(0, len(part), batch)]
 
 
-def _answered(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     """An answer, graded."""
     graded = grade(text, str(prompt.solution), grader)
     return GradedAnswer(
@@ -176,27 +246,6 @@ def _answered(prompt: Prompt, name: str, asked: Request, answer: Answer, text: s
         finished=answer.finished,
         logprob=answer.logprob,
     )
-
-
-def _temperature(temperature: float | None, samples: int) -> float:
-    """As given, or the default."""
-    if temperature is None:
-        return 0.0 if samples == 1 else 1.0
-    if not 0 <= temperature < float("inf"):
-        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0")
-    if temperature == 0 and samples > 1:
-        raise OptionError(
-            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
-        )
-    return float(temperature)
-
-
-def _check_numbers(new_tokens: int, samples: int, batch: int) -> None:
-    for name, value in (("new_tokens", new_tokens), ("samples", samples), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
-    if samples > MOST:
-        raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
@@ -248,45 +297,17 @@ def _checked_sides(
 
 
 def _about(
-    model: Any,
-    server: Server | None,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
-    named: Mapping[str, Condition],
-    new_tokens: int,
-    samples: int,
-    temperature: float,
-    grader: str,
-    seed: int,
+    model: Any, server: Server | None, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
 ) -> dict[str, Any]:
+    """What answers and prompts come from; of a server also a digest of the tokens, which another tokenizer changes."""
     groups = {p.id: p.group for p in prompts if p.group is not None}
-    return {
-        "model": provenance.name_of(str(model.cfg.model_name)),
-        **(_about_weights(model) if server is None else _about_server(server, sequences)),
-        "prompts": provenance.digest(prompts),
-        "conditions": {name: identity(condition) for name, condition in named.items()},
-        "new_tokens": new_tokens,
-        "samples": samples,
-        "temperature": temperature,
-        "grader": grader,
-        "seed": seed,
-        "versions": provenance.versions(),
-        **({"groups": groups} if len(set(groups.values())) < len(groups) else {}),
-    }
-
-
-def _about_weights(model: HookedModel) -> dict[str, Any]:
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"weights_hash": weights_hash(model), "dtype": dtype}
-
-
-def _about_server(server: Server, sequences: Seq[Mapping[str, Sequence]]) -> dict[str, Any]:
-    """The server, and a digest of all tokens that are sent: with another tokenizer it is another run."""
-    name = None if server.model is None else provenance.name_of(server.model)
-    return {"server": server.address, "served_model": name, "sent": provenance.digest(tokens_of(sequences))}
-
-
-def _progress(batches: list, show: bool) -> Iterable | Iterator:
-    from tqdm.auto import tqdm
-
-    return tqdm(batches, desc="answers", unit="batch", delay=2, disable=not show)
+    about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
+    if server is None:
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        about |= {"weights_hash": weights_hash(model), "dtype": dtype}
+    else:
+        name = None if server.model is None else provenance.name_of(server.model)
+        sent = (sequence.tokens.tolist() for made in sequences for sequence in made.values())
+        about |= {"server": server.address, "served_model": name, "sent": provenance.digest(sent)}
+    about |= {"prompts": provenance.digest(prompts), "versions": provenance.versions()}
+    return about | ({"groups": groups} if len(set(groups.values())) < len(groups) else {})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,11 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.answer_units import share_interval, units_of, within
-from mechattn.evaluation.lines import as_lines, replaceable
+from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.stats.accuracy import best_of_k, distinct_ngrams, paired_accuracy, pass_at_k
-from mechattn.stats.intervals import t_interval
-from mechattn.stats.paired import paired
+from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k
+from mechattn.stats.random_draws import false_discovery
+from mechattn.stats.shares import share_interval
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
 
@@ -90,11 +90,11 @@ class Evaluation:
         return self._each(condition, lambda answer: answer.right).astype(bool)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Accuracy of each condition with Wilson's interval; for several samples, a t interval over problems.
+        """Accuracy of each condition with Wilson's interval; for several samples, a score interval over problems.
 
         If prompts share groups (``Prompt.group``; more than about one in twenty), the accuracy is the mean over groups
-        of each group's accuracy, with a t interval over groups; ``unit="prompt"`` uses single problems.
-        ``table.attrs["unit"]`` names the unit of n.
+        of each group's accuracy, with a score interval over groups; ``unit="prompt"`` uses single problems. The score
+        interval doesn't shrink to a point where all are right. ``table.attrs["unit"]`` names the unit of n.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).
@@ -105,7 +105,7 @@ class Evaluation:
         rows = []
         for name in self.conditions:
             right = self.right(name)
-            share = share_interval(right, units, level)
+            share = share_interval(units.means(right.mean(1)), level)
             some = [a for a in self.answers if a.condition == name]
             rows.append(
                 {
@@ -129,10 +129,9 @@ class Evaluation:
         """Compare the accuracy of two conditions on the same problems, as a difference.
 
         With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
-        With several: each problem's fraction of right answers, with a t interval and a sign-flip test over problems.
-        With groups of prompts: the same for the groups' means, since McNemar's test assumes independent problems. Then
-        n counts groups, and the interval is NaN if all groups have the same difference, since a t interval would have
-        zero width.
+        With several: each problem's fraction of right answers, with a t interval (wider where few problems differ, so
+        that it doesn't shrink to a point) and a sign-flip test over problems. With groups of prompts: the same for the
+        groups' means, since McNemar's test assumes independent problems. Then n counts groups.
 
         Args:
             condition: A condition.
@@ -143,29 +142,32 @@ class Evaluation:
         Raises:
             OptionError: There is no such condition, the problems differ, or there are too few groups.
         """
-        other = other or self
-        if self._problems() != other._problems():
-            raise OptionError("the two evaluations have different problems, but a comparison is by problem")
-        first, second = self.right(condition), other.right(to)
-        place = {prompt: i for i, prompt in enumerate(other._problems())}
-        second = second[[place[prompt] for prompt in self._problems()]]  # a file may hold them in another order
-        units = units_of(self, unit)
-        if units.of is None and first.shape[1] == second.shape[1] == 1:
-            return asdict(paired_accuracy(first[:, 0], second[:, 0]))
-        made = paired(units.means(first.mean(1) - second.mean(1)))
-        one = first.shape[1] == second.shape[1] == 1
-        point = units.of is not None and np.isnan(made.effect_size)  # all groups differ alike: no t interval
-        return {
-            "difference": float(made.difference),
-            "low": float("nan") if point else float(made.low),
-            "high": float("nan") if point else float(made.high),
-            "p": float(made.p),
-            **(
-                {"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())} if one else {}
-            ),
-            "n": made.n,
-            "detectable": float(made.detectable),
-        }
+        return compared(self, condition, to, other or self, unit)
+
+    def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
+        """Compare every other condition with one, as one family of tests: the rows of :meth:`compare`, and q over them.
+
+        If the best of several conditions is what you look for, each is a chance to find it. ``ma.adjust`` takes these
+        tables too, for a family over several evaluations.
+
+        Args:
+            to: The condition to compare with.
+            unit: As for :meth:`compare`.
+
+        Raises:
+            OptionError: As for :meth:`compare`, or there is no other condition.
+
+        Source:
+            Benjamini and Hochberg 1995.
+        """
+        import pandas as pd
+
+        names = [name for name in self.conditions if name != to]
+        if not names:
+            raise OptionError(f"there is no condition other than {to!r} to compare with it")
+        table = pd.DataFrame([{"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names])
+        table.insert(table.columns.get_loc("p") + 1, "q", false_discovery(table.p.to_numpy()))
+        return table
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
         """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
@@ -204,7 +206,7 @@ class Evaluation:
         }
 
     def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The probability that one of k answers is right, by condition and k, with a t interval over problems.
+        """The probability that one of k answers is right, by condition and k, with an interval over problems.
 
         ``unit`` as for :meth:`accuracy`.
 
@@ -214,7 +216,7 @@ class Evaluation:
         return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit)
 
     def best_of(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The probability that the likeliest of k answers is right, by condition and k, with a t interval.
+        """The probability that the likeliest of k answers is right, by condition and k, with an interval.
 
         The likeliest answer has the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs
         no reference; ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
@@ -235,24 +237,21 @@ class Evaluation:
         return self._by_samples(k, values, level, unit)
 
     def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The fraction of distinct n-grams among all n-grams of a question's answers, with a t interval over questions.
+        """The fraction of distinct n-grams among all n-grams of a question's answers, with an interval over questions.
 
         ``unit`` as for :meth:`accuracy`.
         """
-        import pandas as pd
-
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise OptionError(f"n={n!r}: give the length of the n-grams, at least 1")
-        rows = []
-        for name in self.conditions:
+
+        def values(name: str) -> np.ndarray:
             by_prompt: dict[str, list[tuple[int, ...]]] = {}
             for a in self.answers:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
-            values = [distinct_ngrams(by_prompt[prompt], n) for prompt in self._problems() if prompt in by_prompt]
-            made = within(t_interval(units_of(self, unit).means(np.array(values)), level))
-            rows.append({"condition": name, "n": n, **{key: float(v) for key, v in made._asdict().items()}})
-        return pd.DataFrame(rows)
+            return np.array([distinct_ngrams(by_prompt[p], n) for p in self._problems() if p in by_prompt])
+
+        return self._intervals((({"condition": name, "n": n}, values(name)) for name in self.conditions), level, unit)
 
     def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
         """Apply a function to each answer of a condition [problem, sample]."""
@@ -269,16 +268,22 @@ class Evaluation:
     def _by_samples(
         self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float, unit: Unit
     ) -> pd.DataFrame:
+        several: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
+        for each in several:
+            if isinstance(each, bool) or not isinstance(each, int):
+                raise OptionError(f"k={each!r}: give whole numbers of answers")
+        asked = ((name, each) for name in self.conditions for each in several)
+        return self._intervals((({"condition": name, "k": k}, values(name, k)) for name, k in asked), level, unit)
+
+    def _intervals(self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit) -> pd.DataFrame:
+        """A row for each array of values over problems, with an interval within 0 and 1."""
         import pandas as pd
 
-        rows = []
-        for name in self.conditions:
-            for each in [k] if isinstance(k, (int, float, str)) else k:
-                if isinstance(each, bool) or not isinstance(each, int):
-                    raise OptionError(f"k={each!r}: give whole numbers of answers")
-                made = within(t_interval(units_of(self, unit).means(values(name, each)), level))._asdict()
-                rows.append({"condition": name, "k": each, **{n: float(v) for n, v in made.items()}})
-        return pd.DataFrame(rows)
+        units, made = units_of(self, unit), []
+        for names, values in rows:
+            interval = share_interval(units.means(values), level)._asdict()
+            made.append({**names, **{name: float(value) for name, value in interval.items()}})
+        return pd.DataFrame(made)
 
     def mediation(
         self,
@@ -304,8 +309,6 @@ class Evaluation:
             level: The level of the intervals.
             unit: As for :meth:`compare`.
         """
-        from mechattn.evaluation.mediation import mediation
-
         return mediation(self, total, through, resamples, seed, level, unit)
 
     def follows(
@@ -323,14 +326,12 @@ class Evaluation:
             unit: As for :meth:`accuracy`.
 
         Returns:
-            "followed" with "low" and "high" (Wilson's, or t over groups); "kept", the fraction that kept their own
-            answer; "by_chance", how often the answer is that of an unrelated prompt; "n"; "alike".
+            "followed" with "low" and "high" (a score interval); "kept", the fraction that kept their own answer;
+            "by_chance", how often the answer is that of an unrelated prompt; "n"; "alike".
 
         Raises:
             OptionError: There is no such condition, there are several answers per problem, or a donor has no answer.
         """
-        from mechattn.evaluation.answers_following import follows
-
         return follows(self, condition, donors, without, level, unit)
 
     def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
@@ -358,7 +359,7 @@ class Evaluation:
         """
         path = Path(path)
         check_writable(path)
-        if not replaceable(path):
+        if not _replaceable(path):
             raise OutputError(f"{path} exists and is not an evaluation; give another name, or move the file")
         text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
@@ -371,3 +372,22 @@ class Evaluation:
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object per line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether the path is free, or holds an evaluation, judged by its first line."""
+    if not path.exists():
+        return True
+    try:
+        if not path.is_file():
+            return False
+        with open(path, "rb") as stored:
+            first = stored.readline()
+        return not first or set(json.loads(first)) == {"provenance"}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False

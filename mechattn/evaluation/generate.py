@@ -7,20 +7,65 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
+from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.lock import alone
-from mechattn.model.model_facts import facts_of
+from mechattn.prompts.prompt import MOST
 from mechattn.prompts.sequences import PADDING, Sequence
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How answers are sampled, as arguments of ``evaluate``."""
+
+    new_tokens: int
+    samples: int
+    temperature: float | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled: how long and how many they are, at which temperature, and the seed of the draws."""
+
+    new_tokens: int
+    samples: int
+    temperature: float
+    seed: int
+
+
+def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
+    """The options with their defaults, checked."""
+    if unknown := [name for name in options if name not in SamplingOptions.__annotations__]:
+        raise TypeError(f"evaluate() got an unexpected keyword argument {unknown[0]!r}")
+    new_tokens, samples = options.get("new_tokens", 256), options.get("samples", 1)
+    check_counts(new_tokens=new_tokens, samples=samples)
+    if samples > MOST:
+        raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
+    temperature = options.get("temperature")
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 1.0
+    if not 0 <= temperature < float("inf"):
+        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0")
+    if temperature == 0 and samples > 1:
+        raise OptionError(
+            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
+        )
+    return Sampling(new_tokens, samples, float(temperature), seed)
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse anything but whole numbers from 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
 
 @dataclass(frozen=True)

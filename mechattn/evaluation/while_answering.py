@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from mechattn.analysis.segment_flow import SegmentFlow
+from mechattn.analysis.received_attention import SegmentFlow
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import with_baseline
 from mechattn.engine.run import run
@@ -188,7 +188,6 @@ def while_answering(
     predicting: bool = False,
     layers: Seq[int] | int | None = None,
     seed: int = 0,
-    progress: bool = True,
 ) -> WhileAnswering:
     """Measure a model's attention while it writes its own answers, under each condition of an evaluation.
 
@@ -206,7 +205,6 @@ def while_answering(
         predicting: Measure the queries that predict the answer's tokens.
         layers: The layers, from 0; all by default.
         seed: The seed of the conditions' draws: that of the evaluation.
-        progress: Show a progress bar.
 
     Raises:
         OptionError: A condition or a prompt was not evaluated.
@@ -220,7 +218,7 @@ def while_answering(
     unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
     if unknown:
         raise OptionError(f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation")
-    measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed, progress=progress)
+    measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
     measured = [_measured(measure, evaluation, prompts, name, condition) for name, condition in named.items()]
     flow, uniform, right, tokens, read = zip(*measured, strict=True)
     flows, nulls, verdicts, lengths = (dict(zip(named, part, strict=True)) for part in (flow, uniform, right, tokens))

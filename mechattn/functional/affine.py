@@ -16,21 +16,16 @@ class Split:
     """The exact decomposition of each head's output [batch head query d_head] under inserted tokens.
 
     ``output = scale · before + shift + rerouting + new_values``
-
-    Args:
-        output: The output with the inserted tokens, before W_O.
-        before: The output of the same query without them.
-        scale: What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``.
-        shift: Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``.
-        rerouting: ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed.
-        new_values: ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed.
     """
 
-    output: Float[Tensor, "batch head query d_head"]
-    before: Float[Tensor, "batch head query d_head"]
+    output: Float[Tensor, "batch head query d_head"]  # the output with the inserted tokens, before W_O
+    before: Float[Tensor, "batch head query d_head"]  # the output of the same query without them
+    # What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``
     scale: Float[Tensor, "batch head query"]
-    shift: Float[Tensor, "batch head query d_head"]
+    shift: Float[Tensor, "batch head query d_head"]  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
+    # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed
     rerouting: Float[Tensor, "batch head query d_head"]
+    # ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed
     new_values: Float[Tensor, "batch head query d_head"]
 
     @property

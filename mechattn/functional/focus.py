@@ -1,9 +1,11 @@
-"""Per-query statistics of how attention spreads over keys, for a block of rows or a whole pattern."""
+"""Per-query statistics of how attention spreads over keys: maxima, entropy, distance, repeats, bands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -102,3 +104,88 @@ def shift(
     ``shift[q] = Σ_{k in segment} A[q, k] v[k]``, before the output projection.
     """
     return mix(pattern, v * member[:, None, :, None])
+
+
+def repeated_mass(
+    pattern: Float[Tensor, "batch head query key"],
+    tokens: Int[Tensor, "batch pos"],
+    after: int = 0,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> Float[Tensor, "batch head query"]:
+    """Each query's attention to positions ``after`` tokens behind earlier occurrences of its own token.
+
+    ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
+    ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
+
+    Source:
+        "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own position.
+    """
+    queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
+    keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
+    same = tokens[:, queries, None] == tokens[:, None, (keys - after).clamp(min=0)]
+    there = same & (keys < queries[:, None]) & (keys >= after)
+    return masked_mass(pattern, there) if pattern.is_cuda else looked_up_mass(pattern, there)
+
+
+def masked_mass(
+    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
+) -> Float[Tensor, "batch head query"]:
+    """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
+    return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
+
+
+def looked_up_mass(
+    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
+) -> Float[Tensor, "batch head query"]:
+    """The same, by looking up only these keys: for a CPU, as there are few of them in a text."""
+    row, query, key = there.nonzero(as_tuple=True)
+    mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
+    mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)
+    return mass.transpose(1, 2)
+
+
+def has_repeat(tokens: Int[Tensor, "batch pos"], after: int = 0) -> Bool[Tensor, "batch pos"]:
+    """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
+    places = torch.arange(tokens.shape[-1], device=tokens.device)
+    ordered, order = tokens.sort(dim=-1, stable=True)
+    is_new = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1)
+    start = torch.where(is_new, places, 0).cummax(-1).values
+    first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
+    return first + after < places
+
+
+def band_edges(bands: int) -> tuple[int, ...]:
+    """The first distance of each band, and the end of the last: 0, 1, 2, 4, 8, …."""
+    return (0, *(2**n for n in range(bands)))
+
+
+def band_mass(
+    pattern: Float[Tensor, "*batch query key"], bands: int, first_query: int = 0, first_key: int = 0
+) -> Float[Tensor, "*batch query {bands}"]:
+    """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4, ….
+
+    ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
+    """
+    queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
+    edges = torch.tensor(band_edges(bands), device=pattern.device)
+    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=_wide(pattern)), (1, 0))
+    ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(0, pattern.shape[-1])
+    at = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
+    return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
+
+
+def near_best(
+    pattern: Float[Tensor, "*batch query key"], shares: Sequence[float]
+) -> Float[Tensor, "*batch query share"]:
+    """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
+
+    In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
+    """
+    best = pattern.amax(-1, keepdim=True)
+    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(_wide(pattern))
+
+
+def _wide(pattern: Tensor) -> torch.dtype:
+    """Convert to float32 at least, for sums of many small numbers."""
+    return torch.promote_types(pattern.dtype, torch.float32)

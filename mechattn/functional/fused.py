@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.grouped_heads import for_each_head
-from mechattn.functional.rows import Attention
+from mechattn.functional.rows import Attention, for_each_head
 
 _MULTIPLE = 8  # kernels need a last axis that is a multiple of this
 _HALF = (torch.float16, torch.bfloat16)
@@ -18,23 +17,14 @@ _NOTHING = -200.0  # stands for log 0; small enough for float16 even after divis
 
 @dataclass(frozen=True)
 class Fused:
-    """A layer's attention from a fused kernel, and the sums over queries that can be computed from it.
+    """A layer's attention from a fused kernel, and the sums over queries that can be computed from it."""
 
-    Args:
-        out: ``Σ_k A[q, k] v[k]``.
-        lse: ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least.
-        own: ``A[q, q]``.
-        q: Queries, with one more coordinate if there is ALiBi.
-        k: Keys for each query head, likewise.
-        scale: The factor of the scores.
-    """
-
-    out: Float[Tensor, "batch head pos d_value"]
-    lse: Float[Tensor, "batch head pos"]
-    own: Float[Tensor, "batch head pos"]
-    q: Float[Tensor, "batch head pos d"]
-    k: Float[Tensor, "batch head pos d"]
-    scale: float
+    out: Float[Tensor, "batch head pos d_value"]  # ``Σ_k A[q, k] v[k]``
+    lse: Float[Tensor, "batch head pos"]  # ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least
+    own: Float[Tensor, "batch head pos"]  # ``A[q, q]``
+    q: Float[Tensor, "batch head pos d"]  # queries, with one more coordinate if there is ALiBi
+    k: Float[Tensor, "batch head pos d"]  # keys for each query head, likewise
+    scale: float  # the factor of the scores
 
     def column_sums(self, weights: Float[Tensor, "batch pos group"]) -> Float[Tensor, "batch head pos group"]:
         """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.

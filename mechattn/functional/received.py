@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mechattn.functional.rows import EdgeMask
@@ -37,7 +37,7 @@ def self_attention(
 
 
 def _sums_over_seeing(
-    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool
+    weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
 ) -> Float[Tensor, "batch key"]:
     """For each key the sum of the weights of the queries that can see it, from one cumulative sum."""
     length = weight.shape[-1]
@@ -45,18 +45,6 @@ def _sums_over_seeing(
     first = 0 if include_self else 1
     last = length if window is None else min(max(window, first), length)
     return after[:, first : first + length] - after[:, last : last + length]
-
-
-def _sums_for_keys(
-    weight: Float[Tensor, "batch query"], window: int | None, include_self: bool, edge_mask: EdgeMask | None
-) -> Float[Tensor, "batch key"]:
-    """The same if some queries are blind to some keys; other queries, and each token itself, still see these keys."""
-    sums = _sums_over_seeing(weight, window, include_self)
-    if edge_mask is None:
-        return sums
-    others = _sums_over_seeing(weight * ~edge_mask.queries, window, include_self)
-    own = weight.double() * edge_mask.queries if include_self else 0.0
-    return torch.where(edge_mask.keys, others + own, sums)
 
 
 def visible_counts(
@@ -79,7 +67,12 @@ def seeing_queries(
     edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
     """The number of counted queries that can see each key: the denominator of :func:`received_attention`."""
-    return _sums_for_keys(counted.double(), window, include_self, edge_mask).round().float()
+    sums = _sums_over_seeing(counted.double(), window, include_self)
+    if edge_mask is not None:  # blind queries don't see these keys; other queries, and each token itself, still do
+        others = _sums_over_seeing(counted & ~edge_mask.queries, window, include_self)
+        own = counted & edge_mask.queries & include_self
+        sums = torch.where(edge_mask.keys, others + own, sums)
+    return sums.round().float()
 
 
 def received_attention(

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -22,18 +22,12 @@ class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
 
     For one sequence [pos] or a batch [batch pos].
-
-    Args:
-        queries: The queries that are blind to the keys.
-        keys: The keys.
-        layers: For one sequence: the layers where these edges are cut; None for all.
-        later: For one sequence: whether tokens generated after it are blind too.
     """
 
-    queries: Bool[Tensor, "*batch pos"]
+    queries: Bool[Tensor, "*batch pos"]  # the queries that are blind to the keys
     keys: Bool[Tensor, "*batch pos"]
-    layers: tuple[int, ...] | None = None
-    later: bool = True
+    layers: tuple[int, ...] | None = None  # for one sequence: the layers where these edges are cut; None for all
+    later: bool = True  # for one sequence: whether tokens generated after it are blind too
 
     def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see."""
@@ -70,27 +64,18 @@ class Attention:
 
     ``cap(s) = softcap · tanh(s / softcap)``. Sequences that are padded on the right need no mask: no token sees what
     comes after it.
-
-    Args:
-        q: Queries, after RoPE.
-        k: Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``.
-        v: Values.
-        scale: The factor of the scores, usually 1 / √d_head.
-        bias: Added to the scores of each key (ALiBi), already scaled.
-        window: The number of keys that a query sees, including its own; None for all.
-        softcap: The bound of soft-capped scores.
-        edge_mask: Edges that are cut.
-        sinks: The score of each head's learned sink, which keeps its share of every row to itself.
     """
 
-    q: Float[Tensor, "batch head pos d_head"]
+    q: Float[Tensor, "batch head pos d_head"]  # queries, after RoPE
+    # Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``
     k: Float[Tensor, "batch kv_head pos d_head"]
     v: Float[Tensor, "batch kv_head pos d_value"]
-    scale: float
-    bias: Float[Tensor, "#batch head pos"] | None = None
-    window: int | None = None
-    softcap: float | None = None
-    edge_mask: EdgeMask | None = None
+    scale: float  # the factor of the scores, usually 1 / √d_head
+    bias: Float[Tensor, "#batch head pos"] | None = None  # added to the scores of each key (ALiBi), already scaled
+    window: int | None = None  # the number of keys that a query sees, including its own; None for all
+    softcap: float | None = None  # the bound of soft-capped scores
+    edge_mask: EdgeMask | None = None  # edges that are cut
+    # The score of each head's learned sink, which keeps its share of every row to itself
     sinks: Float[Tensor, " head"] | None = None
 
     @property
@@ -147,19 +132,12 @@ class PatternRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of query rows of one layer's attention. The pattern's memory is reused for the next block.
+    """A block of query rows of one layer's attention. The pattern's memory is reused for the next block."""
 
-    Args:
-        pattern: Attention probabilities, float32 or better; 0 for unseen keys.
-        queries: The positions of these rows.
-        keys: The positions of the keys; none of these rows sees the others.
-        attention: The source of other rows and of the values; None if not requested.
-    """
-
-    pattern: Float[Tensor, "batch head query key"]
-    queries: slice
-    keys: slice
-    attention: AnyRows | None = None
+    pattern: Float[Tensor, "batch head query key"]  # attention probabilities, float32 or better; 0 for unseen keys
+    queries: slice  # the positions of these rows
+    keys: slice  # the positions of the keys; none of these rows sees the others
+    attention: AnyRows | None = None  # the source of other rows and of the values; None if not requested
 
 
 def mix(
@@ -247,3 +225,10 @@ def _mask_before_window(scores: Float[Tensor, "*batch query key"], start: int, f
     ).unsqueeze(-1)
     hidden = hidden[:, : scores.shape[-1]]
     scores[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
+
+
+def for_each_head(
+    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
+) -> Float[Tensor, "batch {heads} pos *d_head"]:
+    """Repeat the tensor of each key-value head for its query heads: head h reads ``h // (head / kv_head)``."""
+    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1])

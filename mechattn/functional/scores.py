@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.grouped_heads import for_each_head
+from mechattn.functional.rows import for_each_head
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:

@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.functional.focus import looking_back
-from mechattn.functional.grouped_heads import for_each_head
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.rows import EdgeMask, for_each_head
 
 
 def near_sums(

@@ -14,22 +14,17 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.interventions.intervention import Target, digest, on
-from mechattn.model.patch.head_outputs import changing_z, check_layers, heads_of
+from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
 
 Parts = Literal["both", "scale", "shift"]
 
 
 @dataclass(frozen=True)
 class Affine:
-    """λ and Σσ of one prompt in one layer, for each original token.
+    """λ and Σσ of one prompt in one layer, for each original token."""
 
-    Args:
-        scale: λ.
-        shift: Σσ, before W_O.
-    """
-
-    scale: Float[Tensor, "head original"]
-    shift: Float[Tensor, "head original d_head"]
+    scale: Float[Tensor, "head original"]  # λ
+    shift: Float[Tensor, "head original d_head"]  # Σσ, before W_O
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,12 +125,9 @@ class AffineAttention:
         return torch.where(there[:, None, None], moved, z)
 
     def __repr__(self) -> str:
-        return f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, digest={self._digest()})"
-
-    def _digest(self) -> str:
-        """The digest of the numbers that are applied."""
         chosen = [torch.as_tensor(self.scale), *([] if self.shift is None else [self.shift])]
         maps = [m for layers in (self.recorded or {}).values() for m in layers.values()]
-        return digest([part for m in maps for part in (m.scale, m.shift)] if maps else chosen)
+        made = digest([part for m in maps for part in (m.scale, m.shift)] if maps else chosen)
+        return f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, digest={made})"
 
     on = on

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional import redistribution as fn
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
+from mechattn.functional import activations as fn
+from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 
@@ -23,12 +23,12 @@ _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
 @dataclass(frozen=True)
 class ARM:
-    """``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see ``functional.arm.redistribute``.
+    """``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see ``functional.activations.redistribute``.
 
     With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its original position, the
     layer and the channel, so a run gives the same numbers with any batching. The share of near-zero activations falls
     by construction, which is no evidence of an effect; see ``control``. In a mixture of experts the channels are those
-    of the token's experts, activations times the router's weights (:mod:`mechattn.model.experts`).
+    of the token's experts, activations times the router's weights (:mod:`mechattn.model.patch.experts`).
 
     Args:
         c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to move. The released

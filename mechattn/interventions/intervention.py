@@ -13,26 +13,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.attribute_setting import attribute_set
+from mechattn.model.hooked import attribute_set
 from mechattn.model.lock import holding
 from mechattn.prompts.sequences import Sequence as Tokens
 
 
 @dataclass(frozen=True)
 class Target:
-    """The tokens of a forward pass that an intervention acts on.
+    """The tokens of a forward pass that an intervention acts on."""
 
-    Args:
-        rows: The rows of the batch.
-        prompts: The id of each row's prompt.
-        positions: The index of each token in the baseline sequence; −1 and less for inserted tokens and padding.
-        segments: The index of each token's segment in ``SEGMENTS``; −1 and less for padding and generated tokens; None
-            if segments are unknown.
-    """
-
-    rows: Int[Tensor, " row"]
-    prompts: tuple[str, ...]
+    rows: Int[Tensor, " row"]  # of the batch
+    prompts: tuple[str, ...]  # the id of each row's prompt
+    # The index of each token in the baseline sequence; −1 and less for inserted tokens and padding
     positions: Int[Tensor, "row pos"]
+    # The index of each token's segment in SEGMENTS; −1 and less for padding and generated tokens; None if unknown
     segments: Int[Tensor, "row pos"] | None = None
 
 

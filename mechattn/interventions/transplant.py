@@ -17,8 +17,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
-from mechattn.model.patch.head_outputs import changing_z, check_layers
-from mechattn.model.patch.keys_values import Part, changing_keys_values
+from mechattn.model.patch.keys_values_z import Part, changing_keys_values, changing_z, check_layers
 from mechattn.prompts.sequences import Sequence as Tokens
 
 
@@ -130,8 +129,8 @@ class Transplant:
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
         there = int(sequence.of_segment(self.segment).sum())
-        if (recorded := self._length(prompt)) != there:
-            whose = self.recorded.donor(prompt)
+        whose = self.recorded.donor(prompt)
+        if (recorded := len(self.recorded.of[whose][self.which[0]]["k"])) != there:
             raise OptionError(
                 f"prompt {prompt} has {there} {self.segment} tokens, but {recorded} were recorded for prompt {whose}: "
                 f"the numbers must be equal"
@@ -167,9 +166,6 @@ class Transplant:
             changing_z(model, outputs),
         ):
             yield
-
-    def _length(self, prompt: str) -> int:
-        return len(self.recorded.of[self.recorded.donor(prompt)][self.which[0]]["k"])
 
     def __repr__(self) -> str:
         return f"Transplant({self.segment!r}, from_={self.recorded!r}, layers={self.which})"

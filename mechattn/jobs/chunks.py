@@ -1,42 +1,41 @@
-"""Runs that survive interruption: each finished chunk is kept, and all are merged at the end."""
+"""Runs that survive interruption: each finished chunk is kept, and their store is finished at the end, or mended."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mechattn.errors import Interrupted, OptionError, OutputError
-from mechattn.jobs.chunk_store import ChunkStore, mend
-from mechattn.jobs.executor import Executor, ExecutorName, executor_named
+from mechattn.jobs.executors import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job
-from mechattn.jobs.kept_chunks import discard_parts, open_parts
+from mechattn.jobs.kept_chunks import Parts, discard_parts, explained, open_parts
 from mechattn.jobs.size_estimate import announced
+from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, is_address
-from mechattn.store.atomic_writes import say, sweep
+from mechattn.store.atomic_writes import move_whole, say, sweep
+from mechattn.store.objects import OBJECTS, SCHEMA, Store, as_place, attributes_of, is_address
+from mechattn.store.pieces import finish, unlike, write_chunk
 from mechattn.store.reading import load_result, read_result
-from mechattn.store.saving import check_result_place
+from mechattn.store.result_bytes import packed, unpacked
+from mechattn.store.saving import check_result_place, upload
 
+Compute = Callable[[Job, list[int]], Iterable[tuple[int, bytes]]]
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a job and where it is stored.
-
-    Args:
-        result: The result.
-        path: Its path.
-        now: Whether this call computed and stored it; otherwise it already existed.
-    """
+    """The result of a job and where it is stored."""
 
     result: Result
     path: str | Path
-    now: bool
+    now: bool  # this call computed and stored it; otherwise it already existed
 
 
 def run_job(
@@ -77,7 +76,7 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     check_result_place(path, used=not fresh)
     chunks = _of_shard(job, shard)
     if not fresh:
-        mend(job, path, chunks, executor.parts)
+        _mend(job, path, chunks, executor.parts)
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
         say(f"{path} already holds the result of this run; nothing was computed")
         yield Computed(stored, path, now=False)
@@ -126,6 +125,40 @@ def parts_folder(path: str | Path) -> Path:
     return folder / f"{name}.parts"
 
 
+@dataclass(frozen=True)
+class ChunkStore:
+    """Where the chunks of a job become objects of its result, while their other arrays are kept beside it."""
+
+    job: Job
+    parts: Parts
+    chunks: Seq[int]  # in the store, in order
+
+    def drop_damaged(self) -> None:
+        """Drop kept chunks whose objects differ from what was written."""
+        for chunk in self.parts.done():
+            if bad := unlike(self.parts.store, self.parts.read(chunk).provenance[OBJECTS]):
+                say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
+                self.parts.drop(chunk)
+
+    def write(self, chunk: int, content: bytes) -> bytes:
+        """Write the per-prompt values of a chunk; return its other arrays and a record of what was written."""
+        with explained(f"nothing more can be written to {self.parts.folder}"):
+            return packed(_written(self.job, self.parts.store, self.chunks.index(chunk), content))
+
+    def finish(self, path: str | Path) -> None:
+        """Write the metadata once all chunks are written, read all back, and give the store its final name."""
+        receipt, store = merge_results([self.parts.read(chunk) for chunk in self.chunks]), self.parts.store
+        with explained(f"nothing more can be written to {self.parts.folder}"):
+            finish(store, receipt, {"job": self.job.fingerprint})
+        if bad := unlike(store, attributes_of(store.place)[OBJECTS]):
+            raise OutputError(f"what was just written cannot be read back: {bad[0]} is damaged or missing")
+        place = as_place(path)
+        if isinstance(place, Path):
+            move_whole(Path(store.place), place)
+        else:
+            upload(store, place)
+
+
 def _of_shard(job: Job, shard: Shard) -> list[int]:
     number, of = shard
     chunks = list(range(len(job.chunks)))[number - 1 :: of]
@@ -147,7 +180,8 @@ def _compute(store: ChunkStore, executor: Executor) -> None:
     if not todo:
         return
     before = done[:1]
-    bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, disable=len(chunks) == 1)
+    hidden = {"disable": True} if len(chunks) == 1 else {}  # otherwise the environment's TQDM_DISABLE decides
+    bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden)
     with bar:
         for chunk, content in executor.parts(store.job, todo):
             receipt = store.write(chunk, content)
@@ -170,3 +204,29 @@ def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
     if isinstance(place := as_place(path), Path):
         sweep(place)
     return load_result(path)
+
+
+def _mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None:
+    """Compute the damaged or missing chunks of a stored result again; the others stay unchanged."""
+    place = as_place(path)
+    try:
+        about = attributes_of(place)
+        same = about.get("mechattn_schema") == SCHEMA and json.loads(about["provenance"])["job"] == job.fingerprint
+        objects, cut = dict(about[OBJECTS]), tuple(f"{name}/c/" for name in about["by_prompt"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if not same:
+        return
+    named = {name: re.fullmatch(r".+/c/(\d{1,9})/.+", name) for name in objects if name.startswith(cut)}
+    if any(found is None or int(found[1]) >= len(chunks) for found in named.values()):
+        return  # nothing of ours; load_result names it
+    bad = unlike(Store(place), {name: objects[name] for name in named})
+    if numbers := sorted({int(found[1]) for name in bad if (found := named[name])}):
+        say(f"{bad[0]} at {path} is damaged or missing; computing {len(numbers)} of {len(chunks)} chunks again")
+        for chunk, content in compute(job, [chunks[number] for number in numbers]):
+            _written(job, Store(place), chunks.index(chunk), content, objects)
+
+
+def _written(job: Job, store: Store, number: int, content: bytes, known: dict[str, str] | None = None) -> Result:
+    size = min(job.chunk, len(job.prompts))
+    return write_chunk(store, number, unpacked(content), size, job.values == "float16", known)

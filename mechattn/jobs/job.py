@@ -14,16 +14,14 @@ from typing import Any, Literal
 import torch
 
 from mechattn.analysis.analysis import Analysis
-from mechattn.engine.collect import Positions
-from mechattn.engine.forward import Engine
-from mechattn.engine.run import Run, Sequences, make_plan
+from mechattn.engine.run import Run, RunOptions, Sequences, make_plan
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.fingerprint import stored_hash
 from mechattn.model.load import dtype_named, load_model
+from mechattn.model.weights import stored_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results import provenance
-from mechattn.results.canonical import identity
+from mechattn.results.provenance import identity
 from mechattn.store.result_bytes import packed
 
 CHUNK = 64  # prompts
@@ -43,11 +41,7 @@ class Job:
         prompts: All prompts of the run, for all shards.
         conditions: As for ``run``.
         analyses: As for ``run``.
-        layers: As for ``run``.
-        seed: As for ``run``.
-        positions: As for ``run``.
-        memory: As for ``run``.
-        engine: As for ``run``.
+        options: The options of ``run``: layers, seed, positions, memory and engine.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: As for ``load_model``; it affects only the last bits of the numbers.
         verify: As for ``load_model``.
@@ -56,7 +50,7 @@ class Job:
             torch's setting unchanged.
         require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
         command: The command to record with the result.
-        paths: As for ``run``.
+        paths: Record the full path of a checkpoint's directory in the provenance, not only its name.
         values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off by up to 0.05 %.
     """
 
@@ -64,11 +58,7 @@ class Job:
     prompts: Seq[Prompt]
     conditions: Mapping[str, Condition] | None = None
     analyses: Seq[Analysis] | Analysis | None = None
-    layers: Seq[int] | int | None = None
-    seed: int = 0
-    positions: Positions = "moments"
-    memory: str = "2GiB"
-    engine: Engine = "auto"
+    options: RunOptions = RunOptions()  # noqa: RUF009, a frozen value
     dtype: str = "auto"
     device: str | None = field(default=None, compare=False)
     verify: bool = True
@@ -104,9 +94,10 @@ class Job:
 
     def decides(self) -> dict[str, Any]:
         """Everything that determines the numbers, as text that can be compared with that of a later run."""
-        options = ("model", "layers", "seed", "positions", "memory", "engine", "dtype", "verify", "chunk", "threads")
+        own = ("model", "dtype", "verify", "chunk", "threads")
         return {
-            **{name: repr(getattr(self, name)) for name in options},
+            **{name: repr(getattr(self, name)) for name in own},
+            **{name: repr(value) for name, value in vars(self.options).items()},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
             **self._groups(),
             **({} if self.values == "float32" else {"values": self.values}),
@@ -133,17 +124,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model = load_model(job.model, dtype=dtype_named(job.dtype), device=job.device, verify=job.verify)
-        self.plan = make_plan(
-            self.model,
-            job.conditions,
-            job.analyses,
-            layers=job.layers,
-            seed=job.seed,
-            positions=job.positions,
-            memory=job.memory,
-            engine=job.engine,
-            paths=job.paths,
-        )
+        self.plan = make_plan(self.model, job.conditions, job.analyses, job.options, paths=job.paths)
         if job.require is not None:
             job.require(self.model, self.plan.layers)
         self._checked: dict[int, Sequences] = {}
@@ -163,8 +144,7 @@ class Worker:
         """Return the result of a chunk, packed by ``store.result_bytes``."""
         prompts = self._prompts(chunk)
         sequences = self._checked.pop(chunk, None) or self.plan.sequences(prompts)
-        alone = len(self.job.chunks) == 1
-        made = self.run.result(prompts, sequences, self.job.chunks[chunk], progress=alone)
+        made = self.run.result(prompts, sequences, self.job.chunks[chunk])
         about = {"chunk": self.job.chunk, "command": self.job.command}
         made = replace(made, provenance={**made.provenance, **about})
         return packed(made)

@@ -17,7 +17,7 @@ from mechattn.jobs.job import Job
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say, write_file
-from mechattn.store.own_files import files_in, named
+from mechattn.store.objects import Store, files_in, named
 from mechattn.store.result_bytes import unpacked
 
 _JOB, _LOCK = "job.json", "lock"
@@ -52,16 +52,9 @@ class Parts:
     def write(self, chunk: int, content: bytes) -> None:
         """Keep a chunk, replacing a damaged one."""
         path = self.folder / f"{chunk:05d}-{_checksum(chunk, content)}.zip"
-        try:
+        with explained(f"chunk {chunk} could not be kept in {self.folder}"):
             write_file(path, content)
-            for other, (number, _) in self.chunks().items():
-                if number == chunk and other != path:
-                    other.unlink()
-        except OSError as error:
-            raise OutputError(
-                f"chunk {chunk} could not be kept in {self.folder}: {error.strerror or error}. Earlier chunks "
-                "are kept; free some space and run the same command again"
-            ) from error
+            self.drop(chunk, but=path)
 
     def read(self, chunk: int) -> Result:
         """Return the result of a complete chunk, whose large arrays are read on demand."""
@@ -71,14 +64,14 @@ class Parts:
         raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
 
     @property
-    def store(self) -> Path:
+    def store(self) -> Store:
         """Where the objects of the chunks are written until the result gets its final name."""
-        return self.folder / _STORE
+        return Store(self.folder / _STORE)
 
-    def drop(self, chunk: int) -> None:
-        """Delete a chunk."""
+    def drop(self, chunk: int, but: Path | None = None) -> None:
+        """Delete a chunk; one of its files may stay."""
         for path, (number, _) in self.chunks().items():
-            if number == chunk:
+            if number == chunk and path != but:
                 path.unlink()
 
     def check_same(self, before: int, now: bytes) -> None:
@@ -95,22 +88,34 @@ class Parts:
         chunks = self.chunks()
         for path in chunks:
             path.unlink()
-        if self.store.is_dir():
-            shutil.rmtree(self.store)
+        if (self.folder / _STORE).is_dir():
+            shutil.rmtree(self.folder / _STORE)
         return len(chunks)
 
     def remove(self) -> None:
         """Delete what a run wrote here, and the folder if nothing else is in it."""
         with suppress(OSError):
-            if self.store.is_dir() and not _strangers(self.folder):
-                shutil.rmtree(self.store)
-            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path != self.store]
+            if (self.folder / _STORE).is_dir() and not _strangers(self.folder):
+                shutil.rmtree(self.folder / _STORE)
+            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path.name != _STORE]
             for path in sorted(ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)):  # these two last
                 path.unlink(missing_ok=True)
             if left := _strangers(self.folder):
                 say(f"{self.folder} was not deleted: it holds {named(left)}, which mechattn did not write")
             else:
                 self.folder.rmdir()
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn an error of the system while writing into a sentence that begins with ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{what}: {error.strerror or error}. Earlier chunks are kept; free some space and run the same command "
+            "again"
+        ) from error
 
 
 @contextmanager
@@ -169,12 +174,8 @@ def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
     if theirs is not None and (count := parts.forget()):
         why = "as asked" if theirs else f"as {_JOB}, which says to which run they belong, is empty"
         say(f"{count} chunks in {parts.folder} are discarded, {why}")
-    try:
+    with explained(f"{parts.folder / _JOB} could not be written"):
         write_file(parts.folder / _JOB, json.dumps(ours, indent=1).encode())
-    except OSError as error:
-        raise OutputError(
-            f"{parts.folder / _JOB} could not be written: {error.strerror or error}; free some space"
-        ) from error
 
 
 def _kept_job(parts: Parts) -> dict[str, Any] | None:

@@ -11,12 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from mechattn.analysis import ANALYSES as KINDS
 from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.registry import ANALYSES as KINDS
 from mechattn.errors import OptionError
-from mechattn.interventions.ablation import HeadAblation
+from mechattn.interventions.ablation import HeadAblation, Knockout
 from mechattn.interventions.arm import ARM
-from mechattn.interventions.knockout import Knockout
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
 from mechattn.prompts.sweeps import sweep

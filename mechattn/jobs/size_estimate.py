@@ -11,7 +11,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.engine.check import with_baseline, with_names
 from mechattn.engine.null import BLIND, with_nulls
 from mechattn.errors import ModelError
-from mechattn.model.load import layers_and_heads
+from mechattn.model.checkpoint import layers_and_heads
 
 if TYPE_CHECKING:
     from mechattn.jobs.job import Job
@@ -55,12 +55,13 @@ def foretold(job: Job) -> int | None:
         return None
     if size is None:
         return None
-    layers = len(job.layers) if isinstance(job.layers, (list, tuple, range)) else size[0] if job.layers is None else 1
+    given = job.options.layers
+    layers = len(given) if isinstance(given, (list, tuple, range)) else size[0] if given is None else 1
     conditions = with_baseline(job.conditions)
     lengths = [len(p.tokens) or len(p.system + p.question + p.answer) // _LETTERS for p in job.prompts]
     found = stored_bytes(
         with_names(job.analyses), layers, size[1], len(job.prompts), len(conditions), max(lengths, default=0),
-        max(map(_inserted, conditions.values())), job.positions,
+        max(map(_inserted, conditions.values())), job.options.positions,
     )  # fmt: skip
     return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[TOKENS]
 

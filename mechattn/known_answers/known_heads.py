@@ -1,4 +1,4 @@
-"""Known heads: handwritten ones, and induction heads in models trained here to copy."""
+"""Known heads: handwritten ones, and induction heads in models trained here to copy; and these models."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers import handmade, trained
 from mechattn.known_answers.answer import KnownAnswer, compared
-from mechattn.known_answers.spans import VOCABULARY, repeated_spans
+from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
-from mechattn.model.letter_tokenizer import lettered_tokenizer
 from mechattn.model.load import load_model
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.paired import paired
 
+VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
+STEPS, BATCH = 600, 64
+POSITIONS, D_HEAD = 72, 128
+HEADS = {
+    (0, 0): "previous token",
+    (0, 1): "duplicate token",
+    (0, 2): "first token",
+    (0, 3): "uniform",
+    (1, 0): "induction",
+}
+_TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
+_SHARP = 60.0  # the score of a match, far above all others
 _MEASURES = {  # the measure that is exactly 1 for each handmade head
     "previous token": "previous_mass",
     "duplicate token": "duplicate_mass",
@@ -37,22 +47,22 @@ _HALF = 0.5  # of a head's attention, for it to count as an induction head
 
 def handmade_heads() -> Iterator[KnownAnswer]:
     """Each handwritten head does what it was written to do, with both engines."""
-    hooked = _hooked(handmade.handmade_model())
+    hooked = _hooked(handmade_model())
     prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
     by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
-    for (layer, head), name in handmade.HEADS.items():
+    for (layer, head), name in HEADS.items():
         measure = _MEASURES[name]
         away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine.values())
         source = "written by hand"
         yield compared(_OF_HAND, f"{layer}.{head} is the {name} head: {measure} 1", away, _CLOSE, source)
 
 
-def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
+def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
     """In models that learned to copy, induction heads are found in the second layer; without training, none."""
     source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
     for seed in range(2):
         name = f"{_TRAINED}, seed {seed}"
-        model = trained.copying_model(seed, steps)
+        model = copying_model(seed, steps)
         tokens, foreseen = repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
         hooked = _hooked(model)
         right = _copied(hooked, tokens, foreseen)
@@ -67,7 +77,7 @@ def trained_heads(steps: int = trained.STEPS) -> Iterator[KnownAnswer]:
         without = _copied(hooked, tokens, foreseen, found)
         known = "without these heads it does not copy: below 20 %"
         yield KnownAnswer(name, known, f"{without:.1%}", "passed" if found and without < 0.2 else "failed", source)
-    untrained = _hooked(trained.copying_model(0, steps=0))
+    untrained = _hooked(copying_model(0, steps=0))
     tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     found, words = induction_heads(untrained, tokens)
     known = "no induction head is found"
@@ -101,7 +111,7 @@ def _copied(
 
 
 def _focus(model: HookedModel, prompts: list[Prompt], engine: str = "auto") -> xr.Dataset:
-    made = run(model, prompts, {}, [AttentionFocus()], engine=engine, progress=False)  # type: ignore[arg-type]
+    made = run(model, prompts, {}, [AttentionFocus()], engine=engine)  # type: ignore[arg-type]
     return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
 
 
@@ -111,3 +121,119 @@ def _prompts(tokens: torch.Tensor) -> list[Prompt]:
 
 def _hooked(model: Any) -> HookedModel:
     return load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
+
+
+def repeated_spans(count: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [count, 1 + LENGTH], and which of them can be predicted."""
+    tokens = torch.full((count, 1 + LENGTH), VOCABULARY - 1)
+    foreseen = torch.ones(count, 1 + LENGTH, dtype=torch.bool)
+    for row, span in enumerate(torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator).tolist()):
+        drawn = torch.randperm(VOCABULARY - 1, generator=generator)[:span]
+        tokens[row, 1:] = drawn.repeat(LENGTH // span + 1)[:LENGTH]
+        foreseen[row, : span + 2] = False
+    return tokens, foreseen
+
+
+def handmade_model() -> Any:
+    """A GPT-2 of two layers, attention only, in float32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=4 * D_HEAD, n_layer=2, n_head=4, n_inner=4,
+        bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+        model.transformer.wte.weight[:, _TOKEN : _TOKEN + VOCABULARY] = torch.eye(VOCABULARY)
+        model.transformer.wpe.weight[:, _POSITION : _POSITION + POSITIONS] = torch.eye(POSITIONS)
+        for ones, block in zip((2, 3), model.transformer.h, strict=True):
+            _undo(block.ln_1, ones)
+        first, second = (block.attn for block in model.transformer.h)
+        _previous_token(first, 0)
+        _duplicate_token(first, 1)
+        _first_token(first, 2)
+        _induction(second, 0)
+        _undo(model.transformer.ln_f, 3)
+        model.lm_head.weight[:, _TOKEN : _TOKEN + VOCABULARY] = torch.eye(VOCABULARY)
+    return model
+
+
+def _undo(norm: torch.nn.LayerNorm, ones: int) -> None:
+    """Set a layer norm so that a vector with this number of ones, and zeros elsewhere, is unchanged."""
+    width = norm.weight.shape[0]
+    mean = ones / width
+    norm.weight.fill_((ones / width - mean**2 + norm.eps) ** 0.5)
+    norm.bias.fill_(mean)
+
+
+def _matrix(attention: Any, which: str, head: int) -> torch.Tensor:
+    """W_Q, W_K or W_V of a head, [d_model d_head], as a view."""
+    start = "qkv".index(which) * 4 * D_HEAD + head * D_HEAD
+    return attention.c_attn.weight[:, start : start + D_HEAD]
+
+
+def _look(attention: Any, head: int, query: int, key: int, size: int, sharp: float, at: int = 0) -> None:
+    """Set the scores to ``sharp`` where two one-hot vectors of the residual stream agree."""
+    same = torch.eye(size)
+    _matrix(attention, "q", head)[query : query + size, at : at + size] = sharp * D_HEAD**0.5 * same
+    _matrix(attention, "k", head)[key : key + size, at : at + size] = same
+
+
+def _previous_token(attention: Any, head: int) -> None:
+    _look(attention, head, _POSITION, _POSITION, POSITIONS, _SHARP)
+    query = _matrix(attention, "q", head)
+    query[_POSITION : _POSITION + POSITIONS] = query[_POSITION : _POSITION + POSITIONS].roll(-1, dims=1)
+    tokens = torch.eye(VOCABULARY)
+    _matrix(attention, "v", head)[_TOKEN : _TOKEN + VOCABULARY, :VOCABULARY] = tokens
+    attention.c_proj.weight[head * D_HEAD : head * D_HEAD + VOCABULARY, _BEFORE : _BEFORE + VOCABULARY] = tokens
+
+
+def _duplicate_token(attention: Any, head: int) -> None:
+    """Attend to the same token but not the same position: the query's own key loses twice what its token adds."""
+    _look(attention, head, _TOKEN, _TOKEN, VOCABULARY, _SHARP)
+    _look(attention, head, _POSITION, _POSITION, POSITIONS, -2 * _SHARP, at=VOCABULARY)
+
+
+def _first_token(attention: Any, head: int) -> None:
+    bias = attention.c_attn.bias[head * D_HEAD : (head + 1) * D_HEAD]
+    bias[0] = _SHARP * D_HEAD**0.5
+    _matrix(attention, "k", head)[_POSITION, 0] = 1.0
+
+
+def _induction(attention: Any, head: int) -> None:
+    _look(attention, head, _TOKEN, _BEFORE, VOCABULARY, _SHARP)
+
+
+def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
+    """A GPT-2 of two layers × four heads without MLPs, trained on random spans that are repeated.
+
+    It can copy in no other way than by an induction head in layer 1.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=1 + LENGTH, n_embd=64, n_layer=2, n_head=4, n_inner=1, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config)
+        for name, weight in model.named_parameters():
+            if ".mlp." in name:
+                weight.requires_grad_(False).zero_()
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.01)
+        if not steps:
+            return model.eval()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+        for _ in range(steps):
+            tokens, foreseen = repeated_spans(BATCH)
+            logits = model(tokens).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits[foreseen[:, 1:]], tokens[:, 1:][foreseen[:, 1:]])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()

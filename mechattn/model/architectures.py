@@ -1,7 +1,7 @@
-"""What is particular to each architecture, and a tiny model of each with random weights, to test what works on it.
+"""What is particular to each architecture, the mending of its faults, and a tiny model of each to test what works.
 
 Everything without an entry here is read from the common configuration fields and from TransformerLens's names. The tiny
-models use the real configuration classes of transformers; their numbers mean nothing.
+models use the real configuration classes of transformers, with random weights; their numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -16,36 +16,27 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.functional.scores import mpt_slopes
-from mechattn.model.hooked import config_of
+from mechattn.model.hooked import config_of, original_of
 
 Fault = Literal["alibi counted twice", "rotated in float32", "an empty rotary embedding"]
 
 
 @dataclass(frozen=True)
 class Particulars:
-    """What an architecture does that others don't.
+    """What an architecture does that others don't."""
 
-    Args:
-        score_scale: The factor of q·k, given the configuration, the layer and 1 / √d_head; the last by default.
-        slopes: The ALiBi slopes, given the configuration and the number of heads; by default those of Press et al. if
-            TransformerLens reports ALiBi.
-        alibi_in_bfloat16: Whether slopes, positions and products are rounded to bfloat16, and scaled like q·k.
-        layer_kinds: The fields of the configuration with the kind of each layer ("" where all layers that attend are
-            alike) and the width of a window.
-        logit_factor: The factor of the logits after W_U, given the configuration; 1 by default.
-        uses_mask: Whether the model itself modifies the causal mask, which must then be a tensor.
-        masks_edges: Whether it accepts a mask of edges during generation.
-        fault: The fault of the hooked model that ``patch/mend.py`` corrects.
-    """
-
+    # The factor of q·k, given the configuration, the layer and 1 / √d_head; the last by default.
     score_scale: Callable[[Any, int, float], float] | None = None
+    # The ALiBi slopes, given the configuration and the number of heads; by default those of Press et al. if
+    # TransformerLens reports ALiBi.
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
-    alibi_in_bfloat16: bool = False
+    alibi_in_bfloat16: bool = False  # are slopes, positions and products rounded to bfloat16, and scaled like q·k?
+    # The fields with the kind of each layer ("" where all layers that attend are alike) and the width of a window.
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
-    logit_factor: Callable[[Any], float] | None = None
-    uses_mask: bool = False
-    masks_edges: bool = True
-    fault: Fault | None = None
+    logit_factor: Callable[[Any], float] | None = None  # of the logits after W_U, given the configuration
+    uses_mask: bool = False  # does the model itself modify the causal mask, which must then be a tensor?
+    masks_edges: bool = True  # does it accept a mask of edges during generation?
+    fault: Fault | None = None  # of the hooked model, which ``mend`` corrects
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
@@ -84,12 +75,74 @@ PARTICULARS: Mapping[str, Particulars] = {
     "olmo3": _FLOAT_COSINES,
     "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # all layers with attention are the same
 }
-_NONE = Particulars()
 
 
 def particulars_of(model: Any) -> Particulars:
     """The particulars of a hooked model; none for an architecture without an entry and for a ``HookedTransformer``."""
-    return PARTICULARS.get(getattr(config_of(model), "model_type", ""), _NONE)
+    return PARTICULARS.get(getattr(config_of(model), "model_type", ""), Particulars())
+
+
+def score_scale(model: Any, layer: int, width: int) -> float:
+    """The factor of q·k in a layer, for heads of this width."""
+    special = particulars_of(model).score_scale
+    return width**-0.5 if special is None else special(config_of(model), layer, width**-0.5)
+
+
+# What the correction of each fault says.
+_MENDED: Mapping[Fault, str] = {
+    "alibi counted twice": (
+        "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in transformers 4.46 to "
+        "5.23, since the mask carries it already"
+    ),
+    "an empty rotary embedding": (
+        "no rotary embedding is called, as the model has none (NoPE): TransformerLens puts an empty one in its place "
+        "where the configuration leaves position_embedding_type out"
+    ),
+    "rotated in float32": (
+        "rotated queries and keys have the dtype of the weights, as in the model itself: TransformerLens leaves them "
+        "in the float32 of OLMo's cosines, which its values are not in"
+    ),
+}
+
+
+def mend(model: Any) -> tuple[str, ...]:
+    """Correct known faults of a booted bridge, in place."""
+    fault, dtype = particulars_of(model).fault, next(model.parameters()).dtype
+    if fault == "rotated in float32" and dtype in (torch.bfloat16, torch.float16):
+        points = (getattr(block.attn, name, None) for block in model.blocks for name in ("hook_rot_q", "hook_rot_k"))
+        for point in points:
+            if point is not None:
+                point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
+    elif fault == "alibi counted twice" and config_of(model).alibi:
+        for block in model.blocks:
+            if not hasattr(block.attn, "_mechattn_alibi_once"):
+                block.attn._reconstruct_attention = _without_second_alibi(block.attn._reconstruct_attention)
+                block.attn._mechattn_alibi_once = True
+    elif fault == "an empty rotary embedding" and _is_empty(getattr(model, "rotary_emb", None)):
+        for module in original_of(model).modules():
+            if module._modules.get("rotary_emb") is model.rotary_emb:
+                module._modules["rotary_emb"] = None  # so that the model does not try to use it
+        for cfg in (model.cfg, *(block.attn.config for block in model.blocks if hasattr(block, "attn"))):
+            cfg.positional_embedding_type = "none"
+    else:
+        return ()
+    return (_MENDED[fault],)
+
+
+def _is_empty(bridge: Any) -> bool:
+    return bridge is not None and bridge.original_component is None
+
+
+def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is."""
+
+    def once(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.is_floating_point() and bool((mask[..., -1, :] > 0).any()):
+            kwargs["alibi"] = None
+        return reconstruct(q, k, v, **kwargs)
+
+    return once
 
 
 _WINDOW = 8
@@ -190,17 +243,12 @@ def random_model(config: Any, seed: int = 0) -> Any:
     """A transformers model with this configuration, with random weights large enough that attention is not uniform."""
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
-            _enlarge(parameter)
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
-
-
-@torch.no_grad()
-def _enlarge(parameter: torch.Tensor) -> None:
-    if parameter.ndim > 1:
-        parameter.normal_(0, 0.25)
-    else:
-        parameter.add_(0.1 * torch.randn_like(parameter))

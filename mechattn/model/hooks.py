@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -16,11 +18,10 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import EdgeMask
 from mechattn.model.architectures import particulars_of
-from mechattn.model.hooked import HookedModel, config_of, original_of
-from mechattn.model.norms_once import norms_once
-from mechattn.model.split_heads import positions_first
-from mechattn.model.values import as_mixed
+from mechattn.model.heads import as_mixed, positions_first
+from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 
+_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
 SeePattern = Callable[
     [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
 ]
@@ -52,16 +53,12 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
     for layer in chosen:
         if layer not in have:
-            raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has {_ranges(have)}")
+            all_between = have == list(range(have[0], have[-1] + 1))
+            said = f"{have[0]} to {have[-1]}" if all_between else ", ".join(map(str, have))
+            raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers {said}")
     if not chosen:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
     return sorted({int(layer) for layer in chosen})
-
-
-def _ranges(layers: list[int]) -> str:
-    if layers == list(range(layers[0], layers[-1] + 1)):
-        return f"attention in layers {layers[0]} to {layers[-1]}"
-    return f"attention in layers {', '.join(map(str, layers))}"
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
@@ -116,23 +113,14 @@ def check_pattern(
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
     """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
-    attention = getattr(model.blocks[layer], "attn", None)
-    sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
+    sinks = getattr(unwrapped(getattr(model.blocks[layer], "attn", None)), "sinks", None)
     return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
 
 
 def has_sinks(model: HookedModel) -> bool:
     """Whether a layer has learned sinks, whatever their name."""
-    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
-    modules = [getattr(attention, "original_component", attention) for attention in attentions]
+    modules = [unwrapped(block.attn) for block in model.blocks if hasattr(block, "attn")]
     return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
-
-
-def prepends_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself starts a text with its BOS token."""
-    if tokenizer is None or tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def count_parameters(model: Any) -> int:
@@ -160,8 +148,11 @@ def forward_with_patterns(
             values[layer] = v.detach()
 
         def reduce(pattern: Float[Tensor, "batch head query key"], hook: Any) -> None:
-            v = _by_head(model, layer, values.pop(layer, None), pattern)
-            if v is not None:
+            v = values.pop(layer, None)
+            v = None if v is None else positions_first(model, layer, v)
+            if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
+                v = None  # there are none, or they have another layout
+            else:
                 v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
             see(layer, pattern.detach(), v)
 
@@ -189,16 +180,6 @@ def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
     return f"blocks.{layer}.attn.hook_attn_scores", hide
 
 
-def _by_head(
-    model: HookedModel, layer: int, v: Float[Tensor, ...] | None, pattern: Float[Tensor, "batch head query key"]
-) -> Float[Tensor, "batch pos kv_head d_head"] | None:
-    """Values [batch pos kv_head d_head]; None if they have another layout."""
-    v = None if v is None else positions_first(model, layer, v)
-    if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
-        return None
-    return v
-
-
 def forward_to(
     model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
@@ -224,6 +205,17 @@ def forward_to(
             model(tokens, return_type=None, **options)
 
 
+def logits_and_values(
+    model: HookedModel, tokens: Int[Tensor, "batch pos"], names: Iterable[str]
+) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
+    """The logits of a pass, and the values at the hooks of these names."""
+    seen: dict[str, Tensor] = {}
+    with torch.no_grad():
+        keep = [(name, lambda value, hook, name=name: seen.update({name: value.detach()})) for name in names]
+        logits = model.run_with_hooks(tokens, fwd_hooks=keep, return_type="logits", **keeping_nothing(model))
+    return logits, seen
+
+
 def keeping_nothing(model: HookedModel) -> dict[str, bool]:
     """The option that stops a forward pass from caching keys and values, if it has one."""
     return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
@@ -238,6 +230,20 @@ def blocks_of(model: Any) -> nn.ModuleList:
     if not lists:
         raise ModelError(f"a {type(model).__name__} has no list of layers")
     return max(lists, key=len)
+
+
+@dataclass
+class Needed:
+    """What must be called while a layer runs; ``check``, a hook of the layer, refuses a layer that has run without."""
+
+    refusal: str
+    called: bool = False
+
+    def check(self, block: Any, given: Any, out: Any) -> None:
+        """After the layer has run, raise an error if this was not called."""
+        if not self.called:
+            raise ModelError(self.refusal)
+        self.called = False
 
 
 def takes_position_ids(model: HookedModel) -> bool:
@@ -262,3 +268,25 @@ def _options_taken(model: HookedModel) -> set[str]:
     """The argument names of the inner transformers model's forward pass; none without such a model."""
     original = original_of(model)
     return set() if original is None else set(inspect.signature(original.forward).parameters)
+
+
+@contextmanager
+def norms_once(model: Any) -> Iterator[None]:
+    """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the same numbers."""
+    # Those of the model, its blocks and their parts; deeper ones are not searched for, to save time.
+    parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
+    norms = [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
+    with ExitStack() as stack:
+        for norm in norms:
+            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, _once(norm, getattr(norm, _COMPUTED_TWICE))))
+        yield
+
+
+def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    points = (norm.hook_scale, norm.hook_normalized)
+
+    def forward(x: Float[Tensor, "*batch channel"]) -> Float[Tensor, "*batch channel"]:
+        watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
+        return twice(x) if watched else norm.original_component(x).to(x.dtype)
+
+    return forward

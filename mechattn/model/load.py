@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import textwrap
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,26 +13,32 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
-from mechattn.hub import asked_once, may_be_on_hub
-from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import prepends_bos
-from mechattn.model.letter_tokenizer import lettered_tokenizer
+from mechattn.hub import asked_once
+from mechattn.model.architectures import mend
+from mechattn.model.checkpoint import (
+    PREFIX,
+    UnloadedModel,
+    config_of_place,
+    end_tokens,
+    lettered_tokenizer,
+    load_tokenizer,
+    model_place,
+    prepends_bos,
+    reason,
+    tokenizer_of,
+    unloaded_named,
+    unloaded_tokenizer,
+)
+from mechattn.model.hooked import HookedModel, ModelFacts, boots, count_boot, facts_of, remember
 from mechattn.model.lock import alone, making
-from mechattn.model.model_facts import ModelFacts, boots, count_boot, facts_of, remember
-from mechattn.model.patch.mend import mend
-from mechattn.model.remote_code import as_trusted, is_of_own_code, refuse_own_code
-from mechattn.model.toys import PREFIX, RELAY, load_tokenizer, toy_folder, toy_names
-from mechattn.model.verify.checks import ANOTHER_VERSION, AT_LOADING, check_model
-from mechattn.model.verify.native import classes_left_alone, native_twin
-from mechattn.model.verify.probe_tokens import PROBE
-from mechattn.model.verify.streamed import check_streaming
-from mechattn.model.verify.verification import Report
+from mechattn.model.remote_code import as_trusted, is_of_own_code
+from mechattn.model.verify.checks import check_model
+from mechattn.model.verify.kernels import check_streaming
+from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
-_LONGEST_REASON = 300  # characters: some errors list every architecture
-_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
-_LAYERS, _WIDTH = 10_000, 2**31 - 1  # far beyond any model; a config may contain anything
+_PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma3.modeling_gemma3")
 
 
 @alone
@@ -78,7 +83,7 @@ def load_model(
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or options:
             raise OptionError("a hooked model is used unchanged; set tokenizer, dtype and device where it is made")
-        return _verified(model, _known_or_met(model), verify)
+        return _verified(model, verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
@@ -95,7 +100,7 @@ def load_model(
         raise ModelError(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a hooked model"
         )
-    return _verified(made, _known_or_met(made), verify)
+    return _verified(made, verify)
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -170,17 +175,31 @@ def dtype_named(name: str) -> Dtype:
     return found
 
 
+def unloaded(model: Any) -> UnloadedModel:
+    """A model without its weights; if the given model is loaded, it is included."""
+    if isinstance(model, (str, Path)):
+        return unloaded_named(str(model))
+    if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
+        return unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
+    hooked = load_model(as_hooked(model))
+    if getattr(hooked, "tokenizer", None) is None:
+        raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
+    settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end_tokens(settings, hooked.tokenizer), hooked)
+
+
 def _known_or_met(model: Any) -> ModelFacts:
     """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
     facts = facts_of(model)
     if facts is not None:
         return facts
     with making:
-        native, why = native_twin(model)
+        native, why = _native_twin(model)
     return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
 
 
-def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
+def _verified(model: Any, verify: bool) -> Any:
+    facts = _known_or_met(model)
     if not verify:
         facts.to_verify = facts.report is not None
     elif facts.to_verify and (facts.report is None or facts.boots < boots()):
@@ -191,7 +210,6 @@ def _verified(model: Any, facts: ModelFacts, verify: bool) -> Any:
 
 
 def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
-    """Run a check of a model."""
     try:
         return check(model, *arguments)
     except MechattnError:
@@ -199,7 +217,7 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
     except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few tokens raises "
-            f"{_reason(error)}. {ANOTHER_VERSION.capitalize()}"
+            f"{reason(error)}. {ANOTHER_VERSION.capitalize()}"
         ) from error
 
 
@@ -207,101 +225,13 @@ def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: di
     is_toy = name.startswith(PREFIX)
     place = model_place(name)
     remote = {"trust_remote_code": False} | {k: options[k] for k in ("revision", "trust_remote_code") if k in options}
-    config = _config_of(place, remote)
+    config = config_of_place(place, **remote)
     if dtype == "auto":
         stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
-        tokenizer = load_tokenizer(name) if is_toy else _tokenizer_of(place, remote)
+        tokenizer = load_tokenizer(name) if is_toy else tokenizer_of(place, **remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
-
-
-def model_place(name: str) -> str:
-    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet."""
-    place = str(toy_folder(name)) if name.startswith(PREFIX) else name
-    if os.path.isdir(place) and not (Path(place) / "config.json").exists():
-        raise ModelError(
-            f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
-        )
-    if not os.path.isdir(place) and not may_be_on_hub(place):
-        what = "a file, not the directory of a checkpoint" if os.path.exists(place) else "not a directory here"
-        raise ModelError(f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name")
-    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
-    return os.path.join(os.curdir, place) if os.path.isdir(place) and not os.path.dirname(place) else place
-
-
-def tokenizer_named(name: str) -> Any:
-    """The tokenizer of a model, without the model."""
-    if name.startswith(PREFIX):
-        return load_tokenizer(name)
-    place = model_place(name)
-    with asked_once(place), as_trusted(trust_remote_code=None, pickled_weights=False):
-        made = _tokenizer_of(place, {"trust_remote_code": False})
-    if made is None:
-        raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
-    return made
-
-
-def _tokenizer_of(place: str, remote: dict[str, Any]) -> Any:
-    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an empty one)."""
-    from transformers import AutoTokenizer
-
-    if os.path.isdir(place) and not any(next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(place, **remote)
-    except Exception as error:
-        refuse_own_code(error, place)
-        raise ModelError(
-            f"{place} has no tokenizer that can be loaded ({_reason(error)}); pass one to load_model(…, tokenizer=…)"
-        ) from error
-
-
-def text_config(name: str) -> Any:
-    """The config of a model (of its text part, in a multimodal model), without the weights."""
-    place = model_place(name)
-    with asked_once(place):
-        return _config_of(place, {"trust_remote_code": False}).get_text_config(decoder=True)
-
-
-def architecture_named(name: str) -> str:
-    """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    return next(iter(_config_of(model_place(name), {"trust_remote_code": False}).architectures or ()), "")
-
-
-def layers_and_heads(name: str) -> tuple[int, int] | None:
-    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
-    config = text_config(name)
-    layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
-    return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
-
-
-def _config_of(name: str, remote: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name, **remote)
-    except Exception as error:
-        refuse_own_code(error, name)
-        if Path(name).is_dir():
-            raise ModelError(f"transformers cannot read {name}/config.json: {_reason(error)}") from error
-        raise ModelError(
-            f"there is no model {name!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
-            f"here, and loading it from the hub failed ({_reason(error)})"
-        ) from error
-    _check_sizes(config, name)
-    return config
-
-
-def _check_sizes(config: Any, name: str) -> None:
-    """Check the sizes in a config, which may be anyone's file, before a model is built from them."""
-    text = config.get_text_config(decoder=True)
-    for part, most in (("num_hidden_layers", _LAYERS), ("hidden_size", _WIDTH), ("vocab_size", _WIDTH)):
-        size = getattr(text, part, None)
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise ModelError(
-                f"the config of {name} has {part} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
-            )
 
 
 def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
@@ -328,19 +258,18 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     count_boot()
     try:
         with _quiet(), classes_left_alone():
-            stand_in = (
-                lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
-            )  # otherwise it looks for one
+            # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
+            stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
-        raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {_reason(error)}") from error
+        raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}") from error
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     bridge.eval()
-    native, why = native_twin(bridge)
+    native, why = _native_twin(bridge)
     remember(bridge, ModelFacts(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
     return bridge
 
@@ -359,7 +288,55 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+def _native_twin(bridge: Any) -> tuple[Any | None, str]:
+    """A transformers model that shares the parameters of ``bridge`` and runs its default attention (usually SDPA)."""
+    hooked = getattr(bridge, "original_model", None)
+    if hooked is None:
+        return None, f"a {type(bridge).__name__} has no transformers model behind it"
+    if getattr(bridge, "_weights_processed", False):
+        return None, "its weights were processed (folded or centred) in place, so the original weights are gone"
+    if getattr(hooked, "is_quantized", False):
+        return None, "its weights are quantised, and a second model cannot share them"
+    if len(set(getattr(hooked, "hf_device_map", {}).values())) > 1:
+        return None, "it is spread over several devices"
+    try:
+        return _rebuilt(hooked), ""
+    except Exception as error:
+        return None, f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})"
+
+
+def _rebuilt(hooked: Any) -> Any:
+    from accelerate import init_empty_weights
+
+    config = copy.deepcopy(hooked.config)
+    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
+    config.output_attentions = False
+    with init_empty_weights(include_buffers=False):
+        twin = type(hooked)(config)
+    wanted = set(twin.state_dict())
+    named = [*hooked.named_buffers(remove_duplicate=False), *hooked.named_parameters(remove_duplicate=False)]
+    # Under the names that parameters had before TransformerLens wrapped their modules.
+    shared = {re.sub(r"\._?original_component", "", name): tensor for name, tensor in named}
+    twin.load_state_dict({name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True)
+    twin.tie_weights()
+    without = [name for name, tensor in twin.named_parameters() if tensor.device.type == "meta"]
+    if without:
+        raise LookupError(f"the hooked model has no parameter named {without[0]}")
+    device = next(hooked.parameters()).device
+    for name, buffer in twin.named_buffers():
+        buffer.data = shared[name].data if name in shared else buffer.data.to(device)
+    return twin.eval()
+
+
+@contextmanager
+def classes_left_alone() -> Iterator[None]:
+    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795)."""
+    import importlib
+
+    modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
+    before = [module.eager_attention_forward for module in modules]
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.eager_attention_forward = function

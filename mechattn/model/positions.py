@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +23,8 @@ _SHIFT = 6
 class Boundary:
     """The number of positions up to which a model uses its frequencies for short texts; beyond it uses others.
 
-    Args:
-        at: The largest number of positions of a short text.
-        kind: "longrope": there is a second set of factors, and transformers uses the set for the longest row on the
-            whole batch. "dynamic" (NTK): the frequencies of a long text are those of the longest text that was read so
-            far.
+    In "longrope" there is a second set of factors, and transformers uses the set for the longest row on the whole
+    batch. In "dynamic" (NTK) the frequencies of a long text are those of the longest text that was read so far.
     """
 
     at: int
@@ -47,7 +44,11 @@ def boundary_of(model: Any) -> Boundary | None:
     """The boundary of a hooked model or a transformers model, from its configuration; None for most."""
     config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    found = {boundary for scaling in _scalings(config) if (boundary := _boundary(scaling, config)) is not None}
+    # The RoPE settings, for all layers or for each kind, under the new name or the old one.
+    settings = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    given = [each for each in settings if isinstance(each, Mapping)]
+    scalings = [*given, *(each for whole in given for each in whole.values() if isinstance(each, Mapping))]
+    found = {boundary for scaling in scalings if (boundary := _boundary(scaling, config)) is not None}
     if len(found) > 1:
         several = ", ".join(f"{each.at:,}" for each in sorted(found, key=lambda each: each.at))
         raise ModelError(
@@ -57,23 +58,14 @@ def boundary_of(model: Any) -> Boundary | None:
     return next(iter(found), None)
 
 
-def _scalings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings of a configuration, for all layers or for each kind, under the new name or the old one."""
-    for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(config, name, None)
-        if isinstance(given, Mapping):
-            yield from (given, *(each for each in given.values() if isinstance(each, Mapping)))
-
-
 def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "")
     longest = getattr(config, "max_position_embeddings", None)
     if "dynamic" in kind and longest:
         return Boundary(int(longest), "dynamic")
     if kind in ("longrope", "su") or "long_factor" in scaling:
-        at = scaling.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", longest
-        )
+        name = "original_max_position_embeddings"
+        at = scaling.get(name) or getattr(config, name, longest)
         return Boundary(int(at), "longrope") if at else None
     return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from threading import Lock
 from typing import Any, Literal
 
@@ -20,13 +20,14 @@ from mechattn.errors import ModelError
 
 Forbidden = Literal["code", "pickles"]
 _forbidden: ContextVar[frozenset[Forbidden] | None] = ContextVar("forbidden", default=None)  # None outside our loads
-_lock, _wrapped = Lock(), False
+_lock = Lock()
 
 
 @contextmanager
 def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
     """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal."""
-    _wrap_once()
+    with _lock:
+        _wrap_once()
     allowed: dict[Forbidden, bool | None] = {"code": trust_remote_code, "pickles": pickled_weights}
     before = _forbidden.set(frozenset(what for what, said in allowed.items() if said is not True))
     try:
@@ -56,15 +57,8 @@ def refuse_own_code(error: Exception, name: str) -> None:
         ) from error
 
 
+@cache
 def _wrap_once() -> None:
-    global _wrapped
-    with _lock:
-        if not _wrapped:
-            _wrap()
-            _wrapped = True
-
-
-def _wrap() -> None:
     from transformers import PreTrainedModel, dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 

@@ -13,32 +13,23 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.scores import alibi_slopes, score_parts
-from mechattn.model.architectures import particulars_of
+from mechattn.model.architectures import particulars_of, score_scale
+from mechattn.model.heads import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of
-from mechattn.model.hooks import attention_layers, attention_window, pattern_hook, sinks_of
-from mechattn.model.values import clip_of
-from mechattn.model.weights import score_biases
+from mechattn.model.hooks import attention_layers, attention_window, logits_and_values, pattern_hook, sinks_of
 
 Q, K = "attn.hook_q", "attn.hook_k"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``.
-
-    Args:
-        b_q: b_Q of each head.
-        b_k: b_K of each key-value head.
-        scale: The factor of q·k.
-        slopes: The ALiBi slopes; None without ALiBi. In Falcon they are multiplied by the scale as well.
-        rounded: Whether slopes, positions and products are rounded to bfloat16 (Falcon).
-    """
+    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``, with q and k that contain b_Q and b_K."""
 
     b_q: Float[Tensor, "head d_head"]
     b_k: Float[Tensor, "kv_head d_head"]
     scale: float
-    slopes: Float[Tensor, " head"] | None = None
-    rounded: bool = False
+    slopes: Float[Tensor, " head"] | None = None  # None without ALiBi; in Falcon multiplied by the scale as well
+    rounded: bool = False  # whether slopes, positions and products are rounded to bfloat16 (Falcon)
 
     def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
         """What ALiBi adds to the score of each key, apart from terms that depend only on the query."""
@@ -58,7 +49,7 @@ class Scores:
         Float[Tensor, "1 head 1 key"],
         Float[Tensor, "batch head query 1"],
     ]:
-        """Content [batch head query key], bias [batch head 1 key], alibi [1 head 1 key], rest [batch head query 1]."""
+        """Content, bias, alibi, rest."""
         by_head = "batch pos head d_head -> batch head pos d_head"
         q, k = rearrange(q.float(), by_head), rearrange(k.float(), by_head)
         parts = score_parts(q, k, self.b_q, self.b_k, self.scale)
@@ -67,17 +58,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class BlindScores:
-    """What a model adds to its scores regardless of content: ALiBi, and learned sinks.
+    """What a model adds to its scores regardless of content: ALiBi, and learned sinks."""
 
-    Args:
-        heads: The number of heads in a layer.
-        alibi: The computation of the scores, in a model with ALiBi.
-        sinks: The score of each head's learned sink, by layer.
-    """
-
-    heads: int = 1
-    alibi: Scores | None = None
-    sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)
+    heads: int = 1  # in a layer
+    alibi: Scores | None = None  # how scores are computed in a model with ALiBi
+    sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)  # each head's score, by layer
 
     def differ(self, layer: int) -> bool:
         """Whether a content-blind head of this layer may attend non-uniformly."""
@@ -99,10 +84,8 @@ class BlindScores:
 
 def blind_scores(model: HookedModel) -> BlindScores:
     """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few tokens."""
-    found, layers = {}, attention_layers(model)
-    for layer in layers:
-        if (sinks := sinks_of(model, layer)) is not None:
-            found[layer] = sinks
+    layers = attention_layers(model)
+    found = {layer: sinks for layer in layers if (sinks := sinks_of(model, layer)) is not None}
     alibi = None
     if layers and _slopes(model) is not None:
         try:
@@ -133,41 +116,33 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
         raise ModelError(
             f"{name} clips queries and keys at ±{clip:g} after projection, so its scores are not a sum of parts"
         )
-    made = {layer: _scores(model, layer) for layer in layers}
-    for layer, (error, scores) in _tried(model, made).items():
+    made, slopes = {}, _slopes(model)
+    for layer in layers:
+        b_q, b_k = score_biases(model, layer)
+        here = None if slopes is None else slopes.to(b_q.device)
+        scale = score_scale(model, layer, b_q.shape[-1])
+        made[layer] = Scores(b_q, b_k, scale, here, particulars_of(model).alibi_in_bfloat16)
+    for layer, error in _errors(model, made).items():
         if error > (1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2):
             raise ModelError(
-                f"{name}, layer {layer}: softmax of scale · q·k{'' if scores.slopes is None else ' + ALiBi'} is not "
+                f"{name}, layer {layer}: softmax of scale · q·k{'' if slopes is None else ' + ALiBi'} is not "
                 f"the pattern (largest difference {error:.2g}), so the parts of its scores are unknown"
             )
     return made
 
 
-def _scores(model: HookedModel, layer: int) -> Scores:
-    particulars, slopes = particulars_of(model), _slopes(model)
-    b_q, b_k = score_biases(model, layer)
-    scale = b_q.shape[-1] ** -0.5
-    if particulars.score_scale is not None:
-        scale = particulars.score_scale(config_of(model), layer, scale)
-    slopes = None if slopes is None else slopes.to(b_q.device)
-    return Scores(b_q, b_k, scale, slopes, particulars.alibi_in_bfloat16)
-
-
-def _tried(model: HookedModel, made: dict[int, Scores]) -> dict[int, tuple[float, Scores]]:
+def _errors(model: HookedModel, made: dict[int, Scores]) -> dict[int, float]:
     """The largest difference between the softmax of the parts and the pattern, for each layer."""
-    seen: dict[str, Tensor] = {}
     tokens = torch.arange(5, 21, device=next(model.parameters()).device)[None]
     names = [f"blocks.{layer}.{hook}" for layer in made for hook in (Q, K)] + [pattern_hook(layer) for layer in made]
     if lacking := [name for name in names if name not in model.hook_dict]:
         raise ModelError(f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be decomposed")
-    with torch.no_grad():
-        keep = [(name, lambda value, hook, name=name: seen.update({name: value.detach()})) for name in names]
-        model.run_with_hooks(tokens, fwd_hooks=keep, return_type=None)
+    _, seen = logits_and_values(model, tokens, names)
     found = {}
     for layer, scores in made.items():
         q, k, pattern = (seen[name].float() for name in (*(f"blocks.{layer}.{h}" for h in (Q, K)), pattern_hook(layer)))
         total = sum(scores.parts(q, k))
         visible = visible_keys(torch.arange(16, device=pattern.device), 16, attention_window(model, layer))
         own = total.masked_fill(~visible, -torch.inf).softmax(-1)  # type: ignore[union-attr]
-        found[layer] = float((own - pattern).abs().max()), scores
+        found[layer] = float((own - pattern).abs().max())
     return found

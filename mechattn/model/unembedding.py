@@ -1,8 +1,9 @@
-"""The path from the residual stream after the last layer to the logits: final norm, W_U, a factor, a cap."""
+"""From the residual stream to the logits: a norm with its scale held fixed, W_U, a factor, a cap."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,27 +11,78 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
-from mechattn.model.frozen_norm import FrozenNorm, frozen_norm
-from mechattn.model.hooked import HookedModel, config_of
-from mechattn.model.model_facts import facts_of
-from mechattn.model.weights import wide
+from mechattn.model.heads import wide
+from mechattn.model.hooked import HookedModel, config_of, facts_of, unwrapped
+from mechattn.model.hooks import logits_and_values
+
+_TRIED = 4  # vectors
+_FINE, _COARSE = 1e-3, 3e-2  # the largest error from rounding, in float32 and in half precision
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ − mean) / σ(x)``."""
+
+    gamma: Float[Tensor, " d_model"]
+    centres: bool  # whether it subtracts the mean (LayerNorm, not RMSNorm)
+    eps: float  # added to the variance under the root
+    scales: bool = True  # in a model without norms it is the identity, with σ = 1
+
+    def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
+        made = direction * self.gamma
+        return made - made.mean(-1, keepdim=True) if self.centres else made
+
+    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+        """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean square."""
+        x = wide(x)
+        if not self.scales:
+            return torch.ones_like(x[..., 0])
+        if self.centres:
+            x = x - x.mean(-1, keepdim=True)
+        return (x.square().mean(-1) + self.eps).sqrt()
+
+
+@torch.no_grad()
+def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
+    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1."""
+    parameter = next(model.parameters())
+
+    def called(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        return wide(norm(x.to(parameter.dtype)[None])[0])
+
+    ones = torch.ones(int(model.cfg.d_model), device=parameter.device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
+    x = wide(drawn.to(parameter.device, parameter.dtype))
+    if torch.equal(called(x), x):
+        return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
+    signs = ones.clone()
+    signs[1::2] = -1
+    shown = called(torch.stack([signs, 0 * signs, ones]))
+    named = [getattr(unwrapped(norm), each, None) for each in ("eps", "variance_epsilon")]
+    eps = next((float(each) for each in named if each is not None), float(getattr(model.cfg, "eps", 1e-5)))
+    gamma = (shown[0] - shown[1]) * signs * (1 + eps) ** 0.5
+    centres = bool((shown[2] - shown[1]).abs().max() < 1e-2 * gamma.abs().max())
+    made = FrozenNorm(gamma, centres, eps)
+    less = x - x.mean(-1, keepdim=True) if centres else x
+    off = called(x) - shown[1] - gamma * less / made.scale(x)[:, None]
+    rounding = _FINE if parameter.dtype in (torch.float32, torch.float64) else _COARSE
+    if not float(off.norm()) < rounding * float(called(x).norm()):
+        raise ModelError(
+            f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
+            f"its input is undefined"
+        )
+    return made
 
 
 @dataclass(frozen=True)
 class Unembedding:
-    """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its logits.
-
-    Args:
-        w_u: W_U.
-        mean: Its mean over the vocabulary, which the softmax ignores.
-        norm: The final norm.
-        factor: f, 1 in most models.
-        cap: The bound of the logits; None in most models.
-    """
+    """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its logits."""
 
     w_u: Float[Tensor, "d_model d_vocab"]
-    mean: Float[Tensor, " d_model"]
-    norm: FrozenNorm
+    mean: Float[Tensor, " d_model"]  # of W_U over the vocabulary, which the softmax ignores
+    norm: FrozenNorm  # the final one
     factor: float = 1.0
     cap: float | None = None
 
@@ -60,36 +112,29 @@ def unembedding(model: HookedModel) -> Unembedding:
     found = frozen_norm(model, norm, "its final norm")
     factor = particulars_of(model).logit_factor
     w_u = w_u.detach()
+    config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
+    source, name = (model.cfg, "output_logits_soft_cap") if config is None else (config, "final_logit_softcapping")
+    cap = getattr(source, name, None) or 0.0
     made = Unembedding(
-        w_u, wide(w_u).mean(1), found, 1.0 if factor is None else float(factor(config_of(model))), _cap(model)
+        w_u,
+        wide(w_u).mean(1),
+        found,
+        factor=1.0 if factor is None else float(factor(config)),
+        cap=float(cap) if cap > 0 else None,
     )
-    check_direct(model, made)
+    _check_direct(model, made)
     return made
 
 
-def _cap(model: HookedModel) -> float | None:
-    """The cap of the logits: in a bridge from the transformers configuration, otherwise from TransformerLens's."""
-    config = config_of(model)
-    cap = (
-        getattr(model.cfg, "output_logits_soft_cap", None)
-        if config is None
-        else getattr(config, "final_logit_softcapping", None)
-    )
-    return float(cap) if cap and cap > 0 else None
-
-
-def check_direct(model: HookedModel, reads: Unembedding) -> None:
+def _check_direct(model: HookedModel, reads: Unembedding) -> None:
     """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a few tokens)."""
     name, facts = str(model.cfg.model_name), facts_of(model)
     if facts is not None and facts.report is not None and "residual" in facts.report.limited:
         raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates do not reach its logits unchanged")
-    seen: dict[str, Tensor] = {}
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]
-    with torch.no_grad():
-        hook = [(last, lambda stream, hook: seen.update(stream=stream))]
-        logits = reads.uncapped(wide(model.run_with_hooks(tokens, fwd_hooks=hook, return_type="logits")[0]))
-    stream = wide(seen["stream"])
+    shown, seen = logits_and_values(model, tokens, [last])
+    logits, stream = reads.uncapped(wide(shown[0])), wide(seen[last])
     got = (reads.direction(tokens)[0] @ stream[0].T / reads.scale(stream)[0]).T
     expected = (logits - logits.mean(-1, keepdim=True))[:, tokens[0]]
     off = (got - expected) - (got - expected).mean(0)  # a bias adds the same at every token

@@ -1,61 +1,147 @@
-"""The weights that analyses use: W_O, and the biases of queries and keys."""
+"""A model's weights as a whole: hashes that identify them, and random ones in their place."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.errors import ModelError
-from mechattn.model.hooked import HookedModel, config_of
-from mechattn.model.model_facts import facts_of
-from mechattn.model.split_heads import kv_heads_of, output_projection
-from mechattn.model.values import norm_before_output
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.hooked import ModelFacts, facts_of
+from mechattn.model.load import load_model
+from mechattn.model.lock import alone, making
+
+Kind = Literal["initialised", "shuffled"]
 
 
-def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
-    facts = facts_of(model)
-    if facts is not None and facts.report is not None and "heads" in facts.report.limited:
-        raise ModelError(f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no separate updates")
-    if norm := norm_before_output(model, layer):
+@alone
+def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
+    """Return a model of the same architecture and tokenizer with random weights, loaded and verified like any other.
+
+    The given model is not changed, so two models are in memory at the same time.
+
+    Args:
+        model: Anything that ``load_model`` accepts.
+        kind: "initialised": the architecture's own initialisation, as at the start of training; "shuffled": the entries
+            of each parameter are permuted, so every matrix keeps the distribution of its numbers.
+        seed: The seed of the draw.
+        **options: Passed to ``load_model``.
+
+    Returns:
+        A ``TransformerBridge``; its name and the provenance of its results state that the weights are random.
+
+    Raises:
+        OptionError: There is no such kind, or the seed is not a whole number.
+        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers model behind it.
+
+    Source:
+        Random networks as the null of interpretability: arXiv:2512.18792.
+    """
+    check_draw(kind, seed)
+    hooked = load_model(model, **options)
+    facts = facts_of(hooked) or ModelFacts()
+    if facts.native is None:
         raise ModelError(
-            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
-            f"update depends on all others: heads have no separate updates"
+            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}. Give an unquantised "
+            f"model by its name, its directory, or as a transformers model"
         )
+    with making:
+        made = _drawn(facts.native, kind, seed)
+    drawn = load_model(made, tokenizer=hooked.tokenizer)
+    drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
+    drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
+    known = facts_of(drawn)
+    assert known is not None, "load_model remembers what it made"
+    known.weights = f"random: {kind}, seed {seed}"
+    return drawn
+
+
+def check_draw(kind: str, seed: int) -> None:
+    """Refuse an invalid kind or seed, before a model is loaded."""
+    if kind not in get_args(Kind):
+        raise OptionError(
+            f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries of each weight '
+            "matrix permuted)"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed={seed!r}: give a whole number from 0 to 2^63 − 1, as torch takes no other")
+
+
+def _drawn(native: Any, kind: Kind, seed: int) -> Any:
+    """A new model of the same class and configuration; the given one is unchanged."""
+    config = copy.deepcopy(native.config)
+    config._attn_implementation_internal = None  # the class chooses its attention again
+    with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
+        torch.manual_seed(seed)
+        made = type(native)(config)
+    parameter = next(native.parameters())
+    made = made.to(device=parameter.device, dtype=parameter.dtype)
+    if kind == "shuffled":
+        generator = torch.Generator().manual_seed(seed)
+        made.load_state_dict(native.state_dict())
+        with torch.no_grad():
+            for _, values in sorted(made.named_parameters()):  # a tied parameter occurs once
+                order = torch.randperm(values.numel(), generator=generator)
+                values.copy_(values.flatten()[order.to(values.device)].view_as(values))
+    return made
+
+
+_STORED = (".safetensors", ".bin", ".json", ".model")
+_STRETCH, _STRETCHES = 2**18, 64
+_FEW = 64  # numbers of a parameter that are compared before its last hash is reused
+_WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly spaced
+
+
+def weights_hash(model: Any) -> str:
+    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model."""
+    facts = facts_of(model) or ModelFacts()
+    stored = (model if facts.native is None else facts.native).state_dict()
+    tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
+    # A tensor made in inference mode does not count how often it was written to.
+    now = [(t.data_ptr(), 0 if t.is_inference() else t._version, _sample(t, _FEW)) for t in tensors.values()]
+    if facts.hashed is None or facts.hashed[0] != now:
+        made = hashlib.sha256()
+        for name, values in tensors.items():
+            made.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+            made.update(_sample(values, _WHOLE))
+        facts.hashed = (now, made.hexdigest()[:16])
+    return facts.hashed[1]
+
+
+def stored_hash(name: str) -> str | None:
+    """A hash of the weights, configs and vocabularies of a checkpoint directory, without loading it."""
     try:
-        w_o = output_projection(model, layer)
-    except Exception as error:  # an adapter that does not declare its output weights
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
-    if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
-        raise ModelError(
-            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
-            f"have no separate updates"
-        )
-    scaled = float(
-        getattr(config_of(model), "residual_multiplier", None) or 1.0
-    )  # Granite: what reaches the residual stream
-    return w_o if scaled == 1 else w_o * scaled
+        if not Path(name).is_dir():
+            return None
+        made = hashlib.sha256()
+        for path in sorted(path for path in Path(name).iterdir() if path.suffix in _STORED and path.is_file()):
+            size = path.stat().st_size
+            made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
+            with open(path, "rb") as stored:
+                for start in range(0, size, max(_STRETCH, -(-size // _STRETCHES))):
+                    stored.seek(start)
+                    made.update(stored.read(_STRETCH))
+        return made.hexdigest()[:16]
+    except OSError:
+        return None
 
 
-def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Convert to float32 at least."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def revision(model: Any) -> str | None:
+    """The hub commit that the weights come from; None for a directory, a toy or a model object."""
+    facts = facts_of(model) or ModelFacts()
+    found = getattr(getattr(facts.native, "config", None), "_commit_hash", None)
+    return None if found is None else str(found)
 
 
-def score_biases(
-    model: HookedModel, layer: int
-) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
-    """b_Q and b_K of each head; zeros if the model has none."""
-    attention = model.blocks[layer].attn
-    heads, width = int(model.cfg.n_heads), int(model.cfg.d_head)
-    made = []
-    for name, count in (("b_Q", heads), ("b_K", kv_heads_of(model))):
-        bias = getattr(attention, name, None)
-        made.append(
-            torch.zeros(count, width, device=next(model.parameters()).device)
-            if bias is None
-            else rearrange(bias.detach().flatten(), "(head d_head) -> head d_head", head=count).float()
-        )
-    return made[0], made[1]
+def _sample(values: Float[Tensor, ...], most: int) -> bytes:
+    if values.is_meta:  # offloaded to disk: known only by its name and shape
+        return b"meta"
+    flat = values.detach().reshape(-1)
+    if len(flat) > most:
+        flat = flat[:: -(-len(flat) // most)]
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if len(flat) else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -10,11 +11,9 @@ from typing import Any
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.markup import visible
-from mechattn.render.plain_names import as_heading
 from mechattn.render.received_figures import received_attention
-from mechattn.render.theme import model_caption
 from mechattn.render.view import View, in_script
-from mechattn.render.words import choice_words, said
+from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
 
 Row = tuple[str, str]
@@ -71,8 +70,8 @@ def drawn_section(
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
     of = [results] if isinstance(results, Result) else list(results)
-    under = figure.layout.title.text.partition("<br>")[2]  # the first line is the section's heading
-    title = as_heading(figure.layout.title.text)
+    heading, _, under = figure.layout.title.text.partition("<br>")
+    title = html.unescape(heading)
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by hand" if isinstance(options.get("heads"), list) else "heads chosen by the data"

@@ -1,30 +1,70 @@
-"""The first screen of a page: the change of the question's attention and of uniform attention."""
+"""The first screen of a page: what it shows of each model, and the verdicts as a picture, in words and in a table."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from mechattn.analysis import ANALYSES
+from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.verdict_words import Verdicts, captions, explained
-from mechattn.render.words import percent, percent_words
+from mechattn.pages.figure_sections import time_words
+from mechattn.render.words import model_caption, percent, percent_words, stated
+from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
 from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
+VERDICT_COLUMNS = (
+    "model", "condition", "question attention, change", "under uniform attention", "heads below and above that",
+    "prompts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShownModel:
+    """What a page shows of one model.
+
+    Args:
+        result: The result.
+        maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        start: The layer and head that are shown first.
+    """
+
+    result: Result
+    maps: Result | None = None
+    start: tuple[int, int] | None = None
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict | OptionError]:
+        """The verdict on each condition, or why there is none; empty if received attention was not measured."""
+        found: dict[str, Verdict | OptionError] = {}
+        for name in self.result.conditions[1:] if "received_attention" in self.result.datasets else []:
+            try:
+                with explained([self.result]):
+                    found[name] = self.result.verdict(name)
+            except MemoryOptionError:
+                raise
+            except OptionError as error:  # too few prompts for an interval, or a prompt without a question
+                found[name] = error
+        return found
+
+    @property
+    def without_verdict(self) -> str:
+        """Why there is no verdict on some condition; empty if there is one on each."""
+        problems = [found for found in self.verdicts.values() if isinstance(found, OptionError)]
+        return f"no verdict, since {problems[0]}" if problems else ""
+
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the picture: a model and a condition.
-
-    Args:
-        model: The model's caption.
-        condition: The user's name for the condition.
-        verdict: The change and that under uniform attention; None if there is none.
-        problem: The reason if there is none.
-    """
+    """A row of the picture: a model, a condition, and the verdict or the reason why there is none."""
 
     model: str
     condition: str
@@ -34,24 +74,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Mark:
-    """A row as drawn; lengths are in percent of the axis.
-
-    Args:
-        model: The model's caption; empty if the row above has the same model.
-        condition: The condition's name.
-        low: The start of the interval.
-        length: The length of the interval.
-        point: The position of the measured change.
-        null: The position of the change under uniform attention.
-        words: The change with its interval.
-        null_words: The change under uniform attention.
-        problem: The reason if there is nothing to draw.
-    """
+    """A row as drawn, with lengths in percent of the axis; no model if it is that of the row above."""
 
     model: str
     condition: str
-    low: float = 0.0
-    length: float = 0.0
+    low: float = 0.0  # where the interval starts
+    length: float = 0.0  # of the interval
     point: float = 0.0
     null: float = 0.0
     words: str = ""
@@ -61,14 +89,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on one axis.
-
-    Args:
-        rows: One row per model and condition.
-        ticks: The positions of the axis marks, in percent of its length, and their labels.
-        zero: The position of zero change.
-        says: The whole picture in one sentence, for readers who cannot see it.
-    """
+    """Points with whiskers on one axis, its marks with their labels, where 0 is, and all of it in one sentence."""
 
     rows: Seq[Mark]
     ticks: Seq[tuple[float, str]]
@@ -76,22 +97,15 @@ class Picture:
     says: str
 
 
-def changes(results: Seq[Result], known: Seq[Verdicts] = ()) -> list[Change]:
-    """The change of the question's attention for each model and condition, by ``result.verdict``."""
-    found = []
-    known = known or [Verdicts(result) for result in results]
-    for model, result, verdicts in zip(captions(results), results, known, strict=True):
-        if "received_attention" not in result.datasets:
-            continue
-        for name in result.conditions[1:]:
-            try:
-                with explained([result]):
-                    found.append(Change(model, name, verdicts.of(name)))
-            except MemoryOptionError:
-                raise
-            except OptionError as error:  # too few prompts for an interval, or a prompt without a question
-                found.append(Change(model, name, None, f"no verdict, since {error}"))
-    return found
+def changes(models: Seq[ShownModel]) -> list[Change]:
+    """The change of the question's attention for each model and condition."""
+    return [
+        Change(model, name, found)
+        if isinstance(found, Verdict)
+        else Change(model, name, None, f"no verdict, since {found}")
+        for model, shown in zip(captions([shown.result for shown in models]), models, strict=True)
+        for name, found in shown.verdicts.items()
+    ]
 
 
 def picture(rows: Seq[Change]) -> Picture | None:
@@ -186,3 +200,82 @@ def _beside(found: Seq[Verdict]) -> str:
     sides["the two cannot be distinguished"] = len(found) - above - below
     said = {words: f"in {count} of {len(found)} models " for words, count in sides.items() if count}
     return ", ".join((where if len(found) > 1 else "") + words for words, where in said.items())
+
+
+def verdict_sentences(shown: ShownModel) -> list[str]:
+    """One sentence per condition; controls are reported with what they match."""
+    model, result = model_caption(shown.result), shown.result
+    if shown.without_verdict:
+        return [f"{model}: {shown.without_verdict}."]
+    found = {name: verdict for name, verdict in shown.verdicts.items() if isinstance(verdict, Verdict)}
+    said = []
+    for name, verdict in found.items():
+        control = matched_control(result, name)
+        said.append(f"{model}: {stated(result, name, verdict, 'question', control, found.get(control or ''))}")
+    return said
+
+
+def verdict_rows(shown: ShownModel) -> list[tuple[str, ...]]:
+    """The verdicts as table rows with the columns ``VERDICT_COLUMNS``, for pages with several models."""
+    model = model_caption(shown.result)
+    if shown.without_verdict:
+        return [(model, "", shown.without_verdict, "", "", "")]
+    return [
+        (
+            model,
+            name,
+            percent_words(verdict.change),
+            percent(verdict.null.estimate),
+            f"{int(verdict.beyond.sum())} and {int(verdict.above.sum())} of {verdict.beyond.size}",
+            str(verdict.n),
+        )
+        for name, verdict in shown.verdicts.items()
+        if isinstance(verdict, Verdict)
+    ]
+
+
+def captions(results: Seq[Result]) -> list[str]:
+    """The caption of each result: its model, numbered if several results have the same model."""
+    names = [model_caption(result) for result in results]
+    return [
+        f"{name}, result {names[: i + 1].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
+def strip_words(result: Result) -> str:
+    """One line of provenance."""
+    about, model = result.provenance, result.provenance["model"]
+    verified = "verified" if model["verified"] else "not verified"
+    parts = [model_caption(result), f"{model['dtype']} on {model['device']}", verified]
+    prompts = about["prompts"]
+    parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
+    parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
+    return " · ".join([*parts, time_words(result)])
+
+
+@contextmanager
+def explained(results: Seq[Result]) -> Iterator[None]:
+    """Explain errors caused by quantities missing from a stored result; any other error is a bug in mechattn."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        for result in results:
+            for analysis in (make() for make in ANALYSES):
+                missing = lacking(result[analysis.name], analysis) if analysis.name in result.datasets else []
+                if missing:
+                    raise OptionError(
+                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored by another version, or "
+                        "changed since"
+                    ) from error
+        raise
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Flatten nested values into table rows."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        rows += flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+    return rows

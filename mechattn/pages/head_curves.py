@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.contrast.means import at_positions
 from mechattn.markup import visible
-from mechattn.pages.packed_arrays import kind_for, packed
-from mechattn.render.received_figures import band_words
+from mechattn.pages.embedded import kind_for, packed
 from mechattn.render.view import prompt_tokens
+from mechattn.render.words import band_words
 from mechattn.results.result import Result
-from mechattn.stats.intervals import t_interval_of_moments
 
 NAME = "received_attention"
 PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
@@ -26,14 +27,16 @@ def head_curves(result: Result) -> dict[str, Any]:
         return {"missing": "The run did not measure received attention by position (ma.ReceivedAttention())."}
     dims = ("condition", "layer", "head")
     prompts = dataset.sizes["prompt"]
-    made = _means(dataset, "received_by_origin", (*dims, "original_key"), prompts)
-    keys = int(np.flatnonzero(np.isfinite(made["mean"]).any((0, 1, 2))).max(initial=0)) + 1
+    at = (*dims, "original_key")
+    mean, half = _means(dataset, "received_by_origin", at, prompts)
+    keys = int(np.flatnonzero(np.isfinite(mean).any((0, 1, 2))).max(initial=0)) + 1
+    n = np.nan_to_num(dataset["received_by_origin_n"].transpose(*at).values).max(2)
     null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key").values[..., :keys]
-    kind = kind_for(made["mean"][..., :keys].size)
-    curves = {
-        "mean": packed(made["mean"][..., :keys], kind),
-        "half": packed(made["half"][..., :keys], kind),
-        "n": packed(made["n"].max(2)[..., :keys], "u2"),
+    kind = kind_for(mean[..., :keys].size)
+    return {
+        "mean": packed(mean[..., :keys], kind),
+        "half": packed(half[..., :keys], kind),
+        "n": packed(n[..., :keys], "u2"),
         "null": packed(null),
         "segments": _segments(result, BASELINE, keys),
         "question": _question(result),
@@ -41,20 +44,19 @@ def head_curves(result: Result) -> dict[str, Any]:
         "prompts": prompts,
         "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
     }
-    return curves
 
 
-def _means(dataset: Any, quantity: str, dims: tuple[str, ...], prompts: int, **at: Any) -> dict[str, np.ndarray]:
-    """Means, the half-widths of their intervals relative to the means, and the number of prompts."""
-    parts = [dataset[f"{quantity}{name}"].sel(at).transpose(*dims).values for name in ("", "_variance", "_n")]
-    mean, variance, n = (np.asarray(part, dtype=np.float64) for part in parts)
-    n = np.nan_to_num(n)
-    hidden = n < max(min(10, prompts), prompts / 2)
-    mean = np.where(hidden, np.nan, mean)
-    band = t_interval_of_moments(n, mean, np.nan_to_num(variance))
+def _means(dataset: xr.Dataset, quantity: str, dims: tuple[str, ...], prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means, and the half-widths of their intervals relative to them; NaN where too few prompts have a position."""
+    parts = {quantity + end: dataset[quantity + end].transpose(*dims) for end in ("", "_variance", "_n")}
+    flat = {name: ("cell", np.asarray(part, dtype=np.float64).ravel()) for name, part in parts.items()}
+    every = np.arange(prompts)
+    found = at_positions(xr.Dataset(flat, {"prompt": every}), quantity, {}, every)
+    made = np.full((2, *parts[quantity].shape), np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
-        half = np.where(mean > 0, (band.high - mean) / mean, 0.0)
-    return {"mean": mean, "half": np.where(hidden, np.nan, half), "n": n}
+        half = np.where(found.mean > 0, (found.high - found.mean) / found.mean, 0.0)
+    made.reshape(2, -1)[:, found.at] = found.mean, half
+    return made[0], made[1]
 
 
 def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | None:
@@ -66,10 +68,10 @@ def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | 
     if where[-1] - where[0] + 1 != len(where):
         return None
     dataset = result[NAME].isel(key=slice(int(where[0]), int(where[-1]) + 1))
-    made = _means(dataset, "received", ("layer", "head", "key"), prompts, condition=condition)
+    mean, half = _means(dataset.sel(condition=condition), "received", ("layer", "head", "key"), prompts)
     null = dataset["received_uniform"].sel(condition=condition).transpose("layer", "key").values
-    kind = kind_for(made["mean"].size)
-    numbers = {"mean": packed(made["mean"], kind), "half": packed(made["half"], kind), "null": packed(null)}
+    kind = kind_for(mean.size)
+    numbers = {"mean": packed(mean, kind), "half": packed(half, kind), "null": packed(null)}
     return {"start": int(where[0]), "count": len(where), **numbers}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.received_attention import AttentionMap
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
@@ -17,10 +17,9 @@ from mechattn.model.lock import alone
 from mechattn.model.score_terms import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.explorer import attention_explorer, check_count
-from mechattn.render.patterns import attention_pattern
-from mechattn.render.patterns import pattern_difference as render_difference
-from mechattn.render.received_figures import check_heads
+from mechattn.render.declared import check_heads
+from mechattn.render.prompt_views import attention_explorer, attention_pattern, check_count
+from mechattn.render.prompt_views import pattern_difference as render_difference
 from mechattn.render.view import View
 from mechattn.results.result import Result
 
@@ -96,7 +95,7 @@ def _mapped(
     check_heads(chosen, model.cfg.n_heads)
     name = BASELINE if condition is None else type(condition).__name__
     conditions = {} if condition is None else {name: condition}
-    result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed, progress=False)
+    result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
     return result, chosen, name
 
 
@@ -146,5 +145,5 @@ def explore(
         analyses.append(ScoreDecomposition())
     except ModelError as error:
         note = f"scores cannot be decomposed: {error}"
-    result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed, progress=False)
+    result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed)
     return attention_explorer(result, name, heads=heads, note=note)

@@ -5,22 +5,51 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.pages.embedded import packed_script, page_script, template
 from mechattn.pages.figure_sections import Section, citation, drawn_section, prompt_section
-from mechattn.pages.first_screen import changes, picture, sentence
-from mechattn.pages.head_values import check_memory
-from mechattn.pages.map_data import instrument
-from mechattn.pages.scripts import packed_script, page_script, template
-from mechattn.pages.verdict_words import VERDICT_COLUMNS, Verdicts, explained, flat, strip_words, verdict_rows, verdicts
-from mechattn.render.html import check_page_place, save_page
-from mechattn.render.received_figures import listed_or_chosen, received_attention
-from mechattn.render.theme import model_caption
-from mechattn.render.view import Script, View
+from mechattn.pages.first_screen import (
+    VERDICT_COLUMNS,
+    ShownModel,
+    changes,
+    explained,
+    flat,
+    picture,
+    sentence,
+    strip_words,
+    verdict_rows,
+    verdict_sentences,
+)  # fmt: skip
+from mechattn.pages.map_data import check_memory, instrument
+from mechattn.render.declared import listed_or_chosen
+from mechattn.render.received_figures import received_attention
+from mechattn.render.view import Script, View, check_page_place, save_page
+from mechattn.render.words import model_caption
 from mechattn.results.result import Result
+
+Figures = Seq[tuple[Callable, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a page says of itself.
+
+    Args:
+        title: The title.
+        subtitle: What is measured, in one line.
+        command: The command that made it.
+        lead: A template, and what fills it, in place of the first screen.
+    """
+
+    title: str
+    subtitle: str
+    command: str = ""
+    lead: tuple[str, Mapping[str, Any]] | None = None
 
 
 def page(
@@ -57,8 +86,8 @@ def browse(result: Result, maps: Result | None = None) -> View:
         result: A result.
         maps: A result with attention maps of a few prompts; ``result`` itself by default.
     """
-    known = [Verdicts(result)]
-    parts = _parts(f"mechattn: {model_caption(result)}", _about([result]), known, [], maps=[maps])
+    about = About(f"mechattn: {model_caption(result)}", _subtitle([result]))
+    parts = _parts(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(parts)
     scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
 <script type="module">{parts["script"]}</script>"""
@@ -66,23 +95,12 @@ def browse(result: Result, maps: Result | None = None) -> View:
 
 
 def write_page(
-    path: str | Path,
-    title: str,
-    subtitle: str,
-    results: Seq[Result],
-    sections: Seq[Section],
-    command: str = "",
-    force: bool = False,
-    *,
-    maps: Seq[Result | None] = (),
-    start: Seq[tuple[int, int] | None] = (),
-    lead: tuple[str, Mapping[str, Any]] | None = None,
+    path: str | Path, about: About, models: Seq[ShownModel], sections: Seq[Section], force: bool = False
 ) -> Path:
     """Write one HTML file that makes no network requests; its content security policy forbids them."""
-    known = [Verdicts(result) for result in results]
-    parts = _parts(title, subtitle, known, sections, command, maps, start)
-    if lead is not None:
-        parts["lead"] = _environment().get_template(lead[0]).render(lead[1])
+    parts = _parts(about, models, sections)
+    if about.lead is not None:
+        parts["lead"] = _environment().get_template(about.lead[0]).render(about.lead[1])
     return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
 
 
@@ -92,49 +110,41 @@ def _environment() -> Any:
     return Environment(loader=PackageLoader("mechattn.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
-def _parts(
-    title: str,
-    subtitle: str,
-    known: Seq[Verdicts],
-    sections: Seq[Section],
-    command: str = "",
-    maps: Seq[Result | None] = (),
-    start: Seq[tuple[int, int] | None] = (),
-) -> dict[str, Any]:
+def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dict[str, Any]:
     """The values for the templates."""
     from mechattn import __version__
 
-    results = [each.result for each in known]
-    rows = changes(results, known)
+    results = [shown.result for shown in models]
+    rows = changes(models)
     needed: dict[Script, bool] = {
         "plotly": any(section.figure or section.script == "plotly" for section in sections),
         "circuitsvis": any(section.script == "circuitsvis" for section in sections),
     }
     return {
-        "title": title,
-        "subtitle": subtitle,
+        "title": about.title,
+        "subtitle": about.subtitle,
         "version": __version__,
         "style": template("page.css"),
         "script": page_script(),
         "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
-        "data": instrument(results, maps, start),
+        "data": instrument(models),
         "answer": sentence(rows),
         "picture": picture(rows),
-        "verdicts": [words for each in known for words in verdicts(each.result, each)],
+        "verdicts": [words for shown in models for words in verdict_sentences(shown)],
         "verdict_columns": VERDICT_COLUMNS,
-        "verdict_rows": [row for each in known for row in verdict_rows(each.result, each)],
+        "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
         "strips": [strip_words(result) for result in results],
         "sections": sections,
-        "citation": citation(title, results),
+        "citation": citation(about.title, results),
         "provenance": [row for result in results for row in flat(result.provenance)]
-        + [("command", command)] * bool(command),
+        + [("command", about.command)] * bool(about.command),
     }
 
 
 def results_page(
     results: Seq[Result],
     path: str | Path,
-    figures: Seq[tuple[Callable, Mapping[str, Any]]],
+    figures: Figures,
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
@@ -142,19 +152,19 @@ def results_page(
     """Write a page for several results, with each figure once per result, or once if it compares models."""
     for result in results:
         check_memory(result)
-    of_one = [one for one in figures if not _of_many(one[0])]
-    of_many = [one for one in figures if _of_many(one[0])]
+    of_many = [one for one in figures if "results" in inspect.signature(one[0]).parameters]  # models side by side
+    of_one = [one for one in figures if one not in of_many]
     sections: list[Section] = []
     for result in results:
         sections.append(prompt_section(result))
         sections += _drawn(of_one, result, command, missing)
     sections += _drawn(of_many, list(results), command, missing)
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    start = [_first_shown(figures)] * len(results)
-    return write_page(path, title, _about(results), results, sections, command, force, start=start)
+    models = [ShownModel(result, start=_first_shown(figures)) for result in results]
+    return write_page(path, About(title, _subtitle(results), command), models, sections, force)
 
 
-def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int, int] | None:
+def _first_shown(figures: Figures) -> tuple[int, int] | None:
     """The layer and head that the first figure of received attention shows; head 0 if the data choose."""
     for draw, options in figures:
         if draw is received_attention and "layer" in options:
@@ -163,7 +173,7 @@ def _first_shown(figures: Seq[tuple[Callable, Mapping[str, Any]]]) -> tuple[int,
     return None
 
 
-def _about(results: Seq[Result]) -> str:
+def _subtitle(results: Seq[Result]) -> str:
     """The subtitle of a page."""
     counts = {result["sequences"].sizes["prompt"] for result in results}
     compared = any(len(result.conditions) > 1 for result in results)
@@ -171,12 +181,7 @@ def _about(results: Seq[Result]) -> str:
     return f"{of}, {', '.join(map(str, counts))} prompts."
 
 
-def _drawn(
-    figures: Seq[tuple[Callable, Mapping[str, Any]]],
-    of: Result | Seq[Result],
-    command: str,
-    missing: list[str] | None,
-) -> Iterator[Section]:
+def _drawn(figures: Figures, of: Result | Seq[Result], command: str, missing: list[str] | None) -> Iterator[Section]:
     for draw, options in figures:
         try:
             with explained([of] if isinstance(of, Result) else of):
@@ -188,8 +193,3 @@ def _drawn(
             if missing is None:
                 raise
             missing.append(f"{draw.__name__}: {error}")
-
-
-def _of_many(draw: Callable) -> bool:
-    """Whether a figure compares several models side by side."""
-    return "results" in inspect.signature(draw).parameters

@@ -11,7 +11,7 @@ import numpy as np
 
 from mechattn.errors import OptionError
 from mechattn.patching.answer_metrics import WORDS
-from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.intervals import FEWEST, ratio_interval, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
 
@@ -56,11 +56,12 @@ class Patching:
     def table(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
         """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest effect first.
 
-        ``effect`` with its interval and ``q`` (sign flips over prompts, Benjamini-Hochberg over all rows, whatever
+        ``effect`` with its interval and ``q`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows, whatever
         ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the whole
-        effect, a ratio of means, NaN if the whole effect's interval holds 0; the mean effects of both controls;
-        ``beyond_random``: effect minus that of a random direction of the same norm, with its interval. With "kl" and
-        "noising" no effect is below 0: ``q`` tests ``beyond_random``, as ``.attrs`` and the print say.
+        effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects
+        of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its interval
+        and ``q_beyond_random``. With "kl" and "noising" no effect is below 0: ``q`` tests ``beyond_random``, as
+        ``.attrs`` and the print say.
 
         Args:
             top: The number of rows to return; all by default.
@@ -94,15 +95,18 @@ class Patching:
         beyond = values["effect"] - values["random"]
         found, further = t_interval(values["effect"], level), t_interval(beyond, level)
         rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
-        whole, low, high = t_interval(self.units.means(self.effects.whole.values)[shown], level)
+        share = ratio_interval(values["effect"], self.units.means(self.effects.whole.values)[shown], level)
         made = pd.DataFrame(
             {
                 **{label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)},
                 "effect": found.estimate,
                 "low": found.low,
                 "high": found.high,
-                "q": paired(beyond if rises else values["effect"], None, bootstrap=False).q,
-                "share": np.nan if low <= 0 <= high else found.estimate / whole,
+                "q": paired(beyond if rises else values["effect"], None).q,
+                "q_beyond_random": paired(beyond, None).q,
+                "share": share.estimate,
+                "share_low": share.low,
+                "share_high": share.high,
                 **{name: np.nanmean(values[name], 0) for name in CONTROLS},
                 "beyond_random": further.estimate,
                 "beyond_random_low": further.low,

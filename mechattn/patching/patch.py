@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import made_sequences, with_baseline
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
+from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_window
 from mechattn.model.load import as_hooked, load_model
@@ -29,7 +29,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.canonical import identity
+from mechattn.results.provenance import identity
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def patch(
     metric: Metric = "logprob",
     direction: Direction = "denoising",
     seed: int = 0,
-    progress: bool = True,
 ) -> Patching:
     """Patch or attribute: how the answer changes when a head's output, or a layer's, comes from the prompt's other run.
 
@@ -82,7 +81,6 @@ def patch(
             one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
         seed: The seed of random directions and other prompts, of the condition's draws and of the heads to check.
-        progress: Show a progress bar if it takes longer than two seconds.
 
     Raises:
         MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides tokens or acts inside
@@ -108,7 +106,7 @@ def patch(
     pairs = [_ordered(made, direction) for made in sequences]
     others = _others({p.id: len(made[BASELINE]) for p, made in zip(prompts, sequences, strict=True)}, seed)
     found = []
-    steps = tqdm(pairs, desc="patching", unit="prompt", delay=2, disable=not progress)
+    steps = tqdm(pairs, desc="patching", unit="prompt", delay=2)
     for (receiver, donor), prompt, other in zip(steps, prompts, others, strict=True):
         stranger = None if other is None else one.read(pairs[other][1])
         found.append(one.effects(prompt.id, receiver, one.read(donor), stranger))

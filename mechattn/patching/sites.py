@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.model.split_heads import kv_heads_of
 from mechattn.patching.two_runs import Part, Where, changing
 
 _NAMED = re.compile(r"L(\d+)H(\d+)")

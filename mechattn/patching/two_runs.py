@@ -14,11 +14,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.heads import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
-from mechattn.model.patch.head_outputs import changing_z
-from mechattn.model.patch.keys_values import changing_keys_values
-from mechattn.model.split_heads import kv_heads_of, split_heads
+from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.prompts.sequences import Sequence
 
 # Each head's output before W_O; its values before RoPE and norms (for heads with their own values); its pattern

@@ -10,7 +10,7 @@ from mechattn.errors import ConditionError, OptionError
 from mechattn.functional.rows import EdgeMask
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
-from mechattn.prompts.places import Place, behind, check_place, check_run, position
+from mechattn.prompts.fillers import Place, behind, check_place, check_run, position
 from mechattn.prompts.prompt import HALVES, MOST, Prompt
 from mechattn.prompts.sequences import Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from difflib import get_close_matches
-from inspect import signature
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.hub import asked_once, may_be_on_hub
-from mechattn.prompts.problems import SYSTEM, word_problems
+from mechattn.prompts.problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
-from mechattn.prompts.recall import recall_questions
-from mechattn.prompts.repeated import repeated_random
-from mechattn.prompts.templates import TokenizedModel
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
+_FIELDS = ("answer", "group")
 _WITHOUT_LIMIT = 64  # generated prompts
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
@@ -29,69 +27,52 @@ def load_prompts(
     *,
     limit: int | None = None,
     field: str = "question",
-    answer_field: str = "answer",
-    group_field: str | None = None,
     system: str | None = None,
     template: Template = "plain",
     with_answer: bool = False,
     split: str = "test",
-    subset: str | None = None,
     seed: int = 0,
-    model: TokenizedModel | None = None,
+    **fields: str | None,
 ) -> list[Prompt]:
     """Load prompts from a built-in generator, a .jsonl file or a dataset on the hub.
 
     Args:
-        source: "word-problems"; "recall", questions that contain their answer, which toy:relay solves;
-            "repeated-random", see :func:`~mechattn.prompts.repeated.repeated_random`, which uses only limit, seed and
-            model; the path of a .jsonl file; or a hub dataset such as "openai/gsm8k".
+        source: "word-problems"; "recall", questions that contain their answer, which toy:relay solves; the path of a
+            .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
+            "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.repeated.repeated_random`.
         limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
         field: The field with the question.
-        answer_field: The field with the answer, if there is one.
-        group_field: The field with what prompts share, such as their template (``Prompt.group``); statistics treat such
-            groups as the unit. None by default for a file or dataset; word problems use their template.
         system: The text before each question; by default that of the word problems, and none before other questions.
         template: "plain" or "chat".
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset, or "train" / "test" of generated prompts.
-        subset: The subset (configuration) of a hub dataset.
-        seed: The seed of generated word problems, recall questions and random tokens.
-        model: The model whose vocabulary random tokens are drawn from; needed for nothing else.
+        seed: The seed of generated word problems and recall questions.
+        fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
+            ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
+            groups as the unit. No group by default for a file or dataset; word problems use their template.
 
     Raises:
         PromptError: The source, field or prompt doesn't exist.
-        OptionError: A limit, split or template is not allowed; or random tokens have no model, or an option that only
-            applies to text.
+        OptionError: A limit, split, template or option is not allowed.
     """
     check_template(template)
-    source = _checked_source(source)
-    _check_limit(limit, source)
-    if source == REPEATED:
-        _refuse_unread(
-            field=field, answer_field=answer_field, group_field=group_field, system=system, template=template,
-            with_answer=with_answer, split=split, subset=subset,
-        )  # fmt: skip
-        return _repeated(model, limit, seed)
-    rows: Iterable[dict[str, Any]]
-    if source == GENERATED:
-        rows = _generated(split, limit, seed, field, answer_field)
-        group_field = "template" if group_field is None else group_field
-        system = SYSTEM if system is None else system
-    elif source == RECALL:
-        rows = _recall(split, limit, seed, field, answer_field)
-    elif (kind := Path(source).suffix) in (".csv", ".parquet"):
+    if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
-            f"{source} is a table; give a .jsonl file, one JSON object a line: "
-            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records", lines=True)'
+            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'
         )
-    elif kind in (".jsonl", ".json") or os.path.exists(source) or not may_be_on_hub(source):
-        rows = _jsonl(Path(source), limit)
+    source = os.fspath(source)
+    _check_options(source, limit, fields)
+    answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
+    if source in (GENERATED, RECALL):
+        rows = _generated(source, split, limit, seed, (field, answer_field))
     else:
-        rows = _hub(source, subset, split, limit)
+        rows = _stored(source, split, limit)
+    if source == GENERATED:
+        group_field, system = group_field or "template", SYSTEM if system is None else system
     prompts = []
     for index, row in enumerate(rows):
         text = _text(row, field, source, index)
-        answer = _text(row, answer_field, source, index, "answer_field") if with_answer else row.get(answer_field)
+        answer = _text(row, answer_field, source, index, "answer") if with_answer else row.get(answer_field)
         prompts.append(
             Prompt(
                 question=text,
@@ -108,55 +89,47 @@ def load_prompts(
     return prompts
 
 
-def _checked_source(source: Any) -> str:
-    if not isinstance(source, (str, os.PathLike)):
-        raise PromptError(
-            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'
+def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
+    if unknown := [name for name in fields if name not in _FIELDS]:
+        raise OptionError(
+            f"{unknown[0]}=…: load_prompts has no such option; the fields are field, {', '.join(_FIELDS)}"
         )
-    return os.fspath(source)
-
-
-def _check_limit(limit: Any, source: str) -> None:
+    if source == REPEATED:
+        raise OptionError(
+            "random tokens have no field, text or answer, and are drawn from the vocabulary of a model: "
+            "ma.repeated_random(model)"
+        )
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
-    if source in (GENERATED, RECALL, REPEATED) and (limit or 0) > MOST:
+    if source in (GENERATED, RECALL) and (limit or 0) > MOST:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
-def _refuse_unread(**given: Any) -> None:
-    """Refuse options that random tokens ignore: they have no fields, no text and no answer."""
-    known = signature(load_prompts).parameters
-    unread = [f"{name}={value!r}" for name, value in given.items() if value != known[name].default]
-    if unread:
-        raise OptionError(
-            f'{", ".join(unread)}: "repeated-random" draws token ids, which have no field, text, answer or split; '
-            f"omit {'it' if len(unread) == 1 else 'them'} (it takes limit, seed and model)"
-        )
-
-
-def _repeated(model: TokenizedModel | None, limit: int | None, seed: int) -> list[Prompt]:
-    if model is None:
-        raise OptionError(
-            'random tokens are drawn from the vocabulary of a model: load_prompts("repeated-random", model=model)'
-        )
-    return repeated_random(model, limit or _WITHOUT_LIMIT, seed=seed)
-
-
-def _generated(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict[str, Any]]:
-    _check_split(split)
-    made = islice(word_problems(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
-    return [{"template": p.template, field: p.question, answer_field: p.answer, "solution": p.solution} for p in made]
-
-
-def _recall(split: str, limit: int | None, seed: int, field: str, answer_field: str) -> list[dict[str, Any]]:
-    _check_split(split)
-    made = islice(recall_questions(split, seed=seed), limit or _WITHOUT_LIMIT)  # type: ignore[arg-type]
-    return [{field: q.question, answer_field: q.answer, "solution": q.solution} for q in made]
-
-
-def _check_split(split: str) -> None:
+def _generated(source: str, split: str, limit: int | None, seed: int, names: tuple[str, str]) -> list[dict[str, Any]]:
+    """Word problems or recall questions as rows, with the question and the answer under these names."""
     if split not in ("train", "test"):
         raise OptionError(f'split={split!r}: generated prompts have "train" and "test"')
+    made: Iterator[Any] = (word_problems if source == GENERATED else recall_questions)(split, seed=seed)  # type: ignore[arg-type]
+    question, answer = names
+    return [
+        ({"template": p.template} if source == GENERATED else {})
+        | {question: p.question, answer: p.answer, "solution": p.solution}
+        for p in islice(made, limit or _WITHOUT_LIMIT)
+    ]
+
+
+def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
+    """The rows of a file here or of a dataset on the hub."""
+    if (kind := Path(source).suffix) in (".csv", ".parquet"):
+        raise PromptError(
+            f"{source} is a table; give a .jsonl file, one JSON object a line: "
+            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records", lines=True)'
+        )
+    name, colon, subset = source.partition(":")
+    on_hub = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
+    if kind in (".jsonl", ".json") or os.path.exists(source) or not on_hub:
+        return _jsonl(Path(source), limit)
+    return _hub(name, subset or None, split, limit)
 
 
 def _text(row: dict[str, Any], field: str, source: str, index: int, option: str = "field") -> str:
@@ -171,7 +144,7 @@ def _text(row: dict[str, Any], field: str, source: str, index: int, option: str 
 
 
 def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:
-    group = _field(row, field, source, index, "group_field")
+    group = _field(row, field, source, index, "group")
     if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
         raise PromptError(
             f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a text or whole number"

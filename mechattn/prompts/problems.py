@@ -1,7 +1,8 @@
-"""Generated grade-school word problems with worked answers: a test set that no model was trained on.
+"""Generated questions that no model was trained on: word problems with worked answers, and recall questions.
 
 A problem is a chain of one to five arithmetic steps told as a short story. Its *chain* (the first number and
-the operations) decides its split by a hash, so no test problem can appear among the training problems.
+the operations) decides its split by a hash, so no test problem can appear among the training problems. A recall
+question states several people's scores and asks for one; no arithmetic is needed.
 """
 
 from __future__ import annotations
@@ -17,42 +18,19 @@ Split = Literal["train", "test"]
 SYSTEM = "Solve the problem step by step. End with the word Answer and the number."
 MAX_STEPS = 5
 LARGEST = 999
+MOST_PEOPLE = 6  # in a recall question
 
 _HE = ("Tom", "Ben", "Omar", "Luca", "Ravi", "Sam", "Noah", "Ivan", "Hugo", "Eli", "Adam", "Finn")
 _SHE = ("Anna", "Mia", "Sara", "Lena", "Zoe", "Ines", "Ruth", "Tara", "Nora", "Emma", "Yuki", "Leila")
 PEOPLE = _HE + _SHE
-_COUNTED = [
-    "apples",
-    "marbles",
-    "books",
-    "stickers",
-    "pencils",
-    "shells",
-    "coins",
-    "cards",
-    "eggs",
-    "cookies",
-    "stamps",
-    "balloons",
-    "flowers",
-    "buttons",
-    "candles",
-    "oranges",
-    "stones",
-    "toys",
-    "tickets",
-    "beads",
-]
+_COUNTED = (
+    "apples", "marbles", "books", "stickers", "pencils", "shells", "coins", "cards", "eggs", "cookies", "stamps",
+    "balloons", "flowers", "buttons", "candles", "oranges", "stones", "toys", "tickets", "beads",
+)  # fmt: skip
 _MEASURED = (
-    "liters of water",
-    "kilograms of rice",
-    "meters of rope",
-    "grams of sugar",
-    "cups of flour",
-    "liters of paint",
-    "meters of cloth",
-    "bags of sand",
-)
+    "liters of water", "kilograms of rice", "meters of rope", "grams of sugar", "cups of flour", "liters of paint",
+    "meters of cloth", "bags of sand",
+)  # fmt: skip
 _PLACES = ("garden", "kitchen", "box", "park", "school", "shop", "street", "attic", "library", "market")
 _DAYS = ("On Monday", "On Friday", "The next day", "Later", "In the evening", "After lunch", "Then")
 _TIMES_WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
@@ -105,11 +83,15 @@ class _Story:
     def him(self) -> str:
         return "him" if self.name in _HE else "her"
 
-    def tell(self, rng: random.Random, kind: str, sentences: list[str]) -> str:
+    def choose(self, rng: random.Random, kind: str, *ways: str) -> str:
         """Choose one of several ways to say something, and record the choice."""
-        which = rng.choice(range(len(sentences)))
+        which = rng.choice(range(len(ways)))
         self.forms.append(f"{kind} {which}")
-        return sentences[which]
+        return ways[which]
+
+    def tell(self, rng: random.Random, kind: str, *ways: str) -> None:
+        """Add a sentence, said in one of several ways."""
+        self.sentences.append(self.choose(rng, kind, *ways))
 
     def apply(self, sign: str, operand: int) -> int:
         """Work out one step, write it down, and return the value that it started from."""
@@ -128,7 +110,7 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     item = rng.choice(_COUNTED) if rng.random() < 0.8 else rng.choice(_MEASURED)
     first = rng.randint(2, 99)
     story = _Story(names[0], item, first, str(first), [], [], names[1:])
-    story.sentences.append(_opening(rng, story))
+    _opening(rng, story)
     for _ in range(steps - 1):
         rng.choice(_possible_steps(story))(rng, story)
     last = _finish(rng, story)
@@ -156,18 +138,58 @@ def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: 
             yield problem
 
 
-def _opening(rng: random.Random, story: _Story) -> str:
+@dataclass(frozen=True)
+class Recall:
+    """A question that contains its answer.
+
+    Args:
+        question: "Scores: Tom 3, Anna 7, Ben 1. What is the score of Anna?"
+        solution: The number.
+    """
+
+    question: str
+    solution: int
+
+    @property
+    def answer(self) -> str:
+        """The answer in the form that a model writes."""
+        return f"Answer: {self.solution}"
+
+    @property
+    def split(self) -> Split:
+        """About one question in ten is for testing, by a hash of its text."""
+        return "test" if hashlib.sha256(self.question.encode()).digest()[0] % 10 == 0 else "train"
+
+
+def generate_recall(rng: random.Random, most: int = MOST_PEOPLE) -> Recall:
+    """One question about two or more people, at most ``most``, with numbers from 1 to 9 (either split)."""
+    names = rng.sample(PEOPLE, rng.randint(2, most))
+    numbers = [rng.randint(1, 9) for _ in names]
+    scores = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
+    asked = rng.randrange(len(names))
+    question = f"Scores: {scores}. What is the score of {names[asked]}?"
+    return Recall(question, numbers[asked])
+
+
+def recall_questions(split: Split, seed: int = 0, most: int = MOST_PEOPLE) -> Iterator[Recall]:
+    """An endless stream of questions of one split: the same arguments give the same stream."""
+    rng = random.Random(f"recall {split} {seed}")
+    while True:
+        made = generate_recall(rng, most)
+        if made.split == split:
+            yield made
+
+
+def _opening(rng: random.Random, story: _Story) -> None:
     name, item, value = story.name, story.item, story.value
-    return story.tell(
+    story.tell(
         rng,
         "opening",
-        [
-            f"{name} has {value} {item}.",
-            f"{name} starts the week with {value} {item}.",
-            f"There are {value} {item} in the {rng.choice(_PLACES)} of {name}.",
-            f"{name} owns {value} {item}.",
-            f"At first {name} has {value} {item} in a {rng.choice(_PLACES)}.",
-        ],
+        f"{name} has {value} {item}.",
+        f"{name} starts the week with {value} {item}.",
+        f"There are {value} {item} in the {rng.choice(_PLACES)} of {name}.",
+        f"{name} owns {value} {item}.",
+        f"At first {name} has {value} {item} in a {rng.choice(_PLACES)}.",
     )
 
 
@@ -204,18 +226,14 @@ def _gain(rng: random.Random, story: _Story) -> None:
     more = rng.randint(2, 60)
     he, him, item, other = story.he, story.him, story.item, story.others[0]
     day, place = rng.choice(_DAYS), rng.choice(_PLACES)
-    story.sentences.append(
-        story.tell(
-            rng,
-            "gain",
-            [
-                f"{he.capitalize()} buys {more} more.",
-                f"{day} {other} gives {him} {more} more {item}.",
-                f"{day} {he} finds {more} {item} in the {place}.",
-                f"{he.capitalize()} gets {more} {item} from {other}.",
-                f"{day} {he} adds {more} {item}.",
-            ],
-        )
+    story.tell(
+        rng,
+        "gain",
+        f"{he.capitalize()} buys {more} more.",
+        f"{day} {other} gives {him} {more} more {item}.",
+        f"{day} {he} finds {more} {item} in the {place}.",
+        f"{he.capitalize()} gets {more} {item} from {other}.",
+        f"{day} {he} adds {more} {item}.",
     )
     story.apply("+", more)
 
@@ -224,18 +242,14 @@ def _lose(rng: random.Random, story: _Story) -> None:
     fewer = rng.randint(1, min(60, story.value - 1))
     he, item, other = story.he, story.item, story.others[0]
     day, place = rng.choice(_DAYS), rng.choice(_PLACES)
-    story.sentences.append(
-        story.tell(
-            rng,
-            "loss",
-            [
-                f"{he.capitalize()} gives {fewer} to {other}.",
-                f"{day} {he} loses {fewer} of them.",
-                f"{day} {he} sells {fewer} {item} at the {place}.",
-                f"{he.capitalize()} uses {fewer} {item} for {other}.",
-                f"{day} {he} leaves {fewer} {item} in the {place}.",
-            ],
-        )
+    story.tell(
+        rng,
+        "loss",
+        f"{he.capitalize()} gives {fewer} to {other}.",
+        f"{day} {he} loses {fewer} of them.",
+        f"{day} {he} sells {fewer} {item} at the {place}.",
+        f"{he.capitalize()} uses {fewer} {item} for {other}.",
+        f"{day} {he} leaves {fewer} {item} in the {place}.",
     )
     story.apply("-", fewer)
 
@@ -248,15 +262,11 @@ def _multiply(rng: random.Random, story: _Story) -> None:
         story.forms.append("as many as")
         story.sentences.append(f"{story.name} has {times} as many {item} as {other}.")
     else:
-        story.sentences.append(
-            story.tell(
-                rng,
-                "product",
-                [
-                    f"{rng.choice(_DAYS)} {he} has {times} as many.",
-                    f"A week later {he} has {times} as many {item}.",
-                ],
-            )
+        story.tell(
+            rng,
+            "product",
+            f"{rng.choice(_DAYS)} {he} has {times} as many.",
+            f"A week later {he} has {times} as many {item}.",
         )
     story.apply("*", factor)
 
@@ -264,16 +274,12 @@ def _multiply(rng: random.Random, story: _Story) -> None:
 def _divide(rng: random.Random, story: _Story) -> None:
     parts = rng.choice(_divisors(story.value))
     he, item = story.he, story.item
-    story.sentences.append(
-        story.tell(
-            rng,
-            "share",
-            [
-                f"{he.capitalize()} puts them into {parts} equal boxes and keeps only one box.",
-                f"{rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
-                f"{he.capitalize()} packs them in {parts} bags with the same number/bag and keeps one bag.",
-            ],
-        )
+    story.tell(
+        rng,
+        "share",
+        f"{he.capitalize()} puts them into {parts} equal boxes and keeps only one box.",
+        f"{rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
+        f"{he.capitalize()} packs them in {parts} bags with the same number/bag and keeps one bag.",
     )
     story.apply("÷", parts)
 
@@ -304,17 +310,15 @@ def _next_person(story: _Story) -> str:
 
 def _how_many(rng: random.Random, story: _Story) -> str:
     name, item = story.name, story.item
-    return story.tell(
+    return story.choose(
         rng,
         "question",
-        [
-            f"How many {item} does {name} have now?",
-            f"How many {item} does {name} have in the end?",
-            f"What is the number of {item} that {name} has now?",
-            f"So how many {item} does {name} have?",
-            f"Can you say how many {item} {name} has?",
-            f"Find how many {item} {name} has in the end.",
-        ],
+        f"How many {item} does {name} have now?",
+        f"How many {item} does {name} have in the end?",
+        f"What is the number of {item} that {name} has now?",
+        f"So how many {item} does {name} have?",
+        f"Can you say how many {item} {name} has?",
+        f"Find how many {item} {name} has in the end.",
     )
 
 
@@ -322,12 +326,10 @@ def _price(rng: random.Random, story: _Story) -> str:
     price = rng.choice([p for p in range(2, 10) if story.value * p <= 400])
     name, one = story.name, story.item.removesuffix("s")
     story.apply("*", price)
-    return story.tell(
+    return story.choose(
         rng,
         "price",
-        [
-            f"Each {one} costs {price} dollars. How much do the {story.item} of {name} cost?",
-            f"The price is {price} dollars/{one}. What does {name} pay for all {story.item}?",
-            f"{name} sells them all at {price} dollars each. How many dollars does {name} get?",
-        ],
+        f"Each {one} costs {price} dollars. How much do the {story.item} of {name} cost?",
+        f"The price is {price} dollars/{one}. What does {name} pay for all {story.item}?",
+        f"{name} sells them all at {price} dollars each. How many dollars does {name} get?",
     )

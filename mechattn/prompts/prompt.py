@@ -13,12 +13,15 @@ from typing import Literal, get_args
 from torch import Tensor
 from torch import bool as bool_
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, warn
 from mechattn.shown import plain
 
 Template = Literal["plain", "chat"]
 MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory
 HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which neither tokenizers nor files accept
+_FEWEST = 4  # prompts; with fewer, intervals are wide in any case
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_NAME = re.compile(r"\b[A-Z]\w*")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,7 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    group: str | None = field(
-        default=None, repr=False
-    )  # does not affect the measurements, so it is not part of the prompts' hash
+    group: str | None = field(default=None, repr=False)  # not part of the prompts' hash: nothing measured depends on it
     answer_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,22 +57,17 @@ class Prompt:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
             raise PromptError(f"the id {self.id!r} contains control characters; give every prompt a printable id")
-        self._check_group()
+        if self.group is not None and (not isinstance(self.group, str) or not self.group.strip()):
+            raise PromptError(f"prompt {self.id} has group={self.group!r}; give the name of its group, or None")
+        if self.group is not None and (plain(self.group) != self.group or HALVES.search(self.group)):
+            raise PromptError(
+                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be printed"
+            )
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text")
         for token in (*self.tokens, *self.answer_tokens):
             if isinstance(token, bool) or not isinstance(token, Integral) or not -(2**63) <= token < 2**63:
                 raise PromptError(f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers")
-
-    def _check_group(self) -> None:
-        if self.group is None:
-            return
-        if not isinstance(self.group, str) or not self.group.strip():
-            raise PromptError(f"prompt {self.id} has group={self.group!r}; give the name of its group, or None")
-        if plain(self.group) != self.group or HALVES.search(self.group):
-            raise PromptError(
-                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be printed"
-            )
 
     @property
     def excerpt(self) -> str:
@@ -100,14 +96,9 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
     repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
         raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")
-    return _in_groups(made)
-
-
-def _in_groups(prompts: list[Prompt]) -> list[Prompt]:
-    """If some prompts have a group, each prompt without one becomes a group of its own."""
-    if not any(prompt.group for prompt in prompts):
-        return prompts
-    return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in prompts]
+    if not any(prompt.group for prompt in made):
+        return made
+    return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in made]
 
 
 def _from_text(index: int, text: object) -> Prompt:
@@ -126,3 +117,35 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
             "give a non-empty integer tensor [batch, pos], every row as long as its prompt (one prompt: tokens[None])"
         )
     return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
+
+
+def warn_of_likeness(prompts: Seq[Prompt]) -> None:
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names."""
+    groups = {prompt.group for prompt in prompts if prompt.group is not None}
+    if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
+        return
+    read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
+    texts = Counter(read)
+    shapes = Counter(
+        _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() or text
+        for prompt, text in zip(prompts, read, strict=True)
+    )
+    if len(texts) <= len(prompts) / 2:
+        few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
+        said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
+    elif len(shapes) <= len(prompts) / 2:
+        few = "one template" if len(shapes) == 1 else f"{len(shapes)} templates"
+        said = f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
+        many = len(prompts) / len(shapes)
+    else:
+        return
+    warn(
+        f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
+        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)",
+    )
+
+
+def _most(counted: Counter[str]) -> str:
+    text, count = counted.most_common(1)[0]
+    shown = text if len(text) <= 40 else text[:39] + "…"
+    return f'"{shown}" {count} times'

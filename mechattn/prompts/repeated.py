@@ -6,7 +6,7 @@ import random
 
 from mechattn.errors import OptionError
 from mechattn.prompts.fillers import random_tokens
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.templates import TokenizedModel, own_bos
 
 SHORTEST, LONGEST = 25, 50
@@ -33,11 +33,16 @@ def repeated_random(
         seed: The seed of the draws.
 
     Raises:
-        OptionError: A span is empty, occurs only once, or needs more tokens than the vocabulary has.
+        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or needs more tokens than
+            the vocabulary has.
 
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
+    if limit > MOST:
+        raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(

@@ -1,14 +1,26 @@
-"""Tokenizes a prompt, plainly joined or by the chat template, and assigns each token its segment."""
+"""Tokenizes a prompt, plainly joined or by the chat template; gives each token its segment, and its class."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence, baseline_sequence
+
+TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
+_OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
+_CONJUNCTIONS = (
+    "and or but nor so yet for because if then than when while since although though unless until whereas once as that "
+    "whether after before therefore thus hence however"
+)
 
 
 @runtime_checkable
@@ -157,3 +169,24 @@ def _tokens_in_spans(tokenizer: Any, text: str, spans: Spans) -> tuple[list[int]
         first = first if first < end else start
         segments.append(next((name for name, a, b in spans if a <= first < b), "template"))
     return list(encoded["input_ids"]), segments
+
+
+def token_class(text: str) -> str:
+    """The class of a token's text without surrounding spaces; part of a word counts as the whole word."""
+    word = text.replace("▁", " ").strip()
+    if word and all(c.isnumeric() or c in ".," for c in word) and any(c.isnumeric() for c in word):
+        return "digit"
+    if _OPERATOR.fullmatch(word):
+        return "operator"
+    return "conjunction" if word.lower() in _CONJUNCTIONS.split() else "other"
+
+
+def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
+    """The index in ``TOKEN_CLASSES`` of every token id; all "other" without a tokenizer."""
+    other = TOKEN_CLASSES.index("other")
+    if tokenizer is None:
+        return torch.full((size,), other)
+    known = min(size, len(tokenizer))
+    texts = tokenizer.batch_decode([[i] for i in range(known)])
+    made = [TOKEN_CLASSES.index(token_class(text)) for text in texts]
+    return torch.tensor(made + [other] * (size - known))

@@ -1,21 +1,22 @@
-"""Attention and answers: attention while right and wrong answers are written; attention and accuracy over a dose."""
+"""Figures of answers: accuracy by condition or option, samples, diversity, and attention while right or wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Seq
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.accuracy_figures import accuracy_sweep
 from mechattn.render.change_figures import sweep
 from mechattn.render.declared import figure as declare
-from mechattn.render.plain_names import with_plain_names
-from mechattn.render.theme import THIRD, WITH, WITHOUT, model_caption, quantity_words
+from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
+from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
-from mechattn.render.words import says
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +25,135 @@ if TYPE_CHECKING:
     from mechattn.evaluation.while_answering import WhileAnswering
     from mechattn.results.result import Result
     from mechattn.stats.trend import Trend
+
+_HOVER = "%{customdata}: %{y:.1f} %<extra></extra>"
+_LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
+
+
+@declare("evaluation")
+def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Plot accuracy by condition with 95 % intervals, one colour per model; dotted lines mark the baselines.
+
+    Args:
+        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
+    """
+    names = _conditions(tables)
+    figure = draw.panels()
+    by_name = {model: table.set_index("condition").reindex(names) for model, table in tables.items()}
+    series = [(model, _percents(rows)) for model, rows in by_name.items()]
+    draw.side_by_side(figure, names, series, COLOURS, grouped=False, hovertemplate=_HOVER)
+    for rows, colour in zip(by_name.values(), cycle(COLOURS), strict=False):
+        draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
+    _finish(figure, tables, "accuracy by condition")
+    return figure
+
+
+@declare("evaluation")
+def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
+    """Plot accuracy over the values of a swept option with 95 % intervals, one line per model.
+
+    Args:
+        tables: The table of ``Evaluation.accuracy()`` for each model by name, with conditions from ``ma.sweep``.
+        option: The swept option.
+
+    Raises:
+        OptionError: No condition is named after the option.
+    """
+    names = [name for name in _conditions(tables) if f"{option}=" in name]
+    if not names:
+        raise OptionError(f"no condition is named {option}=…; evaluate with conditions=ma.sweep(…)")
+    values = [name.split(f"{option}=")[1].split(",")[0] for name in names]
+    numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
+    start = [BASELINE] if option == "count" else []
+    figure = draw.panels()
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
+        rows = table.set_index("condition").reindex([*start, *names])
+        x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
+        _points(figure, x, rows, model, colour, mode="lines+markers", customdata=[*start, *names])
+    figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
+    _finish(figure, tables, f"accuracy by {option}")
+    return figure
+
+
+@declare("evaluation")
+def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
+    """Map accuracy over two swept options; don't report the best cell on the same problems.
+
+    ``Evaluation.best`` chooses on one half of the problems and reports the other half.
+
+    Args:
+        table: The table of ``Evaluation.accuracy()``, with conditions named after both options.
+        across: The option on the horizontal axis.
+        down: The option on the vertical axis.
+        model: The model's name in the figure.
+
+    Raises:
+        OptionError: No condition is named after both options.
+    """
+    cells = {}
+    for name, value in zip(table.condition, table.accuracy, strict=True):
+        options = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
+        if across in options and down in options:
+            cells[options[down], options[across]] = 100 * value
+    if not cells:
+        raise OptionError(f"no condition is named {across}=…, {down}=…; sweep over both")
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
+    base = 100 * float(table.set_index("condition").accuracy[BASELINE])
+    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
+    figure = draw.panels()
+    figure.add_heatmap(
+        z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
+        texttemplate="%{z:.1f}",
+    )  # fmt: skip
+    about = f"n = {_n([table])}; {base:.1f} % in the baseline, white; blue is better"
+    figure.update_xaxes(title_text=across, type="category")
+    figure.update_yaxes(title_text=down, type="category")
+    draw.title(figure, f"{model}: accuracy", about, 420)
+    return figure
+
+
+@declare("evaluation")
+def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
+    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one dash style per table.
+
+    Args:
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name in the
+            figure.
+        model: The model's name in the figure.
+
+    Raises:
+        OptionError: There are no tables.
+    """
+    colours = dict(zip(_conditions(tables), cycle(COLOURS), strict=False))
+    figure = draw.panels()
+    for (measure, table), dash in zip(tables.items(), cycle(("solid", "dash", "dot")), strict=False):
+        for name, rows in table.groupby("condition", sort=False):
+            style = dict(mode="lines+markers", line=dict(dash=dash), customdata=[name] * len(rows))
+            _points(figure, rows.k.to_list(), rows, f"{name}, {measure}", colours[name], "estimate", **style)
+    figure.update_xaxes(title_text="answers to each question (k)")
+    figure.update_yaxes(title_text="probability of a right answer (%)", rangemode="tozero")
+    note = "bars: 95 % intervals over problems"
+    draw.title(figure, f"{model}: {' and '.join(tables)}", note, 460)
+    return figure
+
+
+@declare("evaluation")
+def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Plot the diversity of the answers to one question by condition, one colour per model.
+
+    Args:
+        tables: The table of ``Evaluation.diversity()`` for each model, by its name in the figure.
+    """
+    names, figure = _conditions(tables), draw.panels()
+    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
+        rows = table.set_index("condition").reindex(names)
+        _points(figure, names, rows, model, colour, "estimate", customdata=names)
+    n = int(next(iter(tables.values())).n.iloc[0])
+    figure.update_yaxes(title_text=f"distinct {n}-grams (% of all)")
+    note = "of all answers to one question; bars: 95 % intervals over questions"
+    draw.title(figure, "diversity of answers", note, 420)
+    return figure
 
 
 @declare("evaluation")
@@ -61,26 +191,12 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         customdata=table[["pairs", "p"]].values,
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
     )  # fmt: skip
-    figure.add_vline(0, line=dict(width=1, color="#444"), row=1, col=2)
+    draw.rule(figure, x=0, colour="#444", column=2)
     labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
     note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
     draw.title(figure, f"{measured.about}: attention of {measured.queries}", note, 260 + 60 * len(table), top=150)
-    return says(with_plain_names(figure), _said(table))
-
-
-def _said(table: pd.DataFrame) -> str:
-    """The result of the pairs, condition by condition."""
-    parts = []
-    for row in table.itertuples():
-        if np.isnan(row.beyond):
-            parts.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
-        else:
-            parts.append(
-                f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
-                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p:.2g}"
-            )
-    return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."
+    return says(figure, _said(table))
 
 
 @declare("evaluation")
@@ -119,10 +235,9 @@ def dose_curves(
     figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy_sweep({"right answers": accuracy}, option)
     lower = sweep(result, option, quantity, segment, layer)
-    for row, drawn in ((1, upper), (2, lower)):
-        for trace in drawn.data:
-            figure.add_trace(trace, row=row, col=1)
-    draw.zero(figure, row=2, col=1)
+    figure.add_traces(upper.data, rows=1, cols=1)
+    figure.add_traces(lower.data, rows=2, cols=1)
+    draw.rule(figure, y=0, row=2, column=1)
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     note = "bars: 95 %, over problems above, over prompts below; dotted: uniform attention"
@@ -130,4 +245,49 @@ def dose_curves(
     said = [
         f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}" for what, t in (trends or {}).items()
     ]
-    return says(with_plain_names(figure), f"Trends within prompts. {'; '.join(said)}." if said else "", said_by(lower))
+    return says(figure, f"Trends within prompts. {'; '.join(said)}." if said else "", said_by(lower))
+
+
+def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    if not tables:
+        raise OptionError("there are no tables to show; give {model: evaluation.accuracy()}")
+    return list(dict.fromkeys(name for table in tables.values() for name in table.condition))
+
+
+def _percents(rows: pd.DataFrame, estimate: str = "accuracy") -> list[pd.Series]:
+    return [100 * rows[column] for column in (estimate, "low", "high")]
+
+
+def _points(
+    figure: go.Figure, x: Any, rows: pd.DataFrame, name: str, colour: str, estimate: str = "accuracy", **style: Any
+) -> None:  # fmt: skip
+    """An estimate of a table's rows, with its interval, in percent."""
+    draw.points(figure, x, _percents(rows, estimate), name, colour, hovertemplate=_HOVER, **style)
+
+
+def _n(tables: Seq[pd.DataFrame]) -> str:
+    """The number of problems, or of groups of problems, that the tables are over."""
+    counts = sorted({int(table.n.iloc[0]) for table in tables})
+    units = {table.attrs.get("unit", "prompts") for table in tables}
+    what = "problems" if units == {"prompts"} else units.pop() if len(units) == 1 else "problems or groups of them"
+    return f"{', '.join(map(str, counts))} {what}"
+
+
+def _finish(figure: go.Figure, tables: Mapping[str, pd.DataFrame], title: str) -> None:
+    note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
+    figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
+    draw.title(figure, title, note, 460)
+
+
+def _said(table: pd.DataFrame) -> str:
+    """The result of the pairs, condition by condition."""
+    parts = []
+    for row in table.itertuples():
+        if np.isnan(row.beyond):
+            parts.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
+        else:
+            parts.append(
+                f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
+                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p:.2g}"
+            )
+    return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

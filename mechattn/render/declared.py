@@ -1,17 +1,27 @@
-"""What each figure declares: the analysis that it shows, whether it compares conditions, and its place in a report."""
+"""What each figure declares, and what all of them do: check which heads are shown, and escape names."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 Draw = TypeVar("Draw", bound=Callable)
+_MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")  # every "<" except in tags that our own titles and hovers use
+_OURS = ("template", "meta")  # the template, and metadata that plotly doesn't draw
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,76 @@ FIGURES: dict[str, Declared] = {}
 def figure(
     needs: str | Mapping[str, str] = "", *, compares: bool = False, report: Seq[Mapping[str, Any]] = ()
 ) -> Callable[[Draw], Draw]:
-    """Declare a figure; see :class:`Declared`. A report, a config file and the gallery ask here."""
+    """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its names are escaped."""
 
     def declared(draw: Draw) -> Draw:
-        FIGURES[draw.__name__] = Declared(draw, needs, compares, tuple(report))
-        return draw
+        @functools.wraps(draw)
+        def drawn(*args: Any, **options: Any) -> go.Figure:
+            return with_plain_names(draw(*args, **options))
+
+        FIGURES[draw.__name__] = Declared(drawn, needs, compares, tuple(report))
+        return cast(Draw, drawn)
 
     return declared
+
+
+def with_plain_names(figure: go.Figure) -> go.Figure:
+    """The figure with "<" escaped in its texts except in line breaks and small print: plotly makes ``<a …>`` a link."""
+    for part in (figure.layout, *figure.data):
+        _escape(part)
+    return figure
+
+
+def _escape(part: Any) -> None:
+    for name in part.to_plotly_json():
+        value = part[name]
+        if name in _OURS:
+            continue
+        if hasattr(value, "to_plotly_json"):
+            _escape(value)
+        elif isinstance(value, tuple) and value and hasattr(value[0], "to_plotly_json"):
+            for one in value:
+                _escape(one)
+        elif (made := _escaped(value)) is not value:
+            part[name] = made
+
+
+def _escaped(value: Any) -> Any:
+    """The same object if there is nothing to escape."""
+    if isinstance(value, str):
+        return _MARKUP.sub("&lt;", value) if _MARKUP.search(value) else value
+    if isinstance(value, dict):  # the arguments of a slider's steps
+        made = {name: _escaped(one) for name, one in value.items()}
+        return made if any(made[name] is not value[name] for name in value) else value
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
+        return value
+    if isinstance(value, (list, tuple, np.ndarray)):
+        parts = [_escaped(one) for one in value]
+        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+    return value
+
+
+def listed_or_chosen(heads: Seq[int] | None, choose: int | None) -> tuple[list[int], int | None]:
+    """The named heads, or the number of heads to choose."""
+    if (heads is None) == (choose is None):
+        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of the two, such as heads=[0, 3] or choose=3")
+    if choose is not None:
+        if isinstance(choose, bool) or not isinstance(choose, int) or choose < 1:
+            raise OptionError(f"choose={choose!r}: give a number of heads, at least 1")
+        return [], choose
+    if not isinstance(heads, (list, tuple, range, np.ndarray)):
+        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or choose=… for a number of heads")
+    return list(heads), None
+
+
+def check_heads(heads: Seq[int], count: int) -> None:
+    """Refuse heads that a layer doesn't have."""
+    for head in heads:
+        if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
+            raise OptionError(f"heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3]")
+        if not 0 <= head < count:
+            raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
+    if not len(heads):
+        raise OptionError("heads=[] is empty; give at least one head")
+    if len(set(heads)) < len(heads):
+        raise OptionError(f"heads={list(heads)} names a head twice")

@@ -1,34 +1,59 @@
-"""The primitives of which figures are made: panels, points, lines with bands, maps of heads, sliders, titles."""
+"""The look of all figures, and their primitives: panels, points, lines with bands, rules, maps of heads, titles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from mechattn.render.theme import LAYOUT, faint, headed
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+    from mechattn.contrast.means import Positions
+
+# Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
+WITHOUT = "#0072b2"  # blue: without the inserted tokens
+WITH = "#d55e00"  # vermilion: with them
+THIRD = "#009e73"  # green: a control
+OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
+COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
+DARK = {
+    WITHOUT: "#56b4e9",
+    WITH: "#ff9a4d",
+    THIRD: "#3fcf9f",
+    "#000000": "#e6e6e3",
+    "#7a5c00": "#c9a227",
+    "#444": "#bbb",
+}  # on a dark background
 GREY = "#888"
+SHADE = "rgba(120, 120, 120, 0.16)"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+LAYOUT = dict(
+    template="plotly_white",
+    font=dict(family=FONT, size=13),
+    margin=dict(l=70, r=20, t=90, b=60),
+    hoverlabel=dict(font_family=FONT),
+)
 
 
-def panels(titles: Seq[str], rows: int = 1, **options: Any) -> go.Figure:
-    """Panels side by side, or below each other, with their titles."""
+def faint(colour: str, alpha: float = 0.2) -> str:
+    """The colour of a band around a line of this colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {alpha})"
+
+
+def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
+    """Panels side by side, or below each other, with their titles; one without a title by default."""
+    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
+    if titles is None:
+        return go.Figure()
     return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)
-
-
-def empty() -> go.Figure:
-    """One panel."""
-    import plotly.graph_objects as go
-
-    return go.Figure()
 
 
 def at(column: int | None, row: int = 1) -> dict[str, int]:
@@ -46,6 +71,35 @@ def points(
     axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
     style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=8) | style.get("marker", {})}
     figure.add_scatter(**axes, name=name, **at(column), **style)
+
+
+def side_by_side(
+    figure: go.Figure, words: Seq[str], series: Iterable[tuple[str, Any]], colours: Seq[str], *,
+    column: int | None = None, apart: float = 0.14, grouped: bool = True, **style: Any,
+) -> None:  # fmt: skip
+    """Points with intervals for each word, several series beside each other; grouped: one legend for all panels."""
+    series = list(series)
+    for i, ((name, estimates), colour) in enumerate(zip(series, cycle(colours), strict=False)):
+        place = np.arange(len(words)) + apart * (i - (len(series) - 1) / 2)
+        legend: dict[str, Any] = dict(legendgroup=name, showlegend=column in (None, 1)) if grouped else {}
+        points(figure, place, estimates, name, colour, column, customdata=list(words), **legend, **style)
+    figure.update_xaxes(tickvals=list(range(len(words))), ticktext=list(words), **at(column))
+
+
+def line_and_band(
+    figure: go.Figure, found: Positions, name: str, colour: str, *, column: int, row: int = 1, legend: bool = True
+) -> None:  # fmt: skip
+    """The mean over prompts at each position, and its band, whose edges are named lines."""
+    common = dict(legendgroup=name, mode="lines", x=found.at, **at(column, row))
+    edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
+    if np.isfinite(found.low).any():
+        figure.add_scatter(y=found.low, name=f"{name}, low", **common, **edges)
+        filled = dict(fill="tonexty", fillcolor=faint(colour))
+        figure.add_scatter(y=found.high, name=f"{name}, high", **common, **edges, **filled)
+    figure.add_scatter(
+        y=found.mean, name=name, showlegend=legend, line=dict(color=colour, width=1.6), customdata=found.n, meta=["n"],
+        hovertemplate="%{y:.4f} (n = %{customdata})", **common,
+    )  # fmt: skip
 
 
 def ribbon(
@@ -67,47 +121,57 @@ def dotted(
     figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "lines", "line": line} | at(column, row) | style)
 
 
-def zero(figure: go.Figure, **where: Any) -> None:
-    """A line at no change."""
-    figure.add_hline(0, line_width=1, line_color=GREY, **where)
+def rule(
+    figure: go.Figure, *, x: float | None = None, y: float | None = None, colour: str = GREY, dash: str | None = None,
+    width: float = 1, column: int | None = None, row: int = 1,
+) -> None:  # fmt: skip
+    """A line across a panel at a value with a meaning, such as no change."""
+    add, value = (figure.add_hline, y) if x is None else (figure.add_vline, x)
+    add(value, line=dict(width=width, dash=dash, color=colour), **at(column, row))
 
 
-def reference(figure: go.Figure, colour: str, *, x: float | None = None, y: float | None = None) -> None:
-    """A dotted line across the panel at a value with a meaning."""
-    line = dict(dash="dot", width=1.5, color=colour)
-    figure.add_vline(x, line=line) if x is not None else figure.add_hline(y, line=line)
+def head_map(
+    table: pd.DataFrame, columns: Mapping[str, str], name: str, unit: str, hover: str, across: str = "head"
+) -> go.Figure:
+    """Heads by layer in red and blue, and a dot where q < 0.05.
 
-
-def head_map(cells: Mapping[str, pd.DataFrame], name: str, unit: str, hover: str, across: str = "head") -> go.Figure:
-    """Heads by layer in red and blue, the first of ``cells``, with the others on hover and a dot where q < 0.05."""
-    import plotly.graph_objects as go
-
-    (_, shown), *others = cells.items()
-    reach, sure = float(np.nanmax(abs(shown.values))) or 1.0, cells["q"] < 0.05
-    heat = go.Heatmap(
+    The first of the columns, which are given by their labels, is the colour; the others are there on hover.
+    """
+    wide = {label: table.pivot(index="layer", columns=across, values=column) for label, column in columns.items()}
+    if across != "head":  # in the table's order
+        wide = {label: cells[list(dict.fromkeys(table[across]))] for label, cells in wide.items()}
+    (_, shown), *others = wide.items()
+    reach = float(np.nanmax(abs(shown.values))) or 1.0
+    figure = panels()
+    figure.add_heatmap(
         z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale="RdBu_r", name=name,
-        meta=[label for label, _ in others], customdata=np.dstack([wide.values for _, wide in others]),
+        meta=[label for label, _ in others], customdata=np.dstack([cells.values for _, cells in others]),
         hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>", colorbar=dict(title=unit),
     )  # fmt: skip
-    layer, place = np.nonzero(sure.values)
-    marks = go.Scatter(
-        x=sure.columns.values[place], y=sure.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
+    layer, place = np.nonzero((wide["q"] < 0.05).values)
+    figure.add_scatter(
+        x=shown.columns.values[place], y=shown.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
         marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
     )  # fmt: skip
-    figure = go.Figure([heat, marks])
     figure.update_xaxes(title_text=across)
     figure.update_yaxes(title_text="layer", autorange="reversed")
     return figure
 
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
-    """The title with its small print; with ``top``, the legend has a row of its own under it."""
-    layout = LAYOUT | {"height": height} if top is None else headed(top, height)
+    """The title with its small print; with ``top``, the legend has a row of its own under it, at any width."""
+    layout: dict[str, Any] = LAYOUT | {"height": height}
+    if top is not None:
+        row = dict(orientation="h", x=0.03, xref="container", y=1 - 66 / height, yref="container", yanchor="top")
+        layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
+        layout |= {"margin": dict(l=80, r=20, t=top, b=60)}
     figure.update_layout(**layout, title_text=f"{heading}<br><sup>{note}</sup>")
 
 
 def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int) -> None:
     """A slider that shows one trace, and its title, for each layer."""
+    for number, trace in enumerate(figure.data):
+        trace.visible = number == 0
     steps = [
         dict(
             method="update", label=str(layer),

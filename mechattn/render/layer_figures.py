@@ -1,13 +1,14 @@
-"""Plots of one number per head by layer: every head as a line, or the mean over heads by condition."""
+"""Figures by layer: one number per head as lines, means over heads, λ and the rank of the shift."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mechattn.axes import BASELINE
 from mechattn.contrast.blocks import in_parts
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import by_layer as values_by_layer
@@ -15,8 +16,8 @@ from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
-from mechattn.render.theme import COLOURS, model_caption
-from mechattn.render.words import count_words, mean_words, says
+from mechattn.render.draw import COLOURS, OTHERS, THIRD, WITH, WITHOUT, faint
+from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _WORDS = {
     "inserted_mass": "attention to the inserted tokens",
     "concentration": "p(1) − p(2)",
 }
+_AFFINE = "affine_shift"
 
 
 @declare(report=[{"quantity": "self_share"}, {"quantity": "first_share"}])
@@ -76,13 +78,12 @@ def heads_by_layer(
                 hovertemplate="layer %{x}, head %{customdata[0]}: %{y:.3f} [%{customdata[1]:.3f}, "
                 "%{customdata[2]:.3f}]<extra></extra>",
             )  # fmt: skip
-        draw.zero(figure, row=1, col=column)
+        draw.rule(figure, y=0, column=column)
     for column, name in enumerate(names if null is not None else [], 1):
-        _null_line(figure, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
+        _null_line(figure, result, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
     figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
-    note = f"{_of(variable, segment)}n = {count_words(result)}; lines sorted within each layer"
-    note += _null_words(variable, null)
+    note = _note(variable, segment, null, f"n = {count_words(result)}; lines sorted within each layer")
     draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head", note, 460)
     return says(figure, _means(result, variable, null, names))
 
@@ -111,14 +112,83 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
         for name, colour in zip(names, cycle(COLOURS), strict=False):
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
-                _null_line(figure, null.sel(condition=name), colour, column)
+                _null_line(figure, result, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer", dtick=max(1, variable.sizes["layer"] // 12))
     figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    note = f"{_of(variable, segment)}{heads}n = {count_words(result)}; bands: 95 % intervals"
-    note += _null_words(variable, null)
+    note = _note(variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals")
     draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer", note, 440)
     return says(figure, _means(result, variable, null, names))
+
+
+@declare(_AFFINE, compares=True, report=[{}])
+def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
+    """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
+
+    Thin lines are heads, sorted within each layer so that they don't cross. Bars are 95 % t intervals over prompts of
+    the mean over heads.
+
+    Args:
+        result: A result with ``AffineShift``.
+        condition: The condition; the first that isn't the baseline by default.
+        segment: The segment of the queries.
+    """
+    condition = result.condition(condition)
+    at = result[_AFFINE].sel(condition=condition, segment=segment)
+    layers = at.layer.values
+    figure = draw.panels(["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
+    heads = np.sort(mean_over_prompts(result, at.scale.transpose("prompt", "layer", "head")).estimate, axis=1)
+    for line in heads.T:
+        figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
+                           line=dict(width=0.7, color=faint(WITH, 0.45)))  # fmt: skip
+    _bars(figure, result, at.scale, "λ, mean of the heads", WITH, 1)
+    uniform = mean_over_prompts(result, at.scale_uniform.transpose("prompt", "layer")).estimate
+    draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
+    _bars(figure, result, at.relative_error, "relative output error", THIRD, 2)
+    _bars(figure, result, at.total_variation, "total variation", OTHERS[1], 2)
+    figure.update_xaxes(title_text="layer", dtick=1 if len(layers) <= 16 else None)
+    figure.update_yaxes(rangemode="tozero")
+    words = f"{condition}, {segment} queries, n = {count_words(result)}"
+    draw.title(figure, f"{model_caption(result)}: the affine reading", f"{words}; bars: 95 % intervals", 440)
+    figure.update_layout(margin_t=120)
+    return says(
+        figure,
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "
+        f"{mean_words(result, at.scale_uniform)} under uniform attention; the affine form misses "
+        f"{mean_words(result, at.relative_error)} of the output's norm.",
+    )
+
+
+@declare(_AFFINE, compares=True, report=[{}])
+def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
+    """Plot the share of the shift Σσ along its first direction by layer, as a mean over heads, for each condition.
+
+    Args:
+        result: A result with ``AffineShift``.
+        conditions: The conditions; all but the baseline by default.
+    """
+    names = [name for name in result.conditions if name != BASELINE] if conditions is None else list(conditions)
+    if not names:
+        raise OptionError("the baseline has no shift; run a condition that inserts tokens")
+    share = result[_AFFINE].shift_rank_one_share
+    figure, parts = draw.panels(), []
+    for name, colour in zip(names, cycle((WITH, THIRD, WITHOUT, *OTHERS)), strict=False):
+        values = share.sel(condition=result.condition(name))
+        if values.notnull().any():
+            _bars(figure, result, values, name, colour, None)
+            parts.append(f"{name} {mean_words(result, values)}")
+    figure.update_xaxes(title_text="layer", dtick=1 if share.sizes["layer"] <= 16 else None)
+    figure.update_yaxes(title_text="s₁² / Σ s²")
+    note = "of the matrix of shifts [query, d_head], mean over heads; 95 % intervals over prompts"
+    draw.title(figure, f"{model_caption(result)}: rank of the shift", note, 420)
+    return says(figure, f"Share of the first direction, mean over layers: {'; '.join(parts)}.")
+
+
+def _bars(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:
+    """Means over prompts and heads, by layer, with t intervals."""
+    made = mean_over_prompts(result, values, ["head"] if "head" in values.dims else [])
+    line = dict(color=colour, width=2)
+    draw.points(figure, values.layer.values, made, name, colour, column, mode="lines+markers", line=line)
 
 
 def _has_any(result: Result, values: xr.DataArray) -> bool:
@@ -126,17 +196,18 @@ def _has_any(result: Result, values: xr.DataArray) -> bool:
     return any(bool(part.notnull().any()) for part in in_parts(values, "prompt", result.memory))
 
 
-def _null_line(figure: go.Figure, null: xr.DataArray, colour: str, column: int) -> None:
+def _null_line(figure: go.Figure, result: Result, null: xr.DataArray, colour: str, column: int) -> None:
     """The value under uniform attention in each layer, dotted."""
-    style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
-    draw.dotted(figure, null.layer.values, null.mean("prompt").values, "uniform", colour, column=column, **style)
+    mean, hover = mean_over_prompts(result, null).estimate, "uniform: %{y:.3f}<extra></extra>"
+    draw.dotted(
+        figure, null.layer.values, mean, "uniform", colour, column=column, showlegend=False, hovertemplate=hover
+    )
 
 
-def _null_words(variable: xr.DataArray, null: xr.DataArray | None) -> str:
-    """A note on the null, or on why there is none."""
-    if null is not None:
-        return "; dotted: uniform attention"
-    return f"; no null: {variable.attrs['no_null']}" if variable.attrs.get("no_null") else ""
+def _note(variable: xr.DataArray, segment: str, null: xr.DataArray | None, words: str) -> str:
+    """The small print: the segment, what is shown, and the null or why there is none."""
+    of, why = f"{segment} tokens; " if "segment" in variable.coords else "", variable.attrs.get("no_null")
+    return of + words + ("; dotted: uniform attention" if null is not None else f"; no null: {why}" * bool(why))
 
 
 def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]) -> str:
@@ -174,10 +245,6 @@ def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
     for name in names:
         check_condition(result, name)
     return names
-
-
-def _of(variable: xr.DataArray, segment: str) -> str:
-    return f"{segment} tokens; " if "segment" in variable.coords else ""
 
 
 def _shade(rank: int, count: int) -> str:

@@ -8,7 +8,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.render.theme import FONT
+from mechattn.render.draw import FONT
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

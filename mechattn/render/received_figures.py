@@ -1,27 +1,31 @@
-"""Figures of received attention with and without inserted tokens, by original token and over the whole sequence."""
+"""Figures of received attention by position: without and with inserted tokens, across models, across layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.means import Positions, at_positions, choose_heads, uniform_at_positions
+from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
+from mechattn.render.declared import check_heads, listed_or_chosen
 from mechattn.render.declared import figure as declare
-from mechattn.render.theme import SHADE, WITH, WITHOUT, faint, headed, model_caption
-from mechattn.render.words import change_words, count_words, mean_words, percent, percent_words, says
-from mechattn.results.result import Result
-from mechattn.results.result_units import units_of
+from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
+from mechattn.render.words import (
+    band_words,
+    change_words,
+    mean_words,
+    model_caption,
+    says,
+)
+from mechattn.results.result import Result, units_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from mechattn.stats.comparison import Verdict
 
 NAME = "received_attention"
 
@@ -79,14 +83,20 @@ def received_attention(
             colour, legend = WITHOUT if name == BASELINE else WITH, (row, column) == (1, 1)
             at: dict[str, object] = {"condition": name, "layer": layer}
             found = at_positions(dataset, quantity, at | {"head": head}, shown)
-            line_and_band(figure, found, label, colour, row, column, legend)
+            draw.line_and_band(figure, found, label, colour, column=column, row=row, legend=legend)
             null = uniform_at_positions(dataset, quantity, at, shown)[found.at]
             style = dict(legendgroup=f"uniform, {label}", hovertemplate="%{y:.4f}", showlegend=legend)
             draw.dotted(figure, found.at, null, f"uniform, {label}", colour, column=column, row=row, **style)
-    _label(figure, len(heads), rows[-1][0], span, condition)
+    if span is not None:
+        figure.add_vrect(
+            span[0] - 0.5, span[1] + 0.5, row=2, col="all", fillcolor=SHADE, line_width=0, layer="below",
+            annotation_text=condition, annotation_position="top", annotation_font_size=11,
+        )  # fmt: skip
+    figure.update_xaxes(title_text="original token position", row=1)
+    figure.update_xaxes(title_text="position in the sequence", row=2)
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
-    figure.update_layout(title_text=f"{model_caption(result)}: received attention<br><sup>{over}</sup>")
+    _finish(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
     return says(figure, _in_words(result, condition, layer, heads, shown, one_based))
 
 
@@ -103,106 +113,6 @@ def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], promp
     return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
 
 
-def _label(figure: go.Figure, columns: int, rows: int, span: tuple[int, int] | None, words: str) -> None:
-    """Set axes and legend, and shade the inserted span."""
-    for column in range(1, columns + 1):
-        if span is not None:
-            figure.add_vrect(
-                span[0] - 0.5, span[1] + 0.5, row=2, col=column, fillcolor=SHADE, line_width=0, layer="below",
-                annotation_text=words, annotation_position="top", annotation_font_size=11,
-            )  # fmt: skip
-        figure.update_xaxes(title_text="original token position", row=1, col=column)
-        if rows > 1:
-            figure.update_xaxes(title_text="position in the sequence", row=2, col=column)
-    figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
-    figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**headed(125, 640 if rows > 1 else 400), hovermode="x unified")
-
-
-def verdict_words(
-    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
-) -> str:
-    """State the change of a segment's received attention and its uniform null in one sentence.
-
-    Args:
-        result: A result with received attention.
-        condition: The condition; the first that isn't the baseline by default.
-        segment: The segment that receives attention.
-        control: A condition to compare with, such as a random sentence of equal length.
-
-    Raises:
-        OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
-    """
-    condition = result.condition(condition)
-    of_control = None if control is None else result.verdict(control, segment)
-    verdict = result.verdict(condition, segment)
-    return stated(result, condition, verdict, segment, control, of_control)
-
-
-def stated(
-    result: Result, condition: str, verdict: Verdict, segment: str, control: str | None, of_control: Verdict | None
-) -> str:
-    """The sentence of a verdict, beside that of a control."""
-    beside, sizes = "", result[NAME].sizes
-    if of_control is not None:
-        beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
-    beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
-    return (
-        f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. Mean over {sizes['layer']} layers × {sizes['head']} heads, "
-        f"{count_words(result)}; {beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it "
-        "(q < 0.05)."
-    )
-
-
-def listed_or_chosen(heads: Seq[int] | None, choose: int | None) -> tuple[list[int], int | None]:
-    """The named heads, or the number of heads to choose."""
-    if (heads is None) == (choose is None):
-        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of the two, such as heads=[0, 3] or choose=3")
-    if choose is not None:
-        if isinstance(choose, bool) or not isinstance(choose, int) or choose < 1:
-            raise OptionError(f"choose={choose!r}: give a number of heads, at least 1")
-        return [], choose
-    if not isinstance(heads, (list, tuple, range, np.ndarray)):
-        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or choose=… for a number of heads")
-    return list(heads), None
-
-
-def check_heads(heads: Seq[int], count: int) -> None:
-    """Refuse heads that a layer doesn't have."""
-    for head in heads:
-        if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
-            raise OptionError(f"heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3]")
-        if not 0 <= head < count:
-            raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
-    if not len(heads):
-        raise OptionError("heads=[] is empty; give at least one head")
-    if len(set(heads)) < len(heads):
-        raise OptionError(f"heads={list(heads)} names a head twice")
-
-
-def line_and_band(
-    figure: go.Figure, found: Positions, name: str, colour: str, row: int, column: int, legend: bool
-) -> None:
-    """The mean over prompts and its band."""
-    common = dict(legendgroup=name, mode="lines", x=found.at, row=row, col=column)
-    edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
-    if np.isfinite(found.low).any():
-        figure.add_scatter(y=found.low, name=f"{name}, low", **common, **edges)
-        filled = dict(fill="tonexty", fillcolor=faint(colour))
-        figure.add_scatter(y=found.high, name=f"{name}, high", **common, **edges, **filled)
-    figure.add_scatter(
-        y=found.mean, name=name, showlegend=legend, line=dict(color=colour, width=1.6), customdata=found.n, meta=["n"],
-        hovertemplate="%{y:.4f} (n = %{customdata})", **common,
-    )  # fmt: skip
-
-
-def band_words(result: Result) -> str:
-    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
-    alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
-    return "" if alone else ", which treat prompts as independent"
-
-
 def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last inserted position, if these are the same in all prompts."""
     origin = result["sequences"].origin.sel(condition=condition).values
@@ -211,3 +121,119 @@ def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
         return None
     where = np.flatnonzero(inserted[0])
     return int(where[0]), int(where[-1])
+
+
+class _Panel(NamedTuple):
+    result: Result
+    layer: int
+    head: int
+    title: str
+
+
+@declare(NAME, compares=True)
+def meaningless_and_sentence(
+    results: Seq[Result] | Result,
+    layer: int = 0,
+    heads: Seq[int] | int = 0,
+    conditions: tuple[str, str] = ("slash", "sentence"),
+    *,
+    one_based: bool = False,
+) -> go.Figure:
+    """Plot received attention by position of the sequence under two conditions, for one head per model.
+
+    Args:
+        results: One result per model.
+        layer: The layer, from 0.
+        heads: The head of each model, from 0; or one number for all.
+        conditions: The two conditions, the first in blue and the second in orange.
+        one_based: Count layers and heads from 1 in the titles, as the paper does.
+
+    Raises:
+        OptionError: There is no such layer, head or condition, or the numbers of heads and models differ.
+    """
+    results = [results] if isinstance(results, Result) else list(results)
+    chosen = [heads] * len(results) if isinstance(heads, int) else list(heads)
+    if len(chosen) != len(results):
+        raise OptionError(f"heads={chosen} for {len(results)} models: give one head per model, or one for all")
+    panels = [
+        _Panel(r, layer, head, f"{model_caption(r)}<br>layer {layer + one_based} head {head + one_based}")
+        for r, head in zip(results, chosen, strict=True)
+    ]
+    figure = _lines(panels, "received", list(conditions), (WITHOUT, THIRD))
+    figure.update_xaxes(title_text="position in the sequence")
+    over = _prompts(results)
+    words = " and ".join(conditions)
+    about = f"mean over {over} prompts, bands: pointwise 95 % intervals{band_words(results[0])}"
+    _finish(figure, f"{words}: received attention", about, 450, 150)
+    said = [
+        f"{model_caption(panel.result)}, layer {panel.layer + one_based} head {panel.head + one_based}, "
+        f"“{name}”: {change}."
+        for panel in panels
+        for name in conditions
+        if (change := change_words(panel.result, name, layer=panel.layer, heads=[panel.head]))
+    ]
+    return says(figure, "Change of the attention received by the question's tokens.", *said)
+
+
+@declare(NAME)
+def across_layers(
+    result: Result,
+    layers: Seq[int] = (0, 1, 2),
+    head: int = 0,
+    condition: str | None = None,
+    *,
+    one_based: bool = False,
+) -> go.Figure:
+    """Plot received attention of the original tokens without (blue) and with (orange) insertion, by layer for one head.
+
+    Args:
+        result: A result.
+        layers: The layers, from 0.
+        head: The head, from 0.
+        condition: The condition in orange; by default the first that isn't the baseline, if there is one.
+        one_based: Count layers and heads from 1 in the titles, as the paper does.
+
+    Raises:
+        OptionError: There is no such layer, head or condition.
+    """
+    condition = result.shown_condition(condition)
+    panels = [_Panel(result, n, head, f"Layer {n + one_based} head {head + one_based}") for n in layers]
+    figure = _lines(panels, "received_by_origin", list(dict.fromkeys((BASELINE, condition))), (WITHOUT, WITH))
+    figure.update_xaxes(title_text="original token position")
+    about = f"mean over {_prompts([result])} prompts, bands: pointwise 95 % intervals{band_words(result)}"
+    _finish(figure, f"{model_caption(result)}: received attention by layer", about, 450, 150)
+    said = [
+        f"layer {n + one_based}: {change}"
+        for n in layers
+        if (change := change_words(result, condition, layer=n, heads=[head]))
+    ]
+    words = f"Head {head + one_based}, the question's tokens with “{condition}”: {'; '.join(said)}."
+    return says(figure, words if said else "")  # with only the baseline, nothing has changed
+
+
+def _lines(panels: list[_Panel], quantity: str, conditions: list[str], colours: Seq[str]) -> go.Figure:
+    """Panels side by side, each with a line and its band for each condition."""
+    figure = draw.panels([panel.title for panel in panels], horizontal_spacing=0.07)
+    for column, panel in enumerate(panels, 1):
+        dataset = panel.result[NAME]
+        check_layer(panel.layer, dataset)
+        check_heads([panel.head], dataset.sizes["head"])
+        prompts = np.arange(dataset.sizes["prompt"])
+        for name, colour in zip(conditions, colours, strict=False):
+            if name != BASELINE:
+                panel.result.condition(name)
+            at = {"condition": name, "layer": panel.layer, "head": panel.head}
+            found = at_positions(dataset, quantity, at, prompts)
+            draw.line_and_band(figure, found, name, colour, column=column, legend=column == 1)
+    return figure
+
+
+def _prompts(results: Seq[Result]) -> str:
+    return ", ".join(sorted({str(result["sequences"].sizes["prompt"]) for result in results}))
+
+
+def _finish(figure: go.Figure, heading: str, note: str, height: int, top: int) -> None:
+    figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_layout(hovermode="x unified")
+    draw.title(figure, heading, note, height, top)

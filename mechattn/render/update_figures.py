@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,8 +13,8 @@ from mechattn.contrast.quantities import check_condition
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
-from mechattn.render.theme import WITH, model_caption
-from mechattn.render.words import count_words, mean_words, says
+from mechattn.render.draw import WITH
+from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 Reading = Literal["mixed", "top_target"]
 READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
-FEWEST_PER_KEY = 10
-_SCALE = [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]]
+_AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
+_DECADES: dict[str, Any] = {"tickvals": list(range(-4, 3)), "ticktext": [f"{10.0**t:g}" for t in range(-4, 3)]}
+_HEAT: dict[str, Any] = {
+    "colorscale": [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]],
+    "zmin": 0,
+}
+_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
 @declare(READINGS, report=[{}])
@@ -53,23 +59,22 @@ def update_histogram(
     counts = _counts(result, f"{quantity}_counts", condition, reading)
     bins = counts[f"{quantity}_bin"].values
     shown = slice(1, -1) if quantity == "magnitude" else slice(1, None)
-    figure, heads = draw.empty(), counts.sizes["head"]
-    for number, layer in enumerate(counts.layer.values):
+    figure, heads = draw.panels(), counts.sizes["head"]
+    for layer in counts.layer.values:
         here = counts.sel(layer=layer).transpose("head", ...)
         with np.errstate(invalid="ignore"):  # a head that adds nothing has no counts
             share = 100 * here.values / here.values.sum(-1, keepdims=True)
         x = _middles(bins)[shown]
         figure.add_heatmap(
             x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=share[:, shown],
-            visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>tokens"),
+            **_HEAT, colorbar=dict(title="% of<br>tokens"),
             customdata=np.broadcast_to(_ranges(bins)[shown], (heads, len(x))),
             hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
         )  # fmt: skip
-    draw.reference(figure, WITH, x=np.log10(1 / heads) if quantity == "magnitude" else 0)
-    figure.update_xaxes(title_text=_AXIS[quantity], **(_decades(bins) if quantity == "magnitude" else {}))
+    draw.rule(figure, **_RULE, x=np.log10(1 / heads) if quantity == "magnitude" else 0)
+    figure.update_xaxes(title_text=_AXIS[quantity], **(_DECADES if quantity == "magnitude" else {}))
     figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
-    _finish(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
-    return says(figure, _means(result, condition, reading))
+    return _finished(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
 
 
 @declare(READINGS, report=[{}])
@@ -90,31 +95,29 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     """
     counts = _counts(result, "joint_counts", condition, reading)
     sizes, turns = counts.magnitude_bin.values, counts.orientation_bin.values
-    figure = draw.empty()
-    for number, layer in enumerate(counts.layer.values):
+    figure = draw.panels()
+    for layer in counts.layer.values:
         every = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
         z = every[1:, 1:-1]
         words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
         figure.add_heatmap(
             x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:],
             z=np.where(z > 0, 100 * z / max(1, every.sum()), np.nan),
-            visible=number == 0, colorscale=_SCALE, zmin=0, colorbar=dict(title="% of<br>updates"), customdata=words,
+            **_HEAT, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
-    draw.reference(figure, WITH, y=0)
-    draw.reference(figure, WITH, x=np.log10(1 / int(result.provenance["model"]["heads"])))
-    figure.update_xaxes(title_text=_AXIS["magnitude"], **_decades(sizes))
+    draw.rule(figure, **_RULE, y=0)
+    draw.rule(figure, **_RULE, x=np.log10(1 / int(result.provenance["model"]["heads"])))
+    figure.update_xaxes(title_text=_AXIS["magnitude"], **_DECADES)
     figure.update_yaxes(title_text=_AXIS["orientation"])
-    _finish(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
-    return says(figure, _means(result, condition, reading))
+    return _finished(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
 
 
 @declare(READINGS)
 def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot the mean magnitude of every head's update by position, with a slider for the layer (R. Claus, figure 10).
 
-    Positions are hidden if fewer than half of the prompts, or fewer than 10 of 20 or more, have them: late positions
-    come only from long prompts.
+    Positions are hidden if fewer than half of the prompts have them: late positions come only from long prompts.
 
     Args:
         result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
@@ -130,30 +133,28 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         raise OptionError("the updates of single tokens were not kept: measure HeadUpdates(per_query=True)")
     values, n = dataset[name], dataset[f"{name}_n"]
     prompts = result["sequences"].sizes["prompt"]
-    texts = result["sequences"].first_prompt_text.sel(condition=condition).values if prompts == 1 else None
-    fewest = prompts / 2 if prompts < 2 * FEWEST_PER_KEY else max(FEWEST_PER_KEY, prompts / 2)
-    heads, figure = values.sizes["head"], draw.empty()
-    for number, layer in enumerate(values.layer.values):
+    texts = None
+    if prompts == 1:
+        first = result["sequences"].first_prompt_text.sel(condition=condition).values
+        texts = [html.escape(str(text)).replace("\n", "⏎") for text in first]
+    heads, figure = values.sizes["head"], draw.panels()
+    for layer in values.layer.values:
         y = values.sel(layer=layer).transpose("head", "key").values
         many = n.sel(layer=layer).transpose("head", "key").values
-        head, key = np.nonzero(np.isfinite(y) & (many >= fewest))
+        head, key = np.nonzero(np.isfinite(y) & (many >= prompts / 2))
         words = [
             f"head {h}, position {k}" + (f", n = {int(many[h, k])}" if texts is None else f" “{texts[k]}”")
             for h, k in zip(head, key, strict=True)
         ]
         figure.add_scattergl(
-            x=key, y=y[head, key].astype(np.float32), mode="markers", visible=number == 0, text=_escaped(words),
+            x=key, y=y[head, key].astype(np.float32), mode="markers", text=words,
             marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
-    draw.reference(figure, WITH, y=1 / heads)
+    draw.rule(figure, **_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
-    _finish(figure, result, condition, reading, "head updates by position", values, 500)
-    return says(figure, _means(result, condition, reading))
-
-
-_AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
+    return _finished(figure, result, condition, reading, "head updates by position", values, 500)
 
 
 def _prefix(reading: str) -> str:
@@ -170,16 +171,6 @@ def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
         analysis = name.title().replace("_", "")
         raise OptionError(f"this result has no {name}; run it with analyses=[{analysis}(), …]")
     return result[name].sel(condition=condition)
-
-
-def _means(result: Result, condition: str, reading: str) -> str:
-    """Mean magnitude and orientation of the question's tokens, over layers and heads."""
-    dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
-    size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
-    return (
-        f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
-        f"{turn}."
-    )
 
 
 def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
@@ -203,21 +194,10 @@ def _ranges(edges: np.ndarray) -> np.ndarray:
     return np.array([f"{a:.3g} to {b:.3g}" for a, b in zip(edges, ends, strict=True)])
 
 
-def _decades(edges: np.ndarray) -> dict[str, Any]:
-    ticks = range(-4, 3)
-    return {"tickvals": list(ticks), "ticktext": [f"{10.0**t:g}" for t in ticks]}
-
-
-def _escaped(texts: list[str]) -> list[str]:
-    import html
-
-    return [html.escape(text).replace("\n", "⏎") for text in texts]
-
-
-def _finish(
+def _finished(
     figure: go.Figure, result: Result, condition: str, reading: str, what: str, values: xr.DataArray, height: int
-) -> None:
-    """Set the title, and a slider with one step per layer."""
+) -> go.Figure:
+    """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
     title = f"{model_caption(result)}: {what}"
@@ -226,3 +206,10 @@ def _finish(
         return f"{title}<br><sup>layer {layer}; {note}</sup>"
 
     draw.by_layer_slider(figure, values.layer.values.tolist(), words, height)
+    dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
+    size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
+    return says(
+        figure,
+        f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
+        f"{turn}.",
+    )

@@ -1,19 +1,23 @@
-"""Views: HTML for an offline page, a notebook frame, or part of a larger page."""
+"""Views as HTML for a notebook or an offline page, and pages written completely or not at all."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import html
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from mechattn.render.html import GENERATOR, save_page
-from mechattn.render.theme import FONT
+from mechattn.errors import OutputError
+from mechattn.render.draw import FONT
 from mechattn.results.result import Result
+from mechattn.store.atomic_writes import check_writable, write_whole
 
+GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
+_HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
 Script = Literal["circuitsvis", "plotly"]
 
 
@@ -104,3 +108,33 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     length = int((sequences.origin.isel(prompt=prompt) >= -1).sum())
     chosen = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
     return [str(token) for token in chosen.values[:length]]
+
+
+def check_page_place(path: str | Path, force: bool = False) -> None:
+    """Check that a page can be written here, before the run."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
+    path = Path(path)
+    check_writable(path)
+    if path.exists() and not (path.is_file() and (force or _is_ours(path))):
+        raise OutputError(
+            f"{path} exists and was not written by mechattn, so it is not replaced; choose another name, or give "
+            f"--force (in Python force=True)"
+        )
+
+
+def save_page(path: str | Path, text: str, force: bool = False) -> Path:
+    """Write a page completely or not at all; an existing page is kept until then."""
+    path = Path(path)
+    check_page_place(path, force)
+    write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with open(path, "rb") as stored:
+            head = stored.read(_HEAD).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return not head or GENERATOR in head.partition("<style")[0].partition("<script")[0]

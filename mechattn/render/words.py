@@ -1,4 +1,4 @@
-"""The sentence under a figure that states its main number and interval."""
+"""What figures say in words: models and quantities in titles, and the sentence with the main number under a figure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,38 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import overall_mean
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.render.plain_names import with_plain_names
-from mechattn.results.result import Result
-from mechattn.results.result_units import units_of
+from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
 
+    from mechattn.stats.comparison import Verdict
+
+
+def quantity_words(quantity: str, segment: str) -> str:
+    """The name of a segment's quantity in a title."""
+    words = {
+        "received": "attention received by the {}",
+        "mass": "attention to all of the {}",
+        "scale": "attention that the {} leaves to the original keys (λ)",
+    }
+    return words.get(quantity, quantity + " of the {}").format(segment)
+
+
+def model_caption(result: Result) -> str:
+    """The model's name and size; a toy is called a toy."""
+    model = result.provenance["model"]
+    size = model["parameters"]
+    words = f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
+    toy = "toy, " if str(model["name"]).startswith("toy:") else ""
+    return f"{model['name']} ({toy}{words} parameters)"
+
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
-    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`said`); names are escaped."""
-    return with_plain_names(figure).update_layout(meta={"says": " ".join(filter(None, sentences))})
+    """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`said`)."""
+    return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
 
 
 def said(figure: go.Figure) -> str:
@@ -80,8 +99,18 @@ def change_words(
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
-    beside = "" if null is None else f" (uniform attention: {percent(null.estimate)})"
-    return percent_words(change) + beside
+    return beside_null(change, null)
+
+
+def beside_null(change: Interval, null: Interval | None) -> str:
+    """A relative change with its interval, and that under uniform attention."""
+    return percent_words(change) + ("" if null is None else f" (uniform attention: {percent(null.estimate)})")
+
+
+def band_words(result: Result) -> str:
+    """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
+    alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
+    return "" if alone else ", which treat prompts as independent"
 
 
 def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
@@ -96,6 +125,42 @@ def choice_words(result: Result, condition: str, layer: int, choose: int) -> str
     return (
         f"Chosen on random halves of the prompts, {choose} heads of this layer have {100 * shared:.0f}\u00a0% of both "
         f"choices in common ({100 * chance:.0f}\u00a0% by chance)."
+    )
+
+
+def verdict_words(
+    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
+) -> str:
+    """State the change of a segment's received attention and its uniform null in one sentence.
+
+    Args:
+        result: A result with received attention.
+        condition: The condition; the first that isn't the baseline by default.
+        segment: The segment that receives attention.
+        control: A condition to compare with, such as a random sentence of equal length.
+
+    Raises:
+        OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
+    """
+    condition = result.condition(condition)
+    of_control = None if control is None else result.verdict(control, segment)
+    verdict = result.verdict(condition, segment)
+    return stated(result, condition, verdict, segment, control, of_control)
+
+
+def stated(
+    result: Result, condition: str, verdict: Verdict, segment: str, control: str | None, of_control: Verdict | None
+) -> str:
+    """The sentence of a verdict, beside that of a control."""
+    beside, sizes = "", result["received_attention"].sizes
+    if of_control is not None:
+        beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
+    beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
+    return (
+        f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
+        f"attention {percent(verdict.null.estimate)}. Mean over {sizes['layer']} layers × {sizes['head']} heads, "
+        f"{count_words(result)}; {beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it "
+        "(q < 0.05)."
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
-from mechattn.results.lazy_arrays import stacked
+from mechattn.results.arrays import SOURCES, stacked
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.moments import Moments
@@ -133,7 +133,8 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     ids = [str(prompt) for part in parts for prompt in part.prompt.values]
     coords = {dim: first[dim].values for dim in first.coords if dim not in (*GROW, "prompt")}
     coords |= {dim: np.arange(sizes[dim]) for dim in GROW if dim in first.coords}
-    variables = {name: (first[name].dims, made[name], first[name].attrs) for name in first}
+    sources = {name: {place for part in parts for place in part[name].encoding.get(SOURCES, ())} for name in first}
+    variables = {name: (first[name].dims, made[name], first[name].attrs, {SOURCES: sources[name]}) for name in first}
     return xr.Dataset(variables, {"prompt": [ids[at] for at in order], **coords}, first.attrs)
 
 

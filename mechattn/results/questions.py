@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from typing_extensions import Unpack
 
     from mechattn.contrast.contrast import Contrast
     from mechattn.results.result import Result
@@ -18,22 +19,36 @@ if TYPE_CHECKING:
     from mechattn.stats.resolution import Resolution
 
 
+class Options(TypedDict, total=False):
+    """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast` for each.
+
+    ``segment`` ("question"), ``other``, ``null`` ("uniform"), ``scale``, ``unit`` ("auto"), ``matched`` (True),
+    ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
+    """
+
+    segment: str | None
+    other: Result | None
+    null: Literal["uniform", "blind"]
+    scale: Literal["log-ratio", "difference"] | None
+    unit: Literal["auto", "prompt"]
+    matched: bool
+    level: float
+    resamples: int
+    seed: int
+
+
 class Questions:
     """The methods of a result."""
 
     def verdict(
-        self,
-        condition: str | None = None,
-        segment: str = "question",
-        *,
-        unit: Literal["auto", "prompt"] = "auto",
+        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
     ) -> Verdict:
         """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             segment: A segment that every prompt has.
-            unit: As for :meth:`compare`.
+            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
 
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
@@ -47,60 +62,83 @@ class Questions:
         quantity: str = "received",
         by: str = "segment",
         *,
-        segment: str | None = "question",
-        other: Result | None = None,
         select: Literal["half"] | None = None,
-        matched: bool = True,
-        null: Literal["uniform", "blind"] = "uniform",
-        scale: Literal["log-ratio", "difference"] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
-        level: float = 0.95,
-        resamples: int = 9999,
-        seed: int = 0,
         random: Seq[Result] | None = None,
+        margin: float | None = None,
+        **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Compare a quantity between two conditions for every layer and head, paired by prompt; returns a tidy table.
 
         The difference is ``log(value / reference)``, so −0.22 is a fifth less. For a quantity that may be 0 by
         definition, it is ``value − reference``. The test is of ``beyond``, the difference minus that of its null, a
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
-        is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change. Columns: layer,
-        head, value, reference (means over prompts); difference and beyond, each with t (…low, …high), bootstrap-t and
-        simultaneous intervals; null; and for the tested difference effect_size (d_z), p (sign-flip), q
-        (Benjamini-Hochberg over the table) and detectable (the smallest effect found with 80 % power); n.
-        ``table.attrs`` has the unit that n counts, the family of tests, the null, and the smallest reachable q.
+        is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
+
+        Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
+        bootstrap-t and simultaneous intervals; null; and for the tested difference effect_size (d_z), skewness, p (the
+        larger of a sign-flip test's, p_flip, and from 10 prompts on of a bootstrap-t test's, which allows for
+        skewness), p_family (adjusted for the probability of any false finding), q (Benjamini-Hochberg over the table)
+        and detectable (what q finds with 80 % power if no other head has an effect); n. ``table.attrs`` has the unit
+        that n counts, the family of tests, the null, the smallest reachable q, and "skewed": where sign flips alone
+        would say more. The p are for a number of prompts fixed beforehand: if you look, and then run more prompts
+        because of what you saw, they are too small.
 
         Args:
             condition: A condition.
             to: The condition to compare it with.
             quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
             by: With ``by="segment"``, "received" means ``received_by_segment``.
-            segment: The segment; None for all of them, which makes the family of tests larger.
-            other: The result that contains ``to``, for the same prompts; this one by default.
             select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other. If a head
                 was selected for its effect on the same prompts, its interval is too narrow.
-            matched: Refuse two conditions that insert different numbers of tokens.
-            null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
-                sinks): the softmax of these terms alone.
-            scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0 in some prompt)
-                is left out, with a warning that names it.
-            unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the means over their
-                prompts; "prompt" uses single prompts.
-            level: The level of the intervals.
-            resamples: The number of resamples for bootstrap and sign flips.
-            seed: The seed of the resampling.
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (a prediction interval for a head of one more
-                such model), p_random and q_random. If q and q_random are both below 0.05, training caused the change.
+                such model), p_random, and q_random, for the larger of p and p_random, over all heads: below 0.05,
+                neither chance over prompts nor random weights explain the change.
+            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same:
+                below 0.05, the tested difference lies within ± margin (t tests, which say so too often where
+                differences are skewed: lognormal ones, σ = 1, at the margin in 17 % of cases with 24 prompts).
+            options: See :class:`~mechattn.results.questions.Options`: segment, null, scale, unit, level, seed …
 
         Raises:
             OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
                 (or groups); ``random`` does not belong to this run; or a layer doesn't fit in memory.
-        """
-        from mechattn.contrast.contrast import Contrast
 
-        asked = Contrast(self._result, condition, to, quantity, by, segment, other, null, scale, unit, matched)
-        return asked.table(select=select, level=level, resamples=resamples, seed=seed, random=random)
+        Source:
+            Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
+        """
+        asked = self._contrast(condition, to=to, quantity=quantity, by=by, **options)
+        return asked.table(select=select, random=random, margin=margin)
+
+    def across(
+        self,
+        conditions: Seq[str],
+        to: str = BASELINE,
+        quantity: str = "received",
+        by: str = "segment",
+        **options: Unpack[Options],
+    ) -> pd.DataFrame:
+        """Test whether a change holds for other conditions than those that were run, such as other fillers.
+
+        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both taken as samples:
+        ``beyond = mean + prompt + condition + rest``, for each head. Columns: layer, head, mean, low and high (for
+        other prompts and other conditions), p, q; condition_sd, unit_sd and rest_sd; new_low and new_high, where a new
+        condition on a new prompt is expected; n and conditions.
+
+        Args:
+            conditions: At least six conditions that could have been others, as from ``ma.sweep``.
+            to: As for :meth:`compare`.
+            quantity: As for :meth:`compare`.
+            by: As for :meth:`compare`.
+            options: As for :meth:`compare`.
+
+        Raises:
+            OptionError: As for :meth:`compare`, or there are fewer than six conditions.
+
+        Source:
+            Clark 1973; Satterthwaite 1946.
+        """
+        asked = self._contrast(None, to=to, quantity=quantity, by=by, **options)
+        return asked.across(conditions)
 
     def resolution(
         self,
@@ -108,32 +146,27 @@ class Questions:
         quantity: str = "received",
         by: str = "segment",
         *,
-        segment: str | None = "question",
         select: Literal["half"] | None = None,
-        unit: Literal["auto", "prompt"] = "auto",
-        level: float = 0.05,
-        resamples: int = 9999,
+        q: float = 0.05,
+        **options: Unpack[Options],
     ) -> Resolution:
         """Report what the table of :meth:`compare` can detect with these prompts, and how many would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
-        (smallest p 0.00049): 8 tests have to reach it together; 19 would do".
+        (smallest p 0.00049): 8 tests have to reach it together; from 19 prompts on one test alone can".
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             by: As for :meth:`compare`.
-            segment: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
-            unit: As for :meth:`compare`.
-            level: The q below which a test counts as a finding.
-            resamples: As for :meth:`compare`.
+            q: The q below which a test counts as a finding.
+            options: As for :meth:`compare`.
 
         Raises:
-            OptionError: :meth:`compare` refuses the options, or the level is not a probability.
+            OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        asked = self._contrast(condition, quantity=quantity, by=by, segment=segment, unit=unit)
-        return asked.resolution(select=select, level=level, resamples=resamples)
+        return self._contrast(condition, quantity=quantity, by=by, **options).resolution(select=select, q=q)
 
     def heads(
         self,
@@ -148,8 +181,9 @@ class Questions:
     ) -> pd.DataFrame:
         """List the heads with the largest values of a quantity, with intervals over prompts and the uniform null.
 
-        Columns: layer, head, the quantity (mean over prompts), low and high (t interval), uniform (NaN where there is
-        no such null), n.
+        Columns: layer, head, the quantity (mean over prompts), shrunken (towards the mean of all heads by as much as
+        errors explain, since the largest of many estimates is too large; not with ``select``), low and high (t
+        interval), uniform (NaN where there is no such null), n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
@@ -179,11 +213,9 @@ class Questions:
         choose: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
-        segment: str | None = "question",
-        unit: Literal["auto", "prompt"] = "auto",
-        resamples: int = 200,
+        splits: int = 200,
         patterns: int = 999,
-        seed: int = 0,
+        **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Measure how much selections of heads overlap when they are made on random disjoint halves of the prompts.
 
@@ -200,11 +232,9 @@ class Questions:
             layer: Only heads of this layer; by default all.
             over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
                 selects on one half and the second on the other.
-            segment: As for :meth:`compare`.
-            unit: As for :meth:`compare`.
-            resamples: The number of random splits.
+            splits: The number of random splits.
             patterns: The number of sign patterns for q, if not all are tried; at least 20 per test.
-            seed: The seed of the splits.
+            options: As for :meth:`compare`; ``seed`` is that of the splits.
 
         Raises:
             OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``choose``.
@@ -214,8 +244,8 @@ class Questions:
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
-        asked = self._contrast(condition, quantity=quantity, by=by, segment=segment, unit=unit)
-        return asked.stability(choose=choose, layer=layer, over=over, resamples=resamples, patterns=patterns, seed=seed)
+        asked = self._contrast(condition, quantity=quantity, by=by, **options)
+        return asked.stability(choose=choose, layer=layer, over=over, splits=splits, patterns=patterns)
 
     def agreement(
         self,

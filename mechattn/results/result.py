@@ -1,7 +1,8 @@
-"""The result of a run: labelled numbers and their provenance. It draws nothing."""
+"""The result of a run: labelled numbers and their provenance, and the units that its prompts are. It draws nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.markup import table
-from mechattn.results.memory import MEMORY
 from mechattn.results.provenance import Provenance
 from mechattn.results.questions import Questions
 from mechattn.shown import shown
+from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
+
+MEMORY = "2GiB"  # by default
+_BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Result(Questions):
 
         Equal runs, stored or not, have the same digest. With another CPU or number of threads, the last digits differ.
         """
-        from mechattn.results.digest import numbers_digest
+        from mechattn.results.arrays import numbers_digest
 
         return numbers_digest(self.datasets)
 
@@ -91,8 +95,6 @@ class Result(Questions):
         return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
 
     def _repr_html_(self) -> str:
-        from mechattn.results.result_units import units_of
-
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
         units = units_of(self, sizes["prompt"])
         rows = [
@@ -110,3 +112,40 @@ class Result(Questions):
         model, prompts, names = self.provenance["model"]["name"], self["sequences"].sizes["prompt"], self.conditions
         of = f"{prompts} prompts × {len(names)} conditions ({', '.join(names)})"
         return shown(f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})")
+
+
+def memory_bytes(memory: str) -> int:
+    """The number of bytes of a budget such as "2GiB"."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(KiB|MiB|GiB)\s*", str(memory), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
+    return int(float(match[1]) * _BUDGETS[match[2].upper()])
+
+
+def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
+    """The units of all prompts of a result: its prompts, or their groups."""
+    check_unit(unit)
+    sequences = result["sequences"]
+    if unit == "prompt" or "group" not in sequences:
+        return Units(prompts)
+    return Units.grouped([str(group) for group in sequences.group.values])
+
+
+def units_in(result: Result, values: xr.DataArray) -> Units:
+    """The units of some prompts of a result, by their ids."""
+    ids = values["prompt"].values.tolist() if "prompt" in values.coords else None
+    if ids is None or "group" not in result["sequences"]:
+        return Units(values.sizes["prompt"])
+    found = result["sequences"].group.sel(prompt=ids)
+    return Units.grouped([str(group) for group in found.values])
+
+
+def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
+    """The units of two results of the same prompts, which must have the same groups."""
+    groups = [r["sequences"].group.values.tolist() if "group" in r["sequences"] else None for r in (result, other)]
+    if unit == "auto" and groups[0] != groups[1]:
+        raise OptionError(
+            "the prompts have different groups in the two results; run both with the same prompts, or give "
+            'unit="prompt" to use single prompts'
+        )
+    return units_of(result, prompts, unit)

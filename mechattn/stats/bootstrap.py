@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -87,32 +87,57 @@ def t_quantiles(
     d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
 ) -> tuple[np.ndarray, np.ndarray]:
     """The quantiles of t* for each column of d that give the lower and the upper end of its interval."""
-    ends = [np.quantile(t, [(1 + level) / 2, (1 - level) / 2], axis=0) for t in _studentised(d, counts, dtype)]
+    ends = []
+    for start in range(0, d.shape[1], _COLUMNS):
+        drawn = _studentised(d[:, start : start + _COLUMNS], counts, dtype)
+        ends.append(np.quantile(drawn, [(1 + level) / 2, (1 - level) / 2], axis=0))
     upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
     return upper, lower
 
 
-def simultaneous(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Simultaneous intervals for the means of the columns of d [prompt, cell].
+@dataclass(frozen=True)
+class Tails:
+    """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t lies.
 
-    As :func:`bootstrap_t`, but with the quantiles of the largest and the smallest t* over all cells instead of each
-    cell's own. A resample uses the same prompts in all cells, which preserves their correlation; treating the two tails
-    separately preserves skewness.
+    Args:
+        largest: The largest t* of each resample over all cells, or 0.
+        smallest: The smallest.
+        alone: Twice the share of each cell's own t* that are at least as far out as its t; 0 if none is.
+        family: Two-sided p of each cell adjusted for all of them (step-down): the same for the extreme t* of the cells
+            that are no further out, and no smaller than that of the cells further out.
+    """
+
+    largest: np.ndarray
+    smallest: np.ndarray
+    alone: np.ndarray
+    family: np.ndarray
+
+
+def tails(d: np.ndarray, t: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64) -> Tails:
+    """Compare the t of each column of d [prompt, cell] with resamples of all columns.
+
+    A resample uses the same prompts in all cells, which preserves their correlation; each tail is treated by itself,
+    which preserves skewness.
 
     Source:
-        Romano and Wolf 2005.
+        Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
-    mean, error = d.mean(0), spread(d) / np.sqrt(len(d))
-    upper, lower = of_extremes(*extremes(d, counts), level)
-    return mean - upper * error, mean - lower * error
-
-
-def extremes(d: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64) -> tuple[np.ndarray, np.ndarray]:
-    """The largest and the smallest t* of each resample over all cells of d, or 0."""
-    largest, smallest = (np.zeros(sum(map(len, counts))) for _ in range(2))
-    for t in _studentised(d, counts, dtype):
-        largest, smallest = np.maximum(largest, t.max(1)), np.minimum(smallest, t.min(1))
-    return largest, smallest
+    resamples = sum(map(len, counts))
+    largest, smallest = np.zeros(resamples), np.zeros(resamples)
+    alone, family = np.ones(d.shape[1]), np.ones(d.shape[1])
+    order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
+    for start in range(0, len(order), _COLUMNS):
+        some = order[start : start + _COLUMNS]
+        drawn = _studentised(d[:, some], counts, dtype)
+        far = np.where(t[some] > 0, drawn >= t[some], drawn <= t[some])
+        alone[some] = np.minimum(1.0, 2 * far.mean(0))
+        above = np.maximum(np.maximum.accumulate(drawn, axis=1), largest[:, None])
+        below = np.minimum(np.minimum.accumulate(drawn, axis=1), smallest[:, None])
+        further = np.where(t[some] > 0, above >= t[some], below <= t[some])
+        family[some] = np.minimum(1.0, 2 * (1 + further.sum(0)) / (1 + resamples))
+        largest, smallest = above[:, -1], below[:, -1]
+    family[order[::-1]] = np.maximum.accumulate(family[order[::-1]])
+    return Tails(largest, smallest, alone, family)
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
@@ -120,18 +145,17 @@ def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tupl
     return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
 
 
-def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> Iterator[np.ndarray]:
-    """Yield t* [resample, cell], some cells at a time; 0 in cells without spread.
+def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> np.ndarray:
+    """t* [resample, cell]; 0 in cells without spread.
 
     s* is at least a tenth of s: if one prompt causes all of a cell's spread, a resample without it has none, and its
     infinite t* would make all simultaneous intervals infinite.
     """
     deviation = spread(d)
-    scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
-    for start in range(0, d.shape[1], _COLUMNS):
-        part = scaled[:, start : start + _COLUMNS].astype(dtype, copy=False)
-        t = [_t_of_block(part, block[r].astype(dtype)) for block in counts for r in row_blocks(*block.shape)]
-        yield np.concatenate(t)
+    scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0).astype(dtype, copy=False)
+    return np.concatenate(
+        [_t_of_block(scaled, block[rows].astype(dtype)) for block in counts for rows in row_blocks(*block.shape)]
+    )
 
 
 def _t_of_block(scaled: np.ndarray, counts: np.ndarray) -> np.ndarray:

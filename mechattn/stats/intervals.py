@@ -67,6 +67,27 @@ def t_interval_of_moments(n: np.ndarray, mean: np.ndarray, variance: np.ndarray,
     return Interval(np.asarray(mean), mean - half, mean + half)
 
 
+def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) -> Interval:
+    """The ratio of two means over the same units, with Fieller's interval; NaN where the mean below could be 0.
+
+    The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the mean of ``below``
+    differs from 0 at this level.
+
+    Source:
+        Fieller 1954.
+    """
+    n = len(below)
+    covariance = ((above.T - above.mean(0)[..., None]) @ (below - below.mean())).T / (n - 1)
+    far = stats.t.ppf((1 + level) / 2, n - 1) ** 2 / n
+    a = below.mean() ** 2 - far * below.var(ddof=1)
+    b = above.mean(0) * below.mean() - far * covariance
+    c = above.mean(0) ** 2 - far * above.var(0, ddof=1)
+    if a <= 0:
+        return Interval(*(np.full(b.shape, np.nan) for _ in range(3)))
+    half = np.sqrt(np.maximum(b**2 - a * c, 0.0)) / a
+    return Interval(above.mean(0) / below.mean(), b / a - half, b / a + half)
+
+
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval for a proportion."""
     if not 0 <= successes <= n or n < 1:
@@ -75,3 +96,21 @@ def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float,
         )
     interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Estimates moved towards their mean by as much as their errors explain their differences; NaN is left out.
+
+    ``mean + τ² / (τ² + error²) · (estimate − mean)``, with τ² the variance of estimates beyond their errors. The
+    largest of many estimates is too large (the winner's curse); this one is not, if true values are about normal.
+
+    Source:
+        Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
+    """
+    there = ~(np.isnan(estimate) | np.isnan(error))
+    if there.sum() < 3:
+        return estimate
+    mean, noise = estimate[there].mean(), error**2
+    spread = max(0.0, float(estimate[there].var(ddof=1) - noise[there].mean()))
+    total = spread + noise
+    return mean + np.divide(spread, total, out=np.ones_like(total), where=total > 0) * (estimate - mean)

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from math import ceil
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from mechattn.stats.bags import ALONE, Bags
 from mechattn.stats.bootstrap import (
     Counts,
-    extremes,
+    Tails,
     of_extremes,
     resample,
     resample_sequentially,
     row_blocks,
     spread,
     t_quantiles,
+    tails,
     without_noise,
 )
 from mechattn.stats.intervals import blocks_of, moments_of_many, t_interval, t_interval_of_moments
+from mechattn.stats.random_draws import false_discovery
 
 FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
@@ -63,9 +66,15 @@ class Paired:
         beyond_low_simultaneous: Lower end of its simultaneous interval.
         beyond_high_simultaneous: Upper end.
         effect_size: Mean of the tested difference divided by its standard deviation over prompts (Cohen's d_z).
-        p: Two-sided sign-flip test that its mean is 0.
-        q: Benjamini-Hochberg over all cells.
-        detectable: The smallest mean, up to sign, that a single t test at 5 % detects with 80 % power.
+        skewness: Skewness of the tested difference over prompts; NaN if it doesn't vary.
+        p: Two-sided p that its mean is 0: the larger of the sign-flip test's, which is exact if differences are
+            symmetric, and from 10 prompts on the bootstrap-t test's, which allows for skewness.
+        p_flip: The sign-flip test's alone.
+        p_family: Adjusted for all cells together (step-down over the largest t, Romano and Wolf): the probability that
+            any cell without an effect is below 0.05 is 5 %; NaN below 10 prompts.
+        q: Benjamini-Hochberg over all cells' p.
+        detectable: The smallest mean, up to sign, that q < 0.05 finds with 80 % power if no other cell has an effect
+            (of a t test; measured with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
     """
 
     n: int
@@ -85,7 +94,10 @@ class Paired:
     beyond_low_simultaneous: np.ndarray
     beyond_high_simultaneous: np.ndarray
     effect_size: np.ndarray
+    skewness: np.ndarray
     p: np.ndarray
+    p_flip: np.ndarray
+    p_family: np.ndarray
     q: np.ndarray
     detectable: np.ndarray
 
@@ -97,14 +109,13 @@ def paired(
     resamples: int = RESAMPLES,
     seed: int = 0,
     rounding: np.ndarray | float = 0.0,
-    bootstrap: bool = True,
 ) -> Paired:
     """Compute all statistics of paired differences [prompt, *cells], optionally against each prompt's null."""
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
     expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
-    stream = PairedStream(len(d), level, resamples, seed, bootstrap)
+    stream = PairedStream(len(d), level, resamples, seed)
     stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
     made = stream.made()
     shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
@@ -124,11 +135,10 @@ class PairedStream:
         level: As for :func:`paired`.
         resamples: As for :func:`paired`.
         seed: As for :func:`paired`.
-        bootstrap: Whether to compute bootstrap intervals; otherwise they are NaN.
     """
 
-    def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap: bool = True) -> None:
-        self.n, self.level, self.resamples, self.seed, self.bootstrap = n, level, resamples, seed, bootstrap
+    def __init__(self, n: int, level: float, resamples: int, seed: int) -> None:
+        self.n, self.level, self.resamples, self.seed = n, level, resamples, seed
         self.bags = Bags.drawn(n, seed)
         self._dtype = np.float64 if self.bags is None else np.float32
         self._parts: list[Columns] = []  # each [unit or bag, cell], or [cell]
@@ -141,18 +151,25 @@ class PairedStream:
         """The statistics of all cells, in the order in which they were added."""
         made = {name: np.concatenate([part[name] for part in self._parts], axis=-1) for name in self._parts[0]}
         d, tested = made.pop("resampled"), made.pop("tested")
-        draws = _draws(len(d), self.resamples, enough(self.resamples, d.shape[1]), self.seed, self.bootstrap)
-        made |= self._ends("", d, made, draws)
+        patterns = enough(self.resamples, d.shape[1])
+        few = len(d) * (2 * self.resamples + patterns // 8) <= _KEPT
+        draws = (_kept_draws if few else _draws)(len(d), self.resamples, patterns, self.seed)
+        beyond, found = self._ends("beyond_", tested, made, draws)
         same = np.array_equal(d, tested)
-        beyond = (
-            {f"beyond_{name}": made[name] for name in _ENDS} if same else self._ends("beyond_", tested, made, draws)
-        )
+        made |= {name: beyond[f"beyond_{name}"] for name in _ENDS} if same else self._ends("", d, made, draws)[0]
         unknown = made.pop("unknown")
+        made |= {name: end + unknown for name, end in beyond.items()}
+        p_flip = flipped(tested, draws.signs, self._dtype)
+        p_flip = p = np.where(np.isnan(made["beyond_mean"]), np.nan, p_flip)
+        made["p_family"] = np.full(p.shape, np.nan)
+        if found is not None:  # a cell's own resamples count in steps; alone it is no smaller than its part of a family
+            p = np.maximum(p, np.maximum(found.alone, found.family / p.size))
+            made["p_family"] = np.maximum(p, found.family)
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)
-        made |= {name: end + unknown for name, end in beyond.items()}
-        p = flipped(tested, draws.signs, self._dtype)
-        return Paired(n=self.n, p=p, q=stats.false_discovery_control(p) if p.size else p, **made)
+        made["detectable"] = made["detectable"] * detectable_size(self.n, max(1, p.size))
+        q = false_discovery(p)
+        return Paired(n=self.n, p=p, p_flip=p_flip, q=q, **made)
 
     def _described(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray) -> Columns:
         """The statistics of each cell's units, and the values to resample."""
@@ -162,21 +179,24 @@ class PairedStream:
         ends = _intervals(d, self.level)
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
-        made |= {"beyond": beyond["mean"] + unknown} | _sizes(len(d), beyond["mean"], beyond["deviation"])
+        made |= {"beyond": beyond["mean"] + unknown} | _sizes(tested, beyond["mean"], beyond["deviation"])
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
         bags = (lambda values: values) if self.bags is None else self.bags.means
         return made | {"resampled": bags(d), "tested": bags(tested)}
 
-    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> Columns:
-        """The ends of bootstrap intervals around the units' means; NaN if there are few units."""
+    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, Tails | None]:
+        """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
+        found = None
         if draws.plain:
             upper, lower = t_quantiles(d, draws.plain, self.level, self._dtype)
             own_low, own_high = mean - upper * error, mean - lower * error
         if draws.sequential and mean.size:
-            most, least = of_extremes(*extremes(d, draws.sequential, self._dtype), self.level)
+            t = np.divide(mean, error, out=np.where(mean == 0, 0.0, np.copysign(np.inf, mean)), where=error > 0)
+            found = tails(d, t, draws.sequential, self._dtype)
+            most, least = of_extremes(found.largest, found.smallest, self.level)
             low, high = mean - most * error, mean - least * error
         made_low, made_high = (made[f"{of}{end}"] for end in ("low", "high"))
         return {
@@ -184,7 +204,7 @@ class PairedStream:
             f"{of}high_bootstrap": own_high,
             f"{of}low_simultaneous": np.minimum(low, np.fmin(made_low, own_low)),  # at least the pointwise one
             f"{of}high_simultaneous": np.maximum(high, np.fmax(made_high, own_high)),
-        }
+        }, found
 
 
 @dataclass(frozen=True)
@@ -196,23 +216,14 @@ class Draws:
     signs: Signs
 
 
-def _draws(n: int, resamples: int, patterns: int, seed: int, bootstrap: bool) -> Draws:
-    """The draws for a table; without ``bootstrap`` the signs are the same as with it."""
-    if not bootstrap and n <= EXACT:
-        return Draws([], [], list(drawn_signs(n, patterns, np.random.default_rng(seed))))
-    of = _kept_draws if n * (2 * resamples + patterns // 8) <= _KEPT else _new_draws
-    made = of(n, resamples, patterns, seed)
-    return made if bootstrap else Draws([], [], made.signs)
-
-
-def _new_draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
+def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     generator = np.random.default_rng(seed)
     plain = resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
     sequential = resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
     return Draws(plain, sequential, list(drawn_signs(n, patterns, generator)))
 
 
-_kept_draws = lru_cache(maxsize=1)(_new_draws)  # a page makes a hundred tables with the same draws
+_kept_draws = lru_cache(maxsize=1)(_draws)  # a page makes a hundred tables with the same draws
 
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
@@ -237,13 +248,51 @@ def enough(resamples: int, cells: int) -> int:
     return max(resamples, 20 * cells)
 
 
-def _sizes(n: int, mean: np.ndarray, deviation: np.ndarray) -> Columns:
-    """The effect sizes of means, and the smallest detectable means."""
-    power = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
-    return {
-        "effect_size": np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=deviation > 0),
-        "detectable": power * deviation / np.sqrt(n),
-    }
+def _sizes(d: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> Columns:
+    """The effect sizes and skewness of tested differences, and their standard deviations."""
+    varies = deviation > 0
+    size = np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=varies)
+    cubes = np.zeros(mean.shape)
+    for rows in blocks_of(d):
+        cubes += ((d[rows] - mean) ** 3).sum(0)
+    n = len(d)
+    population = deviation * np.sqrt((n - 1) / n)
+    skewness = np.divide(cubes / n, population**3, out=np.full_like(mean, np.nan), where=varies)
+    return {"effect_size": size, "skewness": skewness, "detectable": deviation}
+
+
+def chance(n: int, tests: int, level: float, patterns: int) -> float:
+    """The probability that a test whose differences all have one sign has q below the level by itself."""
+    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
+    if n <= EXACT:
+        return float(tests * extreme < level)
+    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
+    return float(stats.binom.cdf(hits, patterns, extreme))
+
+
+def power(effect: float, n: int, tests: int = 1, level: float = 0.05) -> float:
+    """The probability that a t test over n units finds an effect (d_z), if none of the other tests finds one.
+
+    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q < level asks of a test
+    alone; times the probability that sign flips can be as small.
+    """
+    reach = chance(n, tests, level, enough(RESAMPLES, tests))
+    far, shift = stats.t.ppf(1 - level / (2 * tests), n - 1), effect * np.sqrt(n)
+    wrong = np.nan_to_num(stats.nct.cdf(-far, n - 1, shift))  # SciPy gives NaN for what is below 1e-20
+    return reach * float(stats.nct.sf(far, n - 1, shift) + wrong)
+
+
+@lru_cache(maxsize=256)
+def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8) -> float:
+    """The effect (d_z) that :func:`power` finds with a given probability; NaN with too few units for any."""
+    if n < 3 or chance(n, tests, level, enough(RESAMPLES, tests)) <= sure:
+        return float("nan")
+    if power(0.0, n, tests, level) >= sure:
+        return 0.0
+    most = 2.0
+    while power(most, n, tests, level) < sure:
+        most *= 2
+    return float(optimize.brentq(lambda effect: power(effect, n, tests, level) - sure, 0.0, most))
 
 
 def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:

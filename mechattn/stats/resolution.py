@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, floor
+from math import floor
 
-from scipy import stats
+import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.stats.paired import EXACT, RESAMPLES, enough
+from mechattn.stats.paired import EXACT, RESAMPLES, chance, detectable_size, enough
+from mechattn.stats.paired import power as power_of
 
 SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST = 200
@@ -32,6 +33,7 @@ class Resolution:
         chance: The probability that a single test passes whose differences all have one sign: 0 or 1 up to 12 units;
             with more units, a drawn pattern may by chance equal that of the data.
         fewest: The smallest number of units at which that probability is at least 90 %.
+        detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
     """
 
     n: int
@@ -43,14 +45,16 @@ class Resolution:
     together: int | None
     chance: float
     fewest: int
+    detectable: float
 
     def __str__(self) -> str:
         """A sentence with these figures."""
         unit = self.unit.partition(" ")[0]
         among = f"with {self.n} {unit} and {self.tests} tests"
+        needs = f"the smallest effect that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
         if self.n >= self.fewest:
-            return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g})"
-        more = f"{self.fewest} would do"
+            return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {needs}"
+        more = f"from {self.fewest} {unit} on one test alone can"
         if self.together is None:
             return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
         if self.together > 1:
@@ -79,24 +83,56 @@ def resolution(
         smallest_p=p,
         smallest_q=min(1.0, tests * p),
         together=together if together <= tests else None,
-        chance=_chance(n, tests, level, patterns),
+        chance=chance(n, tests, level, patterns),
         fewest=_fewest(tests, level, patterns),
+        detectable=detectable_size(n, tests, level),
     )
+
+
+def power(heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8) -> float:
+    """Plan a comparison: how surely q < 0.05 finds one head, what it finds, or how many prompts it takes.
+
+    ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``: one head with an
+    effect among heads without one. More heads with effects are found more easily.
+
+    Args:
+        heads: The number of tests in the table, such as layers × heads.
+        effect: The mean of the tested difference divided by its standard deviation over prompts (d_z).
+        prompts: The number of prompts, or of groups.
+        sure: The power to reach, where effect or prompts is left out.
+
+    Returns:
+        The power, given effect and prompts (0 where q cannot be reached); the effect, given prompts; the number of
+        prompts, given effect.
+
+    Raises:
+        OptionError: Both effect and prompts are left out, or a number is out of range.
+    """
+    for name, value, least in (("heads", heads, 1), ("prompts", prompts, 3)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
+    if effect is not None and not (isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf):
+        raise OptionError(f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5")
+    if not isinstance(sure, float) or not 0 < sure < 1:
+        raise OptionError(f"sure={sure!r}: give a probability such as 0.8")
+    if effect is None and prompts is None:
+        raise OptionError("give effect=…, prompts=… or both: what is left out is computed")
+    if effect is None:
+        return detectable_size(int(prompts or 0), heads, sure=sure)
+    if prompts is not None:
+        return power_of(abs(effect), prompts, heads)
+    n = 3
+    while power_of(abs(effect), n, heads) < sure:
+        n = max(n + 1, n * 21 // 20)
+    while n > 3 and power_of(abs(effect), n - 1, heads) >= sure:
+        n -= 1
+    return n
 
 
 @lru_cache(maxsize=64)  # the tables of a page ask for the same
 def _fewest(tests: int, level: float, patterns: int) -> int:
     """The smallest number of units with which one test alone passes almost surely."""
     fewest = _MOST
-    while fewest > 1 and _chance(fewest - 1, tests, level, patterns) >= SURE:
+    while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= SURE:
         fewest -= 1
     return fewest
-
-
-def _chance(n: int, tests: int, level: float, patterns: int) -> float:
-    """The probability that a test whose differences all have one sign has q below the level by itself."""
-    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
-    if n <= EXACT:
-        return float(tests * extreme < level)
-    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
-    return float(stats.binom.cdf(hits, patterns, extreme))

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from mechattn.stats.paired import enough, sign_flip
+from mechattn.stats.paired import paired
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
@@ -36,9 +36,8 @@ def largest(d: np.ndarray, count: int) -> np.ndarray:
 
 
 def significant(d: np.ndarray, resamples: int) -> np.ndarray:
-    """The columns of d [unit, cell] with q < 0.05 by the sign-flip test of ``compare``."""
-    p = sign_flip(d, enough(resamples, d.shape[1]), np.random.default_rng(0))
-    return stats.false_discovery_control(p) < 0.05
+    """The columns of d [unit, cell] with q < 0.05 by the test of ``compare``."""
+    return paired(d, None, resamples=resamples).q < 0.05
 
 
 def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -19,17 +19,45 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mechattn.errors import OutputError
-from mechattn.store.addresses import check_name
+from mechattn.errors import OptionError, OutputError
 
 _MARKER, _LOCK, _OLD = "mechattn.json", "lock", "old"
 _WAIT = 10.0  # seconds to wait for another process that is renaming
 _AT_ONCE = 16  # files that are flushed at the same time
+_NAME, _PATH = 255, 4095  # bytes, on the file systems in use
 
 
 def say(sentence: str) -> None:
     """Print a message to standard error."""
     print(f"mechattn: {sentence}", file=sys.stderr, flush=True)
+
+
+def file_names(models: Iterable[str]) -> dict[str, str]:
+    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama", "/a/b/" gives "b"."""
+    found: dict[str, str] = {}
+    for model in models:
+        last = model.rstrip("/").rsplit("/", 1)[-1]
+        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in last)
+        for other, taken in found.items():
+            if taken.casefold() == name.casefold() and other != model:
+                raise OptionError(
+                    f"the models {other!r} and {model!r} would both write to files named {name!r}: run them "
+                    "separately, or give their folders different names"
+                )
+        found[model] = name
+    return found
+
+
+def check_name(path: str | Path) -> None:
+    """Refuse names that no file system accepts, before trying."""
+    text = str(path)
+    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):  # those between stand for bytes that are not UTF-8
+        raise OutputError(f"{text!r:.80} contains a NUL or half of a surrogate pair, which no file name may; remove it")
+    stored = text.encode("utf-8", "surrogatepass")
+    if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
+        raise OutputError(
+            f'"{text[:40]}…" is too long: file systems allow {_NAME} bytes for a name and {_PATH:,} for a path'
+        )
 
 
 def check_writable(path: str | Path) -> None:
@@ -58,9 +86,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     path = Path(os.path.realpath(path))
     try:
         with _beside(path) as folder:
-            write(folder / f"new{path.suffix}")
-            flush([folder, *folder.rglob("*")])
-            _rename(folder / f"new{path.suffix}", path, folder / _OLD)
+            new = folder / f"new{path.suffix}"
+            write(new)
+            _rename(new, path, folder)
     except OSError as error:
         raise OutputError(
             f"{path} could not be written: {error.strerror or error}. No part of it is left; free some space, "
@@ -74,8 +102,7 @@ def move_whole(new: Path, path: Path) -> None:
     path = Path(os.path.realpath(path))
     try:
         with _beside(path) as folder:
-            flush([folder, *folder.iterdir(), new, *new.rglob("*")])
-            _rename(new, path, folder / _OLD)
+            _rename(new, path, folder)
     except OSError as error:
         raise OutputError(f"{new} could not be renamed to {path}: {error.strerror or error}") from error
     sweep(path)
@@ -96,8 +123,20 @@ def write_file(path: Path, content: bytes, flushed: bool = True) -> None:
 
 def flush(paths: Iterable[Path]) -> None:
     """Wait until files and the lists of names of folders, which are flushed separately, are on the disk."""
+
+    def one(path: Path) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            if not path.is_dir():  # not every system can flush folders
+                raise
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # many at once, as each one may wait for the disk
-        list(pool.map(_flush, paths))
+        list(pool.map(one, dict.fromkeys(paths)))
 
 
 def recover(path: Path) -> None:
@@ -135,7 +174,7 @@ def sweep(path: Path) -> None:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A temporary folder next to a name, marked as ours and locked inside a ``with`` block."""
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.mechattn-", dir=path.parent))
     try:
         (folder / _MARKER).write_text(json.dumps({"writes": path.name}), encoding="utf-8")
         with _locked(folder, 0):
@@ -145,7 +184,10 @@ def _beside(path: Path) -> Iterator[Path]:
             _remove(folder, path)
 
 
-def _rename(new: Path, path: Path, old: Path) -> None:
+def _rename(new: Path, path: Path, folder: Path) -> None:
+    """Give something new, once it is on the disk, its name; what has that name is moved into the folder."""
+    old = folder / _OLD
+    flush([folder, *folder.iterdir(), new, *new.rglob("*")])
     if path.is_dir():
         os.replace(path, old)
     try:
@@ -157,25 +199,9 @@ def _rename(new: Path, path: Path, old: Path) -> None:
     flush([path.parent])
 
 
-def _flush(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        if not path.is_dir():  # not every system can flush folders
-            raise
-
-
-def _prefix(path: Path) -> str:
-    return f".{path.name}.mechattn-"
-
-
 def _left_beside(path: Path) -> list[Path]:
     """The existing folders of :func:`_beside`, recognised by name, marker and content."""
-    named = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
+    named = re.compile(re.escape(f".{path.name}.mechattn-") + "[a-z0-9_]{8}")
     try:
         found = [folder for folder in path.parent.iterdir() if named.fullmatch(folder.name)]
         return [folder for folder in found if _is_ours(folder, path)]

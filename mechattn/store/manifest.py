@@ -11,9 +11,8 @@ from typing import Any
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, is_address
-from mechattn.store.objects import COMPLETE, OBJECTS, SCHEMA, Store, attributes_of
-from mechattn.store.writing import write_root
+from mechattn.store.objects import COMPLETE, OBJECTS, SCHEMA, Store, as_place, attributes_of, is_address
+from mechattn.store.pieces import write_root
 
 MANIFEST = "manifest"  # in the root attributes
 

@@ -1,23 +1,31 @@
-"""How an array is cut into pieces, one object each: a chunk of the run's prompts, all layers of one segment.
+"""Writes a result as pieces of its arrays, one object each, a chunk of prompts at a time, from any number of processes.
 
-A piece has 256 KiB to 4 MiB where the array allows it: small arrays are not cut by segment and condition, large ones by
-layer and head too. Dimensions that grow with the prompts (``pos``, ``key``) are cut every 256 positions, so no chunk
-needs to know the longest prompt of the others. Nothing is compressed, so every object has the size that its array
-declares, and ends with Zarr's checksum (CRC-32C), by which the listing in the root knows it.
+A piece holds a chunk of the run's prompts and all layers of one segment, in 256 KiB to 4 MiB where the array allows it:
+small arrays are not cut by segment and condition, large ones by layer and head too. Dimensions that grow with the
+prompts (``pos``, ``key``) are cut every 256 positions, so no chunk needs to know the longest prompt of the others.
+Nothing is compressed, so every object has the size that its array declares, and ends with Zarr's checksum (CRC-32C), by
+which the listing in the root knows it.
+
+The small arrays of a chunk come back as a result, a receipt, which records the written objects and their checksums.
+Finishing writes these arrays, merged, the metadata, and at last the root; no per-prompt number is read or moved again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.results.digest import TEXT
+from mechattn.errors import OptionError, OutputError
+from mechattn.results.arrays import TEXT
 from mechattn.results.merge import GROW
+from mechattn.results.result import Result
+from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, seal_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -26,27 +34,19 @@ FILL: Mapping[str, Any] = {"f": np.nan, "i": -2}
 CHECKSUM = 4  # bytes at the end of an object
 LEAST, MOST = 2**18, 2**22  # bytes of a piece, where possible
 WIDTH = 256  # positions in a piece, along a dimension that grows
+REGIONS = "regions"  # next to the objects in the provenance of a receipt; a final result has none
 
 
 @dataclass(frozen=True)
 class Region:
-    """How an array is cut.
+    """How an array is cut."""
 
-    Args:
-        dims: Its dimensions; if the first is "prompt" and there are others, it is cut, else it is one piece.
-        shape: Its shape.
-        dtype: The type of its numbers, such as "float32"; "text".
-        chunk: The number of prompts in a piece.
-        attrs: Its attributes.
-        width: The number of positions in a piece.
-    """
-
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # if the first is "prompt" and there are others, it is cut, else it is one piece
     shape: tuple[int, ...]
-    dtype: str
-    chunk: int
+    dtype: str  # such as "float32"; or "text"
+    chunk: int  # prompts in a piece
     attrs: Mapping[str, Any]
-    width: int = WIDTH
+    width: int = WIDTH  # positions in a piece
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -82,14 +82,9 @@ class Region:
         for at in product(*(range(-(-size // part)) for size, part in zip(self.shape, self.piece))):
             yield "/".join(["c", *map(str, at)])
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the region in the form stored in a header."""
-        about = {"dims": list(self.dims), "shape": list(self.shape), "dtype": self.dtype, "chunk": self.chunk}
-        return about | {"attrs": dict(self.attrs), "width": self.width}
-
     @classmethod
     def from_json(cls, about: Mapping[str, Any]) -> Region:
-        """Restore a region from a header."""
+        """Restore a region from ``asdict``, through JSON."""
         return cls(**{**about, "dims": tuple(about["dims"]), "shape": tuple(about["shape"])})
 
 
@@ -107,8 +102,6 @@ def region_of(variable: xr.Variable, chunk: int, half: bool = False, width: int 
 
 def encoded(values: np.ndarray, region: Region, number: int = 0) -> Iterator[tuple[str, bytes]]:
     """Yield the objects of one chunk of an array, as Zarr writes them: their names and contents."""
-    from dataclasses import replace
-
     from zarr.storage import MemoryStore
 
     made: dict[str, Any] = {}
@@ -132,3 +125,127 @@ def object_digest(name: str, content: bytes | memoryview) -> str | None:
         return checksum(bytes(content)).hex()
     found = bytes(content[-CHECKSUM:])
     return found.hex() if checksum(content[:-CHECKSUM]) == found else None  # type: ignore[arg-type]
+
+
+def write_chunk(
+    store: Store, number: int, result: Result, chunk: int, half: bool, known: Mapping[str, str] | None = None,
+    width: int = WIDTH,
+) -> Result:  # fmt: skip
+    """Write the per-prompt values of a chunk into its regions; return the rest with a record of what was written."""
+    objects, regions, rest = {}, {}, {}
+    for name, dataset in result.datasets.items():
+        written = [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
+        for label in written:
+            variable = dataset[label].variable
+            region = region_of(variable, chunk, half, width)
+            values = variable.values
+            if half and (abs(values) > np.finfo(np.float16).max).any() and variable.dtype.kind == "f":
+                raise OptionError(f'{label} is too large for values="float16"; omit it to keep float32')
+            for at, content in encoded(values, region, number):
+                path = f"{name}/{label}/{at}"
+                objects[path] = content[-CHECKSUM:].hex()
+                if known is not None and known.get(path) != objects[path]:
+                    raise OutputError(
+                        f"{path} differs from the original in {store.place}, perhaps made by another version, on "
+                        "another machine or with another number of threads: repair it there, or compute everything "
+                        "again (fresh=True)"
+                    )
+                store.put(path, content)
+            regions[f"{name}/{label}"] = asdict(region)
+        rest[name] = dataset.drop_vars(written)
+    store.flush(objects)
+    return Result(rest, {**result.provenance, OBJECTS: objects, REGIONS: regions})
+
+
+def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
+    """The names of objects that are missing or differ from what was written."""
+    return [name for name, known in objects.items() if object_digest(name, store.get(name) or b"") != known]
+
+
+def finish(
+    store: Store, receipt: Result, about: Mapping[str, Any], check: Callable[[], object] = lambda: None
+) -> None:  # fmt: skip
+    """Write what turns the objects of all chunks into a complete result: other arrays, metadata, and last the root."""
+    import zarr
+    from zarr.storage import MemoryStore
+
+    objects: dict[str, str] = dict(receipt.provenance[OBJECTS])
+    count = receipt["sequences"].sizes["prompt"]
+    of_a_chunk = {name: Region.from_json(about) for name, about in receipt.provenance[REGIONS].items()}
+    regions = {name: replace(region, shape=(count, *region.shape[1:])) for name, region in of_a_chunk.items()}
+    made: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(made), zarr_format=3)
+
+    def put(name: str, content: bytes) -> None:
+        objects[name] = str(object_digest(name, content))
+        store.put(name, content)
+
+    for group, dataset in receipt.datasets.items():
+        beside = sorted(set(map(str, dataset.coords)) - set(map(str, dataset.dims)))
+        attributes = {str(name): value for name, value in dataset.attrs.items()}
+        attributes |= {"coordinates": " ".join(beside)} if beside else {}
+        stored = root.create_group(group, attributes=attributes)
+        for label, variable in dataset.variables.items():
+            region = region_of(variable, 1)
+            region.create(stored.store_path, str(label))
+            for at, content in encoded(variable.values, region):
+                put(f"{group}/{label}/{at}", content)
+    for name, region in regions.items():
+        group, _, label = name.partition("/")
+        region.create(root[group].store_path, label)
+        _fill(name, region, objects, put)
+    for name in made:
+        if name != ROOT:
+            put(name, made[name].to_bytes())
+    for name in store.names():
+        if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
+            store.remove(name)
+    check()
+    provenance = {name: value for name, value in receipt.provenance.items() if name not in (OBJECTS, REGIONS)}
+    text = json.dumps(provenance | dict(about))
+    attrs = {"mechattn_schema": SCHEMA, "provenance": text, "by_prompt": sorted(regions), OBJECTS: objects}
+    write_root(store, {**attrs, "digest": seal_of(attrs), COMPLETE: True})
+
+
+def write_root(store: Store, attributes: Mapping[str, Any]) -> None:
+    """Write the root of a result; what is there is one from then on."""
+    content = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    store.put(ROOT, json.dumps(content, indent=1).encode())
+
+
+def copied(result: Result, store: Store, check: Callable[[], object] = lambda: None) -> None:
+    """Write a result into a store a chunk at a time, so that it never has to fit in memory; ``check`` comes last."""
+    count = result["sequences"].sizes["prompt"]
+    chunk = min(chunk_of(result), count)
+    longest = max([size for one in result.datasets.values() for dim, size in one.sizes.items() if dim in GROW] + [1])
+    objects: dict[str, str] = {}
+    regions: dict[str, Any] = {}
+    for start in range(0, count, chunk):
+        some = slice(start, start + chunk)
+        cut = {n: one.isel(prompt=some) if "prompt" in one.dims else one for n, one in result.datasets.items()}
+        part = replace(result, datasets=cut)
+        made = write_chunk(store, start // chunk, part, chunk, False, width=min(WIDTH, longest)).provenance
+        objects |= made[OBJECTS]
+        regions = made[REGIONS]
+    rest = {
+        n: one.drop_vars([v for v in one.variables if in_regions(one[v].variable)])
+        for n, one in result.datasets.items()
+    }
+    about = {**result.provenance, OBJECTS: objects, REGIONS: regions}
+    finish(store, Result(rest, about), {}, check)
+
+
+def chunk_of(result: Result) -> int:
+    """The number of prompts per chunk of the job that made a result; 64 if there was none."""
+    found = result.provenance.get("chunk")
+    return found if isinstance(found, int) and found > 0 else 64
+
+
+def _fill(name: str, region: Region, objects: Mapping[str, str], put: Callable[[str, bytes], None]) -> None:
+    """Write the positions beyond the longest prompt of a chunk: an object that is not there is one that was lost."""
+    lost = [f"{name}/{at}" for at in region.names() if f"{name}/{at}" not in objects]
+    if lost:
+        values = np.full(region.piece, FILL[np.dtype(region.dtype).kind], region.dtype)
+        ((_, content),) = encoded(values, region)
+        for at in lost:
+            put(at, content)

@@ -1,31 +1,37 @@
-"""Reads results, which may be someone else's: checked first, and read only if mechattn could have written them."""
+"""Reads results, which may be someone else's: checked first, and read only if mechattn could have written them.
+
+Only the objects that a result lists are read, each compared with the listing whenever it is read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from zarr.abc.store import ByteRequest
+from zarr.abc.store import Store as ZarrStore
+from zarr.core.buffer import Buffer, BufferPrototype
+
 from mechattn.errors import MechattnError, OutputError
-from mechattn.results.digest import plain_attributes
-from mechattn.results.lazy_arrays import lazy_bytes
-from mechattn.results.memory import MEMORY, memory_bytes
-from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, check_name
-from mechattn.store.atomic_writes import recover
-from mechattn.store.declared import check_folder, root_of
-from mechattn.store.files import files_at, files_in
+from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
+from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.store.atomic_writes import check_name, recover
+from mechattn.store.declared import check_datasets, check_folder, check_provenance, damaged, root_of, segments_problem
 from mechattn.store.manifest import MANIFEST, read_manifest
-from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, seal_of
-from mechattn.store.pieces import in_regions
-from mechattn.store.required_parts import check_datasets, check_provenance
+from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, as_place, attributes_of, seal_of
+from mechattn.store.pieces import CHECKSUM, Region, in_regions, object_digest
 
 if TYPE_CHECKING:
     import xarray as xr
 
+_SEGMENTS = "sequences/segment_index"
+_REDO = "run it again, or restore a copy"
 SHARE = 8  # of the memory: per-prompt values that take at most this fraction are read at once
 _OPEN: dict[str, Any] = {
     "engine": "zarr", "zarr_format": 3, "consolidated": False, "chunks": None, "cache": False,
@@ -72,27 +78,32 @@ def _read(place: str | Path, path: str | Path) -> Result:
     """Read a result, without its per-prompt values."""
     import xarray as xr
 
-    from mechattn.store.listed import Listed
-
     if isinstance(place, Path) and not (place / ROOT).is_file():
-        raise _nothing(place, path)
-    files = files_at(place) if isinstance(place, str) else files_in(place)
-    if ROOT not in files.sizes:
+        within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
+        hint = f"; there is {', '.join(within)} in it" if within else ""
+        there = ": it is not a .zarr folder of mechattn" if place.exists() else ""
+        raise OutputError(f"there is no stored result at {path}{there}{hint}")
+    store = Store(place)
+    sizes = store.sizes()
+    if ROOT not in sizes:
         raise OutputError(f"there is no stored result at {path}")
-    attrs = root_of(files, path)
+    attrs = root_of(store, sizes, path)
     _check_root(attrs, path)
     if MANIFEST in attrs:
         return read_manifest(attrs[MANIFEST], place, partial(read_result, lazy=True))
-    about = _provenance(attrs, path)
+    try:
+        about = json.loads(attrs["provenance"])
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise OutputError(f"the result at {path} lacks its provenance ({error!r}): it is damaged") from None
     if not isinstance(attrs.get(OBJECTS), dict):
         raise OutputError(f"the result at {path} is damaged: it lists no objects; {_REDO}")
-    regions = check_folder(files, attrs[OBJECTS], path)
+    regions = check_folder(store, sizes, attrs[OBJECTS], path)
     if seal_of(attrs) != attrs.get("digest"):
         raise OutputError(f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}")
     check_provenance(about, path)
-    listed = Listed(Store(place), attrs[OBJECTS], regions, attrs["digest"], path)
+    listed = Listed(store, attrs[OBJECTS], regions, attrs["digest"], path)
     with xr.open_datatree(listed, **_OPEN) as tree:  # type: ignore[arg-type]
-        datasets = {str(name): _dataset(node.to_dataset()) for name, node in tree.children.items()}
+        datasets = {str(name): _dataset(node.to_dataset(), place) for name, node in tree.children.items()}
     check_datasets(datasets, about, path)
     return Result(_in_order(datasets, about), about)
 
@@ -107,20 +118,15 @@ def _check_root(attrs: Mapping[str, Any], where: object) -> None:
         raise OutputError(f"the result at {where} is incomplete; write it again")
 
 
-def _provenance(attrs: Mapping[str, Any], where: object) -> Any:
-    try:
-        return json.loads(attrs["provenance"])
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise OutputError(f"the result at {where} lacks its provenance ({error!r}): it is damaged") from None
-
-
-def _dataset(stored: xr.Dataset) -> xr.Dataset:
+def _dataset(stored: xr.Dataset, place: str | Path) -> xr.Dataset:
     """A dataset as a run makes it; only per-prompt values are not loaded."""
     dataset = stored.drop_encoding()
     dataset.attrs = plain_attributes(dataset.attrs)
     for variable in dataset.variables.values():
         variable.attrs = plain_attributes(variable.attrs)
-        if not in_regions(variable):
+        if in_regions(variable):
+            variable.encoding[SOURCES] = {place}
+        else:
             variable.load()
     return dataset
 
@@ -137,9 +143,6 @@ def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> d
     return made
 
 
-_REDO = "run it again, or restore a copy"
-
-
 def read_errors(where: object, error: Exception) -> MechattnError:
     """Turn errors of file readers into ours, with a sentence; our own errors pass unchanged."""
     if isinstance(error, MechattnError):
@@ -148,9 +151,74 @@ def read_errors(where: object, error: Exception) -> MechattnError:
     return OutputError(f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}")
 
 
-def _nothing(place: Path, path: str | Path) -> OutputError:
-    """The error if there is no result, with a hint at what is there instead."""
-    within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
-    hint = f"; there is {', '.join(within)} in it" if within else ""
-    there = ": it is not a .zarr folder of mechattn" if place.exists() else ""
-    return OutputError(f"there is no stored result at {path}{there}{hint}")
+class Listed(ZarrStore):
+    """The objects of a result as a store of Zarr's; ``sealed`` is the digest of the result when it was opened."""
+
+    supports_writes = supports_deletes = False
+    supports_listing = True
+
+    def __init__(
+        self, store: Store, objects: Mapping[str, str], regions: Mapping[str, Region], sealed: object, where: object
+    ) -> None:
+        super().__init__(read_only=True)
+        self.store, self.objects, self.regions, self.sealed, self.where = store, objects, regions, sealed, where
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Listed) and (self.store, self.sealed) == (other.store, other.sealed)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:  # fmt: skip
+        """Read an object, and compare it with the listing."""
+        if key not in self.objects and key != ROOT:
+            return None
+        return prototype.buffer.from_bytes(await asyncio.to_thread(self._read, key))
+
+    def _read(self, key: str) -> bytes:
+        try:
+            content = self.store.get(key)
+            if key == ROOT:
+                return content or b""
+            why = self._problem(key, content)
+            if content is not None and not why:
+                return content
+        except Exception as error:  # files and the network have their own errors
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if attributes_of(self.store.place).get("digest") != self.sealed:
+            raise OutputError(f"the result at {self.where} was replaced or deleted after it was opened: load it again")
+        raise OutputError(damaged(self.where, key, self.regions, str(why)))
+
+    def _problem(self, key: str, content: bytes | None) -> str | None:
+        if content is None or object_digest(key, content) != self.objects[key]:
+            return "it is missing" if content is None else "it is not what was written here"
+        if not key.startswith(f"{_SEGMENTS}/c"):
+            return None
+        return segments_problem(np.frombuffer(content[:-CHECKSUM], np.dtype(self.regions[_SEGMENTS].dtype)))
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:  # fmt: skip
+        return [await self.get(key, prototype) for key, _ in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        return key in self.objects or key == ROOT
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
+
+    async def list(self) -> AsyncIterator[str]:
+        for name in (ROOT, *self.objects):
+            yield name
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        for name in (ROOT, *self.objects):
+            if name.startswith(prefix):
+                yield name
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        start = f"{prefix.rstrip('/')}/" if prefix else ""
+        for name in {name[len(start) :].partition("/")[0] for name in (ROOT, *self.objects) if name.startswith(start)}:
+            yield name

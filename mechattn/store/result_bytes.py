@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OutputError
-from mechattn.results.digest import TEXT
-from mechattn.results.lazy_arrays import Key, LazyArray, lazy_variable
+from mechattn.results.arrays import TEXT, Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
 from mechattn.store.reading import read_errors
 

@@ -1,22 +1,35 @@
-"""Stores results on disk or at an address: as a Zarr folder, which xarray opens too."""
+"""Stores results on disk or at an address, as a Zarr folder, which xarray opens too; merges the results of shards."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from mechattn.errors import OutputError
-from mechattn.results.digest import digest
-from mechattn.results.result import Result
-from mechattn.store.addresses import as_place, check_name, filesystem
-from mechattn.store.atomic_writes import check_writable, recover, write_whole
-from mechattn.store.manifest import write_manifest
-from mechattn.store.objects import OBJECTS, ROOT, Store, attributes_of
-from mechattn.store.own_files import check_ours, files_in
-from mechattn.store.reading import read_result
-from mechattn.store.writing import copied
+from mechattn.errors import OptionError, OutputError
+from mechattn.results.arrays import digest, lazy_bytes, lazy_sources
+from mechattn.results.merge import is_part, merge_results
+from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.store import reading
+from mechattn.store.atomic_writes import check_name, check_writable, recover, write_whole
+from mechattn.store.manifest import is_manifest_of, write_manifest
+from mechattn.store.objects import (
+    BEGUN,
+    OBJECTS,
+    ROOT,
+    Store,
+    as_place,
+    attributes_of,
+    check_ours,
+    filesystem,
+    is_address,
+    named,
+)  # fmt: skip
+from mechattn.store.pieces import copied
+from mechattn.store.reading import load_result, read_result
 
 _AT_ONCE = 16  # objects that are sent at the same time
 
@@ -36,9 +49,15 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
         return
     recover(place)
     if (there := Path(os.path.realpath(place))).exists():
-        _check_ours(there)
-    if not (used and there.exists()):
-        check_writable(place)
+        try:
+            if not there.is_dir():
+                raise OutputError(f"{there} exists and is not a stored result; choose another name, or move it away")
+            check_ours(Store(there))
+        except OSError as error:
+            raise OutputError(f"{there} exists and cannot be inspected: {error.strerror or error}") from None
+        if used:
+            return
+    check_writable(place)
 
 
 def save_result(result: Result, path: str | Path) -> None:
@@ -46,9 +65,19 @@ def save_result(result: Result, path: str | Path) -> None:
     check_result_place(path)
     place = as_place(path)
     if isinstance(place, str):
+        if _real(place) in map(_real, lazy_sources(result)):
+            raise OutputError(
+                f"this result is still read from {place}, and saving there would delete what it has not read yet: save "
+                "it to another address, or load it with more memory=…, so that it is read at once"
+            )
         _save_at_address(result, place)
-    else:
-        write_whole(place, lambda new: _write(result, new))
+        return
+
+    def write(new: Path) -> None:
+        copied(result, Store(new))
+        _check_read_back(result, new)  # because a file system may accept what it cannot return
+
+    write_whole(place, write)
 
 
 def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
@@ -63,6 +92,27 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
         write_whole(place, lambda new: write_manifest(Store(new), path, places))
 
 
+def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
+    """Merge stored results and store the merged result.
+
+    Per-prompt values of more than 256 MiB are not copied; instead a manifest that refers to the results is stored.
+    """
+    check_result_place(out)
+    _check_target(out, places)
+    merged = merge_results([read_result(place, lazy=True) for place in places])
+    _check_target(out, lazy_sources(merged))  # what a manifest names, too
+    if _exists(out) and not _holds_nothing_else(out, places) and not is_part(read_result(out, lazy=True), merged):
+        raise OptionError(
+            f"{out} exists and is not a merge of {named(places)}: its content would be lost. The first "
+            "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
+        )
+    if not copy and lazy_bytes(merged) > memory_bytes(MEMORY) // reading.SHARE:
+        save_manifest(out, places)
+    else:
+        save_result(merged, out)
+    return load_result(out)
+
+
 def upload(store: Store, address: str) -> None:
     """Copy a complete result from a folder to an address, its root last."""
     to, names = Store(address), attributes_of(store.place)[OBJECTS]
@@ -73,17 +123,12 @@ def upload(store: Store, address: str) -> None:
     to.put(ROOT, store.get(ROOT) or b"")
 
 
-def _write(result: Result, new: Path) -> None:
-    """Write a result and read it back, because a file system may accept what it cannot return."""
-    copied(result, Store(new))
-    _check_read_back(result, new)
-
-
 def _check_read_back(result: Result, place: str | Path) -> None:
     try:
         same = digest(read_result(place, lazy=True).datasets) == digest(result.datasets)
     except OutputError as error:
-        raise OutputError(f"what was just written cannot be read back: {error}") from error
+        also = "" if isinstance(place, Path) else " (perhaps another process was writing there at the same time)"
+        raise OutputError(f"what was just written cannot be read back{also}: {error}") from error
     if not same:
         raise OutputError(f"what was just written to {place} reads back with other numbers")
 
@@ -106,9 +151,7 @@ def _check_address(address: str, used: bool) -> None:
     try:
         files, probe = filesystem(address), f"{address}.mechattn-{os.urandom(8).hex()}"
         if files.exists(address):
-            root = str(files._strip_protocol(address)).rstrip("/")
-            found = [str(name).removeprefix(root).removeprefix("/") for name in files.find(address)]
-            check_ours(address, found, lambda name: files.cat_file(f"{root}/{name}"))
+            check_ours(Store(address))
             if used:
                 return
         files.pipe_file(probe, b"")
@@ -122,12 +165,24 @@ def _check_address(address: str, used: bool) -> None:
         raise OutputError(f"nothing can be written to {address} ({reason}); choose another place") from None
 
 
-def _check_ours(place: Path) -> None:
-    """Refuse to replace what is at a local path, unless it is a result and nothing else."""
-    try:
-        if place.is_dir():
-            check_ours(place, files_in(place), lambda name: (place / name).read_bytes())
-            return
-    except OSError as error:
-        raise OutputError(f"{place} exists and cannot be inspected: {error.strerror or error}") from None
-    raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")
+def _holds_nothing_else(out: str, places: Seq[str]) -> bool:
+    """Whether it names some of these results alone, or is what a merge has left that was killed at this address."""
+    return is_manifest_of(out, places) or (is_address(out) and BEGUN in attributes_of(out))
+
+
+def _check_target(out: str, read: Iterable[str | Path]) -> None:
+    if _real(out) in map(_real, read):
+        raise OptionError(f"{out} is both a result to merge and the target; name a new target first")
+
+
+def _real(place: str | Path) -> str:
+    """The same text for every name of a place."""
+    if not is_address(place):
+        return os.path.realpath(as_place(place))
+    with suppress(Exception):  # an address of no kind is refused when it is read
+        return f"{type(filesystem(str(place))).__name__} {Store(str(place)).root}"
+    return str(place)
+
+
+def _exists(place: str) -> bool:
+    return filesystem(place).exists(place) if is_address(place) else os.path.lexists(as_place(place))

@@ -36,7 +36,7 @@ def three_heads(tokenizer):
 
 def test_known_heads_are_found_out(three_heads):
     prompt = ma.Prompt("Tom has 3 apples and 2 pears. How many?", "Count.", id="0")
-    result = ma.run(three_heads, [prompt], analyses=ma.analyses.AttentionFocus(), progress=False)
+    result = ma.run(three_heads, [prompt], analyses=ma.analyses.AttentionFocus())
     here = result["attention_focus"].isel(prompt=0, condition=0, layer=0).sel(segment="question")
     for name, head in (("previous", 0), ("first", 1), ("self", 2)):
         shares = here[f"{name}_share"].values
@@ -73,18 +73,16 @@ def test_the_token_before_in_a_block(first_query, first_key, random_pattern):
 def test_identical_tokens_and_very_short_passages(toy):
     """Ties go to the first key; a passage of two tokens has one query that counts."""
     tokens = torch.tensor([[1, *[7] * 29]])
-    result = ma.run(toy, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()], progress=False)
+    result = ma.run(toy, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()])
     data = result["attention_focus"].sel(segment="question")
     total = data.self_share + data.first_share + data.previous_share
     assert np.isfinite(total).all()
     assert np.isfinite(result["head_updates"].magnitude.sel(segment="question")).all()
-    short = ma.run(toy, torch.tensor([[1, 7]]), analyses=ma.analyses.AttentionFocus(), progress=False)[
-        "attention_focus"
-    ]
+    short = ma.run(toy, torch.tensor([[1, 7]]), analyses=ma.analyses.AttentionFocus())["attention_focus"]
     two = short.sel(segment="question").isel(prompt=0, condition=0)
     np.testing.assert_allclose(two.self_mass + two.first_mass, 1, atol=1e-5)
     with pytest.raises(ma.MechattnError, match="is a single token"):
-        ma.run(toy, torch.tensor([[1]]), analyses=ma.analyses.AttentionFocus(), progress=False)
+        ma.run(toy, torch.tensor([[1]]), analyses=ma.analyses.AttentionFocus())
 
 
 def test_uniform_entropy_is_one_in_every_layer(three_heads):
@@ -96,9 +94,7 @@ def test_uniform_entropy_is_one_in_every_layer(three_heads):
         native.transformer.h[0].attn.c_attn.weight[:, :192] = 0
     model = ma.load_model(native, tokenizer=three_heads.tokenizer)
     prompts = [ma.Prompt("Tom has 3 apples.", id="0"), ma.Prompt("Tom has 3 apples and 2 pears, how many?", id="1")]
-    data = ma.run(model, prompts, analyses=ma.analyses.AttentionFocus(half_mass=True), progress=False)[
-        "attention_focus"
-    ]
+    data = ma.run(model, prompts, analyses=ma.analyses.AttentionFocus(half_mass=True))["attention_focus"]
     here = data.sel(segment="question", condition="baseline")
     np.testing.assert_allclose(here.entropy_share, 1, atol=1e-5)
     np.testing.assert_allclose(here.concentration, 0, atol=1e-6)

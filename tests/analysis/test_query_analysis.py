@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import xarray as xr
 
 import mechattn as ma
+from mechattn.functional.focus import looking_back
 
 
 class Reach(ma.analyses.QueryAnalysis):
@@ -21,7 +23,7 @@ class Reach(ma.analyses.QueryAnalysis):
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, Reach(), memory="4MiB", progress=False)
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, Reach(), memory="4MiB")
 
 
 @pytest.mark.parametrize("condition", ["baseline", "slash"])
@@ -46,7 +48,7 @@ def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, c
 
 
 def test_it_is_the_distance_of_attention_focus_but_for_the_first_query(toy, prompts, result):
-    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.analyses.AttentionFocus(), progress=False)
+    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.analyses.AttentionFocus())
     ours = result["reach"].reach.sel(segment="question")
     theirs = focus["attention_focus"].distance.sel(segment="question")
     assert abs(ours / theirs - 1).max() < 1e-4
@@ -58,6 +60,36 @@ def test_its_null_is_that_of_uniform_attention(prompts, result):
     where = (segment == 4).nonzero()[0]
     assert float(at) == pytest.approx((where / 2).mean(), rel=1e-5)
     assert result.compare("slash", quantity="reach", resamples=99).attrs["null"] == "uniform attention"
+
+
+class Previous(ma.analyses.QueryAnalysis):
+    """Attention to the token before, which the first query doesn't have."""
+
+    name = "previous"
+    numbers = {
+        "masked": ("probability", "only where there is one"),
+        "unmasked": ("probability", "0 where there is none"),
+    }
+    each_query = True
+
+    def of_queries(self, rows):
+        paid, _ = looking_back(rows.pattern, 1, rows.queries.start, rows.keys.start)
+        has = (torch.arange(rows.queries.start, rows.queries.stop) > 0).expand_as(paid)
+        return {"masked": (paid / has, has), "unmasked": paid}  # NaN where it is not defined
+
+
+def test_a_number_that_some_queries_do_not_have(toy, prompts):
+    analyses = [Previous(), ma.analyses.AttentionFocus(per_query=True)]
+    result = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens(count=7)}, analyses, positions="prompts")
+    ours, theirs = result["previous"], result["attention_focus"]
+    for name, expected in (
+        ("masked", theirs.previous_mass),
+        ("masked_uniform", theirs.previous_mass_uniform),
+        ("masked_at_per_prompt", theirs.previous_mass_at_per_prompt),
+    ):
+        xr.testing.assert_allclose(ours[name], expected)
+    assert ours.masked.sel(segment="bos").isnull().all()
+    assert (ours.unmasked.sel(segment="bos") == 0).all(), "negative control: without the mask it counts"
 
 
 def test_options_are_the_fields_of_a_dataclass():
@@ -72,7 +104,7 @@ def test_without_of_queries(toy):
         numbers = {"x": ("1", "nothing")}
 
     with pytest.raises(NotImplementedError, match="Empty does not define of_queries"):
-        ma.run(toy, "Tom has 3 apples.", analyses=Empty(), progress=False)
+        ma.run(toy, "Tom has 3 apples.", analyses=Empty())
 
 
 @pytest.mark.parametrize(
@@ -98,4 +130,4 @@ def test_numbers_that_are_not_one_for_each_query(toy, prompts, made, message):
             return made(rows)
 
     with pytest.raises(ma.MechattnError, match=f"odd: .*{message}"):
-        ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 7)}, Odd(), layers=0, progress=False)
+        ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 7)}, Odd(), layers=0)

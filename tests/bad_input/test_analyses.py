@@ -55,9 +55,9 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
 def test_values_that_are_not_those_that_were_promised(toy, prompts, quantities, values, message):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     with pytest.raises(OptionError, match=message):
-        ma.run(toy, prompts[:2], conditions, own_key(quantities, values), progress=False)
+        ma.run(toy, prompts[:2], conditions, own_key(quantities, values))
     kept = own_key({"own": OWN}, lambda own: {"own": own})
-    assert ma.run(toy, prompts[:2], conditions, kept, progress=False)["own_key"].own.notnull().all()
+    assert ma.run(toy, prompts[:2], conditions, kept)["own_key"].own.notnull().all()
 
 
 class Surprise(ma.analyses.QueryAnalysis):
@@ -83,11 +83,11 @@ def test_nan_of_ones_own_analysis_is_told_from_the_models(checkpoint, analysis, 
         with pytest.raises(
             OptionError, match=r"the analysis surprise gives NaN or infinity in layer 0 for prompt 0 .*fin"
         ):
-            ma.run(model, "Tom has 3 apples.", analyses=analyses, engine=engine, progress=False)
+            ma.run(model, "Tom has 3 apples.", analyses=analyses, engine=engine)
     with torch.no_grad():
         model.blocks[0].attn.q.weight[:8] = torch.nan
     with pytest.raises(ModelError) as raised:
-        ma.run(model, "Tom has 3 apples.", analyses=analysis, engine=engine, progress=False)
+        ma.run(model, "Tom has 3 apples.", analyses=analysis, engine=engine)
     assert "surprise" not in str(raised.value)
     assert "layer 0" in str(raised.value)
 
@@ -108,7 +108,7 @@ def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy
     with pytest.raises(
         MechattnError, match=r"own_key cannot be measured on the rows of a content-blind head.*no_null="
     ):
-        ma.run(toy, prompts[:2], analyses=wide(""), progress=False)
-    result = ma.run(toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values"), progress=False)
+        ma.run(toy, prompts[:2], analyses=wide(""))
+    result = ma.run(toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values"))
     assert "own_uniform" not in result["own_key"]
     assert result.compare("a", quantity="own").attrs["null"].startswith("no null is known")

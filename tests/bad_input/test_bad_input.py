@@ -1,6 +1,7 @@
 """Bad input is refused in the user's words, before any forward pass."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.load import dtype_named
-from mechattn.model.toys import load_tokenizer
+from tests.figures_config import figures_config
 
 
 def test_the_forward_guard_can_fail(no_forward):
     with pytest.raises(pytest.fail.Exception, match="before the input was checked"):
-        ma.run(no_forward, "Tom has 3 apples.", progress=False)
+        ma.run(no_forward, "Tom has 3 apples.")
 
 
 @pytest.mark.parametrize("name", ["toy:lama", "toy:"])
@@ -67,12 +69,12 @@ def test_a_thing_that_is_no_model(thing):
 def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
     prompts = ["Tom has 3 apples.", "word " * 1200]
     with pytest.raises(PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'):
-        ma.run(no_forward, prompts, progress=False)
+        ma.run(no_forward, prompts)
 
 
 def test_a_prompt_that_is_too_long_with_the_filler_only(no_forward):
     with pytest.raises(PromptTooLong, match=r'with the condition "slash" \(1020 inserted\)'):
-        ma.run(no_forward, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=1020)}, progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=1020)})
 
 
 def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
@@ -82,21 +84,21 @@ def test_a_model_that_gives_nan_is_refused_with_the_layer_and_head(checkpoint):
         ma.load_model(model, tokenizer=_tokenizer(checkpoint))
     hooked = ma.load_model(model, tokenizer=_tokenizer(checkpoint), verify=False)
     with pytest.raises(ModelError, match="layer 1, head 0: the attention of query 0 sums to 0"):
-        ma.run(hooked, "Tom has 3 apples.", progress=False)
+        ma.run(hooked, "Tom has 3 apples.")
 
 
 def test_a_shifted_mask_is_refused(toy, monkeypatch):
     monkeypatch.setattr("mechattn.model.hooks.attention_window", lambda model, layer: 3)
     monkeypatch.setattr(toy._mechattn, "to_verify", False)
     with pytest.raises(ModelError, match=r"should not see \(a window of 3\)"):
-        ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", engine="hooks", progress=False)
+        ma.run(toy, "Tom has 3 apples. How many apples does Tom have?", engine="hooks")
 
 
 def test_a_model_without_attention_says_so():
     tokenizer = load_tokenizer("toy:llama")
     mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
     with pytest.raises(ModelError, match="has no layer with attention"):
-        ma.run(mamba, "Tom has 3 apples.", progress=False)
+        ma.run(mamba, "Tom has 3 apples.")
 
 
 def test_a_model_that_is_not_itself_is_refused_with_the_figures():
@@ -108,8 +110,8 @@ def test_a_model_that_is_not_itself_is_refused_with_the_figures():
     elsewhere.__dict__ = {k: v for k, v in hooked.__dict__.items() if k != "_mechattn"}  # as if made by other code
     said = r"(?s)not the model itself.*logits failed: .* where .* is expected.*heads failed in layer 1.*verify=False"
     with pytest.raises(ModelError, match=said):
-        ma.run(elsewhere, "Tom has 3 apples.", progress=False)
-    assert not ma.run(hooked, "Tom has 3 apples.", progress=False).provenance["model"]["verified"]
+        ma.run(elsewhere, "Tom has 3 apples.")
+    assert not ma.run(hooked, "Tom has 3 apples.").provenance["model"]["verified"]
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float8"}, {"dtype": "int64"}])
@@ -120,7 +122,7 @@ def test_a_dtype_that_is_none(options):
 
 def test_an_engine_that_is_none(toy):
     with pytest.raises(OptionError, match="choose 'auto', 'streaming', 'fused', 'hooks'"):
-        ma.run(toy, "Tom has 3 apples.", engine="fast", progress=False)
+        ma.run(toy, "Tom has 3 apples.", engine="fast")
 
 
 def test_a_probe_of_nothing(toy):
@@ -141,10 +143,10 @@ def test_a_family_that_is_none():
 def test_token_ids_that_begin_otherwise_than_the_models_texts(no_forward, monkeypatch):
     bos = no_forward.tokenizer.bos_token_id
     with pytest.raises(PromptError, match=r"begin with 7, but this model reads text after a BOS token"):
-        ma.run(no_forward, torch.tensor([[7, 8, 9]]), progress=False)
+        ma.run(no_forward, torch.tensor([[7, 8, 9]]))
     monkeypatch.setattr(no_forward.cfg, "default_prepend_bos", False)
     with pytest.raises(PromptError, match=r"begin with the BOS token .*reads text without one"):
-        ma.run(no_forward, torch.tensor([[bos, 8, 9]]), progress=False)
+        ma.run(no_forward, torch.tensor([[bos, 8, 9]]))
 
 
 def test_a_tokenizer_without_bos_where_one_is_asked_for(no_forward, monkeypatch):
@@ -154,7 +156,7 @@ def test_a_tokenizer_without_bos_where_one_is_asked_for(no_forward, monkeypatch)
     without.bos_token = None
     monkeypatch.setattr(no_forward, "_tokenizer", without)
     with pytest.raises(ModelError, match="default_prepend_bos = False"):
-        ma.run(no_forward, "Tom has 3 apples.", progress=False)
+        ma.run(no_forward, "Tom has 3 apples.")
 
 
 def test_options_that_a_hooked_model_cannot_take(toy):
@@ -167,18 +169,18 @@ def test_padded_token_ids(no_forward):
     pad = no_forward.tokenizer.pad_token_id
     for row in ([5, 6, pad], [pad, 5, 6]):
         with pytest.raises(PromptError, match="padding token"):
-            ma.run(no_forward, torch.tensor([row]), progress=False)
+            ma.run(no_forward, torch.tensor([row]))
 
 
 def test_a_baseline_that_inserts(no_forward):
     with pytest.raises(OptionError, match="use another name"):
-        ma.run(no_forward, "Tom has 3 apples.", {"baseline": ma.MeaninglessTokens()}, progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", {"baseline": ma.MeaninglessTokens()})
 
 
 def test_nothing_left_to_measure(no_forward):
     analysis = ma.ReceivedAttention(skip_first=True)
     with pytest.raises(PromptError, match="no attention is received"):
-        ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis, progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis)
 
 
 @pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
@@ -190,9 +192,22 @@ def test_kinds_of_a_conditions_options(wrong):
 def test_answers_that_are_not_there(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "What?", "sol": "4"}')
-    with pytest.raises(PromptError, match=r"no field 'answer'.*answer_field="):
+    with pytest.raises(PromptError, match=r"no field 'answer'.*answer="):
         ma.load_prompts(str(path), with_answer=True)
     assert ma.load_prompts(str(path))[0].solution is None
+    assert ma.load_prompts(str(path), answer="sol")[0].solution == "4"
+    with pytest.raises(OptionError, match=r"answer_field=…: load_prompts has no such option; .* field, answer, group"):
+        ma.load_prompts(str(path), answer_field="sol")
+
+
+def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):
+    asked = []
+    monkeypatch.setattr("mechattn.prompts.datasets.asked_once", lambda name: nullcontext())
+    monkeypatch.setattr("datasets.load_dataset", lambda *of, split: asked.append((*of, split)) or [{"question": "2?"}])
+    assert ma.load_prompts("some/problems:hard", split="train")[0].question == "2?"
+    assert asked == [("some/problems", "hard", "train")]
+    with pytest.raises(PromptError, match="there is no file of prompts at"):
+        ma.load_prompts("C:/problems/hard")
 
 
 @pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is not a stored result")])
@@ -233,26 +248,26 @@ def _tokenizer(checkpoint):
 @pytest.mark.parametrize("prompts", [[], "", "   ", ["fine", ""], None, 3])
 def test_no_prompts_and_empty_prompts(no_forward, prompts):
     with pytest.raises(PromptError, match=r"no prompts|empty question|give a text"):
-        ma.run(no_forward, prompts, progress=False)
+        ma.run(no_forward, prompts)
 
 
 def test_prompts_of_other_kinds(no_forward):
     with pytest.raises(PromptError, match="prompt 1 is of type int"):
-        ma.run(no_forward, ["fine", 3], progress=False)
+        ma.run(no_forward, ["fine", 3])
     with pytest.raises(PromptError, match=r"integer tensor \[batch, pos\]"):
-        ma.run(no_forward, torch.ones(3), progress=False)
+        ma.run(no_forward, torch.ones(3))
     with pytest.raises(PromptError, match=r"outside the vocabulary"):
-        ma.run(no_forward, torch.tensor([[1, 5, 99999]]), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 99999]]))
 
 
 def test_the_same_id_twice(no_forward):
     with pytest.raises(PromptError, match="id 'x'"):
-        ma.run(no_forward, [ma.Prompt("a b", id="x"), ma.Prompt("c d", id="x")], progress=False)
+        ma.run(no_forward, [ma.Prompt("a b", id="x"), ma.Prompt("c d", id="x")])
 
 
 def test_a_single_token(no_forward):
     with pytest.raises(PromptError, match="single token"):
-        ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]), progress=False)
+        ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]))
 
 
 @pytest.mark.parametrize("count", [0, -3])
@@ -263,7 +278,7 @@ def test_count_below_one(count):
 
 def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
-        ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)}, progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)})
 
 
 def test_other_options_of_a_condition():
@@ -276,7 +291,7 @@ def test_other_options_of_a_condition():
 def test_random_place_in_a_question_of_one_token(no_forward):
     prompt = ma.Prompt("Tom", system="Solve it.")
     with pytest.raises(ConditionError, match="one question token"):
-        ma.run(no_forward, prompt, {"x": ma.MeaninglessTokens(place="random")}, progress=False)
+        ma.run(no_forward, prompt, {"x": ma.MeaninglessTokens(place="random")})
 
 
 @pytest.mark.parametrize(
@@ -297,12 +312,12 @@ def test_random_place_in_a_question_of_one_token(no_forward):
 )
 def test_options_of_run(no_forward, options):
     with pytest.raises(OptionError):
-        ma.run(no_forward, "Tom has 3 apples.", progress=False, **options)
+        ma.run(no_forward, "Tom has 3 apples.", **options)
 
 
 def test_layer_out_of_range_gives_the_range(no_forward):
     with pytest.raises(OptionError, match="layers 0 to 3"):
-        ma.run(no_forward, "Tom has 3 apples.", layers=[4], progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", layers=[4])
 
 
 def test_head_out_of_range_gives_the_range(no_forward, slash_result):
@@ -314,14 +329,14 @@ def test_head_out_of_range_gives_the_range(no_forward, slash_result):
 
 def test_answer_queries_without_answers(no_forward):
     with pytest.raises(PromptError, match="no answer tokens"):
-        ma.run(no_forward, "Tom has 3 apples.", analyses=[ma.ReceivedAttention(queries="answer")], progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", analyses=[ma.ReceivedAttention(queries="answer")])
     with pytest.raises(OptionError, match="queries='some'"):
         ma.ReceivedAttention(queries="some")
 
 
 def test_no_chat_template_and_no_such_template(no_forward):
     with pytest.raises(ModelError, match="no chat template"):
-        ma.run(no_forward, ma.Prompt("Tom has 3 apples.", template="chat"), progress=False)
+        ma.run(no_forward, ma.Prompt("Tom has 3 apples.", template="chat"))
     with pytest.raises(OptionError, match="'plain', 'chat'"):
         ma.load_prompts("word-problems", template="chatty")
 
@@ -365,7 +380,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
 def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="nothing can be written"):
-        make_figures(tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0])
+        make_figures(figures_config(tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0]))
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
@@ -384,9 +399,9 @@ def test_saving_over_something_else(slash_result, tmp_path):
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.commands.figures.run", None)
     with pytest.raises(OptionError, match="at least 6 prompts"):
-        make_figures(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0])
+        make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0]))
     with pytest.raises(OptionError, match="heads are 0 to 7"):
-        make_figures(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9])
+        make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9]))
 
 
 def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(tmp_path, monkeypatch):
@@ -394,9 +409,9 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     monkeypatch.setattr("mechattn.commands.run_config.computed", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
-        make_figures(tmp_path, both, "word-problems", 8, 5, [0])
+        make_figures(figures_config(tmp_path, both, "word-problems", 8, 5, [0]))
     with pytest.raises(ModelError, match="no model 'no/such-model'"):
-        make_figures(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0])
+        make_figures(figures_config(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0]))
     config = {"model": both, "prompts": {"source": "word-problems", "limit": 8}, "conditions": {"slash": {}}}
     config["output"] = {"result": str(tmp_path / "{model}.zarr"), "page": str(tmp_path / "page.html")}
     for change, message in (
@@ -445,7 +460,7 @@ def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
     monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
     conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[10, 1100])
     with pytest.raises(PromptTooLong, match=r'condition "count=1100" \(1100 inserted\).*takes 1,024'):
-        ma.run(toy, ["Tom has 3 apples.", "Mia has 2.", "Eli has 5."], conditions, progress=False)
+        ma.run(toy, ["Tom has 3 apples.", "Mia has 2.", "Eli has 5."], conditions)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +486,7 @@ def test_conditions_that_cannot_be(make, message):
     [
         (lambda n: ma.load_prompts("word-problems", limit=n), "at most 1,000,000 prompts are generated"),
         (lambda n: ma.load_prompts("recall", limit=n), "at most 1,000,000 prompts are generated"),
-        (lambda n: ma.load_prompts("repeated-random", limit=n), "at most 1,000,000 prompts are generated"),
+        (lambda n: ma.repeated_random(None, n), "at most 1,000,000 prompts are generated"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
@@ -487,7 +502,7 @@ def test_numbers_beyond_any_use(huge, ask, message):
 
 def test_a_word_of_two_tokens_and_an_odd_count(toy):
     with pytest.raises(ConditionError, match=r"not a whole number of .xylophone..*Use count="):
-        ma.run(toy, "Tom has 3 apples.", {"word": ma.conditions.RepeatedWord("xylophone", 3)}, progress=False)
+        ma.run(toy, "Tom has 3 apples.", {"word": ma.conditions.RepeatedWord("xylophone", 3)})
 
 
 def test_config_file_that_is_not_there_or_not_toml(tmp_path):
@@ -521,16 +536,16 @@ def test_what_is_no_analysis(no_forward, given):
     with pytest.raises(
         OptionError, match=r"which is not an analysis; give an instance such as ma\.ReceivedAttention\(\)"
     ):
-        ma.run(no_forward, "Tom has 3 apples.", analyses=given, progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", analyses=given)
 
 
 def test_an_intervention_in_the_place_of_a_condition(no_forward):
     with pytest.raises(OptionError, match=r"give ma\.Baseline\(intervention=ARM\(…\)\)"):
-        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.interventions.ARM()}, progress=False)
+        ma.run(no_forward, "Tom has 3 apples.", {"arm": ma.interventions.ARM()})
 
 
 def test_a_path_in_the_place_of_a_result(toy, tmp_path):
-    result = ma.run(toy, "Tom has 3 apples.", progress=False)
+    result = ma.run(toy, "Tom has 3 apples.")
     with pytest.raises(OptionError, match=r"load it first: ma\.load_result\('r\.zarr'\)"):
         ma.merge_results([result, "r.zarr"])
     result.save(tmp_path / "r.zarr")
@@ -570,9 +585,7 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
 )
 def test_what_a_user_may_well_type(toy, call, message):
     texts = ["Tom has 3 apples.", "A farmer has 12 cows."]
-    result = ma.run(
-        toy, texts, analyses=[ma.ReceivedAttention(), ma.analyses.MlpActivations()], layers=[0], progress=False
-    )
+    result = ma.run(toy, texts, analyses=[ma.ReceivedAttention(), ma.analyses.MlpActivations()], layers=[0])
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, result)
 

@@ -3,11 +3,11 @@
 import pytest
 
 import mechattn as ma
-from mechattn.commands.config import read_config
 from mechattn.commands.figures import make_figures
-from mechattn.commands.run_config import run_from_config
+from mechattn.commands.run_config import read_config, run_from_config
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
 from mechattn.jobs.kinds import made_conditions
+from tests.figures_config import figures_config
 
 
 def test_a_job_names_its_model(toy, prompts, tmp_path):
@@ -108,6 +108,6 @@ def test_models_whose_files_have_one_name_are_found_when_the_config_is_read(tmp_
         with pytest.raises(OptionError, match=message):
             read(path)
     with pytest.raises(OptionError, match="would both write to files named"):
-        make_figures(tmp_path / "out", models, "word-problems", 6, 0, [0])
+        make_figures(figures_config(tmp_path / "out", models, "word-problems", 6, 0, [0]))
     path.write_text(text.replace(models[1], "B/other"))
     assert read_config(path).models == [models[0], "B/other"]

@@ -39,7 +39,7 @@ def test_bad_input(toy, some, options, error, message, monkeypatch):
 
     monkeypatch.setattr(module, "answers", reached)
     with pytest.raises(error, match=message):
-        ma.evaluate(toy, some, progress=False, **options)
+        ma.evaluate(toy, some, **options)
 
 
 ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
@@ -48,18 +48,10 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"server": "host:8000"}, r"server='host:8000': give an address such as"),
-        ({"server": 8000}, r"server=8000: give an address"),
+        ({"server": "host:8000"}, r"address='host:8000': give an address such as"),
+        ({"server": 8000}, r"address=8000: give an address"),
         ({"server": "ftp://host/v1"}, r"give an address such as"),
         ({"server": "http://host:99999/v1"}, r"give an address such as"),
-        ({"served_model": "m"}, r'served_model needs a server: give server="http'),
-        ({"server_key": "K"}, r"server_key needs a server"),
-        ({"server": ADDRESS, "served_model": ""}, r"served_model='': give the model's name"),
-        ({"server": ADDRESS, "server_timeout": 0}, r"server_timeout=0: give a number of seconds"),
-        (
-            {"server": ADDRESS, "server_key": "NOT_THERE"},
-            r"server_key='NOT_THERE': there is no such environment variable",
-        ),
         ({"server": ADDRESS, "new_tokens": 2000}, r"2000 new ones are allowed; toy:llama takes 1,024"),
         (
             {"server": ADDRESS, "conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM())}},
@@ -76,38 +68,51 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
 )
 def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
     """Found before anybody is spoken to."""
-    served = importlib.import_module("mechattn.evaluation.served.answering")
+    served = importlib.import_module("mechattn.evaluation.served_answers")
     monkeypatch.setattr(served, "connected", lambda *args: pytest.fail("the server was spoken to"))
     with pytest.raises(MechattnError, match=message):
-        ma.evaluate("toy:llama", some, progress=False, **options)
+        ma.evaluate("toy:llama", some, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, r"model='': give the model's name"),
+        ({"timeout": 0}, r"timeout=0: give a number of seconds"),
+        ({"key": "NOT_THERE"}, r"key='NOT_THERE': there is no such environment variable"),
+    ],
+)
+def test_a_server_that_cannot_be(options, message):
+    with pytest.raises(OptionError, match=message):
+        ma.Server(ADDRESS, **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"server": "http://user:hunter2@host:8000/v1"},
-        {"server": "https://host/v1?api_key=hunter2"},
-        {"server": ADDRESS, "server_key": "sk-hunter2"},
-        {"server": ADDRESS, "server_key": "hunter2hunter2hunter2hunter2"},
+        {"address": "http://user:hunter2@host:8000/v1"},
+        {"address": "https://host/v1?api_key=hunter2"},
+        {"address": ADDRESS, "key": "sk-hunter2"},
+        {"address": ADDRESS, "key": "hunter2hunter2hunter2hunter2"},
     ],
 )
-def test_a_key_in_the_wrong_place_is_not_repeated(some, options):
+def test_a_key_in_the_wrong_place_is_not_repeated(options):
     with pytest.raises(OptionError, match="variable") as raised:
-        ma.evaluate("toy:llama", some, progress=False, **options)
+        ma.Server(**options)
     assert "hunter2" not in str(raised.value)
     assert raised.value.__cause__ is None
 
 
 def test_the_package_that_asks_is_named(some, monkeypatch):
-    server = importlib.import_module("mechattn.evaluation.served.server")
+    server = importlib.import_module("mechattn.evaluation.server")
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r'pip install "mechattn\[server\]"'):
         ma.evaluate("toy:llama", some, server=ADDRESS)
 
 
 def test_no_model_is_read_for_a_server(some, monkeypatch):
-    unloaded = importlib.import_module("mechattn.model.without_weights")
-    monkeypatch.setattr(unloaded, "load_model", lambda *args, **options: pytest.fail("a model was loaded"))
+    load = importlib.import_module("mechattn.model.load")
+    monkeypatch.setattr(load, "load_model", lambda *args, **options: pytest.fail("a model was loaded"))
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)
     with pytest.raises(OptionError, match="intervenes"):

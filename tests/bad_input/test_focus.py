@@ -24,20 +24,20 @@ EVERY = (
 @pytest.mark.parametrize("analysis", EVERY)
 def test_a_passage_of_one_token(no_forward, analysis):
     with pytest.raises(PromptError, match="is a single token: no query comes after it"):
-        ma.run(no_forward, torch.tensor([[1]]), analyses=analysis(), progress=False)
+        ma.run(no_forward, torch.tensor([[1]]), analyses=analysis())
 
 
 def test_too_short_for_sinks_and_for_a_rank(no_forward):
     with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.AttentionSinks(), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.AttentionSinks())
     with pytest.raises(PromptError, match="too few for a target of rank 2"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2), progress=False)
+        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2))
 
 
 def test_all_identical_tokens(toy):
     """Measured: ties have an order, and nothing is NaN."""
     tokens = torch.tensor([[1, *[7] * 39]])
-    result = ma.run(toy, tokens, analyses=[make() for make in (*EVERY, ma.analyses.AttentionSinks)], progress=False)
+    result = ma.run(toy, tokens, analyses=[make() for make in (*EVERY, ma.analyses.AttentionSinks)])
     for dataset, name in (("attention_focus", "entropy"), ("head_updates", "orientation")):
         assert result[dataset][name].sel(segment="question").notnull().all()
     assert result["attention_sinks"].first_alpha.notnull().all()
@@ -53,10 +53,10 @@ def test_all_identical_tokens(toy):
         (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "give numbers, or omit it"),
         (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
         (
-            lambda m: ma.run(m, PROMPT, analyses=ma.analyses.HeadUpdates(), layers=[9], progress=False),
+            lambda m: ma.run(m, PROMPT, analyses=ma.analyses.HeadUpdates(), layers=[9]),
             "layer 9 is out of range",
         ),
-        (lambda m: ma.run(m, PROMPT, analyses=ma.analyses.ScoreDecomposition(), progress=False), "RoPE"),
+        (lambda m: ma.run(m, PROMPT, analyses=ma.analyses.ScoreDecomposition()), "RoPE"),
     ],
 )
 def test_layers_heads_and_models(toy, call, message):
@@ -99,7 +99,7 @@ def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, chan
     change(plain)
     model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
     with pytest.raises(ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"):
-        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits(), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits())
 
 
 def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
@@ -107,11 +107,11 @@ def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
     model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
     with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"):
-        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits(), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits())
 
 
 def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
-    from mechattn.commands.config import read_config
+    from mechattn.commands.run_config import read_config
 
     text = (
         'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[[analyses]]\nkind = "HeadUpdates"\n'
@@ -135,7 +135,7 @@ def test_an_evaluation_without_log_probabilities(toy, tmp_path):
     """Written before they were kept: everything else works, and best_of says why it doesn't."""
     import json
 
-    made = ma.evaluate(toy, [PROMPT] * 1, samples=2, new_tokens=3, out=tmp_path / "e.jsonl", progress=False)
+    made = ma.evaluate(toy, [PROMPT] * 1, samples=2, new_tokens=3, out=tmp_path / "e.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
     for row in lines[1:]:
         del row["logprob"]
@@ -174,4 +174,4 @@ class _Misspelt:
 
 def test_a_misspelt_hook_is_refused(no_forward):
     with pytest.raises(OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"):
-        ma.run(no_forward, PROMPT, analyses=_Misspelt(), progress=False)
+        ma.run(no_forward, PROMPT, analyses=_Misspelt())

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 import mechattn as ma
 from mechattn.errors import ModelError, PromptError
-from mechattn.model.load import text_config, tokenizer_named
+from mechattn.model.checkpoint import text_config, tokenizer_named
 
 
 @pytest.fixture

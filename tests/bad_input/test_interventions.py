@@ -6,7 +6,7 @@ import torch
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.redistribution import known_form
+from mechattn.functional.activations import known_form
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model
 from mechattn.model.hooked import original_of
@@ -90,19 +90,19 @@ def test_the_old_name_of_a_form_is_the_new_one():
 )
 def test_before_the_model_runs(no_forward, intervention, message):
     with pytest.raises((OptionError, ModelError), match=message):
-        ma.run(no_forward, PROMPT, {"x": ma.Baseline(intervention=intervention)}, progress=False)
+        ma.run(no_forward, PROMPT, {"x": ma.Baseline(intervention=intervention)})
 
 
 def test_the_baseline_stays_the_baseline(no_forward):
     with pytest.raises(OptionError, match='"baseline" intervenes'):
-        ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
+        ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.interventions.ARM())})
 
 
 def assert_both_refuse(model, message):
     with pytest.raises(ModelError, match=message):
-        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())})
     with pytest.raises(ModelError, match=message):
-        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01))
 
 
 @pytest.mark.parametrize("flag", ["has_post_expert_norm", "_is_expert_parallel"])
@@ -147,13 +147,13 @@ def test_folded_weights_compute_the_nonlinearity_elsewhere():
     bridge.enable_compatibility_mode()
     model = ma.load_model(bridge, verify=False)
     with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
-        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01), progress=False)
+        ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01))
     with pytest.raises(ModelError, match=r"layer 0 has run without its nonlinearity"):
-        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())}, progress=False)
+        ma.run(model, PROMPT, {"arm": ma.Baseline(intervention=ma.interventions.ARM())})
 
 
 def test_nothing_to_record(toy):
-    with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
+    with pytest.raises(OptionError, match="prompt 0 has no inserted token under"):
         ma.record_affine(toy, PROMPT, ma.Baseline())
     with pytest.raises(OptionError, match="layer 4 is out of range"):
         ma.record_affine(toy, PROMPT, ma.MeaninglessTokens("/", 20), layers=4)

@@ -17,7 +17,7 @@ PROMPTS = ["Tom has 3 apples. How many?", "Why is the old river quiet?", "Mia bu
 
 def run(model, condition=None, analyses=None):
     conditions = None if condition is None else {"own": condition}
-    return ma.run(model, PROMPTS, conditions, analyses, progress=False)
+    return ma.run(model, PROMPTS, conditions, analyses)
 
 
 class Own:
@@ -71,12 +71,12 @@ def test_tokens_that_nothing_reads(toy, condition, template, no_forward, monkeyp
     with pytest.raises(
         ConditionError, match=r"prompt [01] .* ends with what 'own' inserts.*give prompts with an answer"
     ):
-        ma.run(toy, some, {"own": condition}, progress=False)
+        ma.run(toy, some, {"own": condition})
 
 
 def test_tokens_before_an_answer_are_read(toy):  # negative control
     some = [ma.Prompt(text, answer="3", id=str(i)) for i, text in enumerate(PROMPTS)]
-    result = ma.run(toy, some, {"own": ma.MeaninglessTokens("/", 3, place="before_answer")}, progress=False)
+    result = ma.run(toy, some, {"own": ma.MeaninglessTokens("/", 3, place="before_answer")})
     assert result.verdict("own").change.estimate != 0
 
 
@@ -187,15 +187,15 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
 
 
 def test_a_text_that_ends_like_a_file_is_a_text(toy):
-    assert ma.run(toy, "Tom opens the file my.jsonl", progress=False).conditions == ["baseline"]
+    assert ma.run(toy, "Tom opens the file my.jsonl").conditions == ["baseline"]
     with pytest.raises(PromptError):
-        ma.run(toy, "data/my.jsonl", progress=False)
+        ma.run(toy, "data/my.jsonl")
 
 
 def test_rounding_is_no_finding(toy, prompts):
     """Tokens that take no attention and move nothing are the baseline, to the last digits."""
     slash = ma.MeaninglessTokens("/", 20).masked().unshifted()
-    result = ma.run(toy, prompts, {"nothing": slash}, progress=False)
+    result = ma.run(toy, prompts, {"nothing": slash})
     verdict = result.verdict("nothing")
     assert not (verdict.beyond | verdict.above).any()
     table = result.compare("nothing", resamples=99)
@@ -206,7 +206,7 @@ def test_rounding_is_no_finding(toy, prompts):
 @pytest.mark.parametrize("count", [3, 5, 12])
 def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
     prompts = ma.load_prompts("word-problems", limit=count, seed=3)
-    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)}, progress=False)
+    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)})
     table, verdict = result.compare("slash"), result.verdict("slash")
     found = table.q < 0.05
     assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
@@ -221,4 +221,4 @@ def test_a_kind_of_inserted_tokens_without_a_filler(toy):
         place: str = "start"
 
     with pytest.raises(ma.MechattnError, match=r"Empty has no filler: define filler\(self, prompt, model, seed=0\)"):
-        ma.run(toy, "Tom has 3 apples.", {"empty": Empty()}, progress=False)
+        ma.run(toy, "Tom has 3 apples.", {"empty": Empty()})

@@ -43,19 +43,19 @@ def test_conditions_on_both_sides(no_pass, tokenizer):
     model = no_pass("Phi-3 LongRoPE", tokenizer)
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "three": ma.MeaninglessTokens("/", 3)}
     with pytest.raises(PromptError, match=said):
-        ma.run(model, prompt_of(28, tokenizer), conditions, progress=False)
+        ma.run(model, prompt_of(28, tokenizer), conditions)
 
 
 def test_both_sides_in_evaluate(tokenizer):
     model = loaded("Phi-4-mini", tokenizer)
     prompts = [prompt_of(28, tokenizer)]
     with pytest.raises(PromptError, match=r'28 positions with the condition "baseline" and 38 with "slash"'):
-        ma.evaluate(model, prompts, {"slash": ma.MeaninglessTokens("/", 10)}, new_tokens=4, progress=False)
+        ma.evaluate(model, prompts, {"slash": ma.MeaninglessTokens("/", 10)}, new_tokens=4)
     with pytest.raises(PromptError, match=r"8 new tokens are allowed.*middle of an answer. Give new_tokens=4 at most"):
-        ma.evaluate(model, prompts, new_tokens=8, progress=False)
+        ma.evaluate(model, prompts, new_tokens=8)
     with pytest.raises(PromptError, match="Omit the prompt"):
-        ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8, progress=False)
-    assert len(ma.evaluate(model, prompts, new_tokens=4, progress=False).answers) == 1
+        ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8)
+    assert len(ma.evaluate(model, prompts, new_tokens=4).answers) == 1
 
 
 def test_both_sides_in_what_is_recorded(tokenizer):
@@ -71,15 +71,15 @@ def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
     )
     model = loaded("Llama dynamic NTK", tokenizer)
     with pytest.raises(PromptTooLong, match=said):
-        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)}, progress=False)
+        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
     model.cfg.n_ctx = 256  # as one may ask load_model for
     with pytest.raises(PromptTooLong, match=said):
-        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)}, progress=False)
+        ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
     with pytest.raises(PromptTooLong, match=r"30 positions .* and 4 new tokens are allowed: beyond 32"):
-        ma.evaluate(model, [prompt_of(30, tokenizer)], new_tokens=4, progress=False)
+        ma.evaluate(model, [prompt_of(30, tokenizer)], new_tokens=4)
     with pytest.raises(PromptTooLong, match="dynamic NTK"):
         ma.head_means(model, [prompt_of(40, tokenizer)])
-    assert ma.run(model, prompt_of(32, tokenizer), progress=False)
+    assert ma.run(model, prompt_of(32, tokenizer))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -90,15 +90,15 @@ def test_ids_before_the_first_row_of_a_table(name, tokenizer):
     )
     model = loaded(name, tokenizer)
     with pytest.raises(OptionError, match=said):
-        ma.run(model, prompt_of(40, tokenizer), {"kept": start}, progress=False)
+        ma.run(model, prompt_of(40, tokenizer), {"kept": start})
     with pytest.raises(OptionError, match=said):
-        ma.evaluate(model, [prompt_of(40, tokenizer)], {"kept": start}, new_tokens=4, progress=False)
+        ma.evaluate(model, [prompt_of(40, tokenizer)], {"kept": start}, new_tokens=4)
 
 
 def test_a_model_without_positions_has_none_to_keep(tokenizer):
     start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
     with pytest.raises(OptionError, match="or has none"):
-        ma.run(loaded("Granite hybrid NoPE", tokenizer), prompt_of(40, tokenizer), {"kept": start}, progress=False)
+        ma.run(loaded("Granite hybrid NoPE", tokenizer), prompt_of(40, tokenizer), {"kept": start})
 
 
 def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer):
@@ -106,4 +106,4 @@ def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer):
 
     mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
     with pytest.raises(ModelError, match="takes no past_key_values"):
-        ma.evaluate(mamba, [prompt_of(10, tokenizer)], progress=False)
+        ma.evaluate(mamba, [prompt_of(10, tokenizer)])

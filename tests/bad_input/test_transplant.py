@@ -29,10 +29,10 @@ def test_options(recorded):
 def test_other_prompts_and_other_lengths(toy, recorded, prompts):
     longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.interventions.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"):
-        ma.run(toy, prompts[:2], longer, progress=False)
+        ma.run(toy, prompts[:2], longer)
     unknown = {"unknown": SLASH.under(ma.interventions.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
-        ma.evaluate(toy, prompts[:3], unknown, new_tokens=2, progress=False)
+        ma.evaluate(toy, prompts[:3], unknown, new_tokens=2)
 
 
 def test_nothing_to_record(toy, prompts):
@@ -59,7 +59,7 @@ def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
     swapped = {"swapped": SLASH.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))}
     with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
-        ma.run(hybrid, prompts[:2], swapped, progress=False)
+        ma.run(hybrid, prompts[:2], swapped)
 
 
 def test_outside_of_run_and_evaluate_segments_are_not_known(toy, recorded):

@@ -19,7 +19,7 @@ def result(toy):
     texts = [f"{HOSTILE} Tom has {i} apples." for i in range(2, 8)]
     conditions = {"slash": ma.MeaninglessTokens("/", 6), "<b>word</b>": ma.conditions.RandomTokens(6)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
-    return ma.run(toy, texts, conditions, analyses, positions="prompts", progress=False)
+    return ma.run(toy, texts, conditions, analyses, positions="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def test_names_and_roles_for_a_screen_reader(opened, place):
 
 
 def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
-    result = ma.run(toy, prompts[:4], progress=False)
+    result = ma.run(toy, prompts[:4])
     page = opened(results_page([result], tmp_path / "page.html", []))
     assert page.locator(".picture").count() == 0
     assert page.locator("#show option").all_text_contents() == ["in the condition"]
@@ -316,7 +316,7 @@ def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
 
 
 def test_too_few_prompts_say_why_there_is_no_map(opened, toy, prompts, tmp_path):
-    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     page = opened(results_page([result], tmp_path / "page.html", []))
     assert "There is no map of heads: received: there are 2 prompts" in page.locator("#heads").inner_text()
 

@@ -7,8 +7,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.pages.figure_sections import drawn_section, prompt_section, view_section
+from mechattn.pages.first_screen import ShownModel
+from mechattn.pages.page import About, results_page, write_page
 from mechattn.pages.page import page as result_page
-from mechattn.pages.page import results_page, write_page
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
@@ -32,7 +33,7 @@ def drawn(page):
 
 
 def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, slash_result, tmp_path):
-    few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
+    few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     place = results_page([slash_result, slash_result, few], tmp_path / "page.html", [])
     page = opened(place)
     page.locator(".numbers summary").click()
@@ -51,9 +52,8 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
     figure = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "choose": 3}, "mechattn test")
     sections = [prompt_section(slash_result), figure, view_section(view, "One prompt", "A note.")]
-    page = opened(
-        write_page(tmp_path / "index.html", "A title", "A subtitle", [slash_result], sections, "mechattn test")
-    )
+    about = About("A title", "A subtitle", "mechattn test")
+    page = opened(write_page(tmp_path / "index.html", about, [ShownModel(slash_result)], sections))
     assert page.locator(".verdict").inner_text().startswith("With “slash”, each token of the question receives")
     unfold(page)
     page.get_by_text("L0H1").first.wait_for()
@@ -154,9 +154,10 @@ def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
     from mechattn.commands.figures import make_figures
-    from mechattn.pages.scripts import packed_script
+    from mechattn.pages.embedded import packed_script
+    from tests.figures_config import figures_config
 
-    page = make_figures(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4])
+    page = make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4]))
     text = page.read_text()
     scripts = [packed_script("plotly"), packed_script("circuitsvis")]
     assert [text.count(script) for script in scripts] == [1, 1]
@@ -191,7 +192,7 @@ def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
     page = opened(tmp_path / "view.html")
     assert page.title() == "Attention"
     assert "L0H0" in page.locator(".view").inner_text()
-    result = ma.run(toy, [STRANGE + f" {i}" for i in range(4)], {"slash": ma.MeaninglessTokens()}, progress=False)
+    result = ma.run(toy, [STRANGE + f" {i}" for i in range(4)], {"slash": ma.MeaninglessTokens()})
     page = opened(result_page(result, tmp_path / "index.html", 0, [0]))
     assert page.title().startswith("mechattn")
     assert page.locator("b").count() == 0
@@ -202,7 +203,7 @@ def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
 
 
 def result_of_one(toy):
-    return ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()}, progress=False)
+    return ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens()})
 
 
 def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
@@ -270,7 +271,7 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     from mechattn.pages.page import results_page
 
     slash = {"slash": ma.MeaninglessTokens("/", 10)}
-    result = ma.run(toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()], progress=False)
+    result = ma.run(toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()])
     shown = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
     page = opened(results_page([result], tmp_path / "index.html", shown))
     unfold(page)

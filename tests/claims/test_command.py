@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from mechattn.claims import judge
 from mechattn.commands.main import app
-from mechattn.jobs import executor
-from mechattn.model.toys import toy_names
+from mechattn.jobs import executors
+from mechattn.model.checkpoint import toy_names
 
 
 def test_the_default_models():
@@ -39,7 +39,7 @@ def call(monkeypatch):
 
 
 def test_every_option_is_handed_on(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "executor_named", lambda *given: given)
+    monkeypatch.setattr(executors, "executor_named", lambda *given: given)
     given = ["--model", "toy:qwen2", "--model", "toy:llama", "--out", str(tmp_path), "--limit", "9"]
     given += ["--problems", "8", "--samples", "3", "--new-tokens", "7", "--seed", "5", "--dtype", "float32"]
     given += ["--shard", "1/2", "--executor", "ray", "--address", "ray://a", "--workers", "2", "--fresh", "--force"]

@@ -10,18 +10,17 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.claims import measures_activations as mlp
 from mechattn.claims import measures_attention as of
+from mechattn.claims import measures_effects as mlp
 from mechattn.claims import measures_heads as heads
-from mechattn.claims.measures import MEASURES, in_layers, measure_named
+from mechattn.claims.measures import MEASURES, NotApplicable, in_layers, measure_named
 from mechattn.claims.register import Measuring
-from mechattn.claims.rules import NotApplicable
 from mechattn.errors import OptionError
+from mechattn.functional.activations import redistribute
 from mechattn.functional.affine import split
-from mechattn.functional.redistribution import redistribute
-from mechattn.known_answers import handmade
-from mechattn.known_answers.spans import VOCABULARY, repeated_spans
-from mechattn.model.letter_tokenizer import lettered_tokenizer
+from mechattn.known_answers import known_heads
+from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
+from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.results.result import Result
 
@@ -37,13 +36,13 @@ PROMPTS = 4
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(per_query=True)]
-    return ma.run(toy, prompts[:PROMPTS], CONDITIONS, analyses, positions="prompts", progress=False)
+    return ma.run(toy, prompts[:PROMPTS], CONDITIONS, analyses, positions="prompts")
 
 
 @pytest.fixture(scope="module")
 def activations(toy, prompts):
     many = {"slash": SLASH, **ARM}
-    return ma.run(toy, prompts[:PROMPTS], many, ma.analyses.MlpActivations(), layers=0, progress=False)
+    return ma.run(toy, prompts[:PROMPTS], many, ma.analyses.MlpActivations(), layers=0)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +52,7 @@ def tokens(toy, prompts):
         ma.analyses.HeadUpdates(per_query=True),
         ma.analyses.TopTargetUpdates(),
     ]
-    return ma.run(
-        toy, prompts[:PROMPTS], {}, [*analyses, ma.analyses.AttentionSinks()], positions="prompts", progress=False
-    )
+    return ma.run(toy, prompts[:PROMPTS], {}, [*analyses, ma.analyses.AttentionSinks()], positions="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +271,7 @@ def test_a_window_is_no_identity(prompts):
     """Windows count places: in Gemma 3's first layer more than the inserted keys differs."""
     gemma = ma.run(
         "toy:gemma3", prompts[:2], {"unshifted": ma.MeaninglessTokens(count=55).unshifted()}, ma.analyses.AffineShift(per_query=True),
-        layers=0, positions="prompts", progress=False,
+        layers=0, positions="prompts",
     )  # fmt: skip
     assert of.affine_missed(gemma, "unshifted").mean() > 0.05
     with pytest.raises(NotApplicable, match="a window"):
@@ -518,7 +515,7 @@ def _spread(null, values):
 @pytest.fixture(scope="module")
 def written():
     """A model whose heads were written by hand: previous token, first token, induction …, on repeated spans."""
-    model = handmade.handmade_model()
+    model = known_heads.handmade_model()
     with torch.no_grad():
         for block in model.transformer.h:
             block.attn.c_proj.bias.fill_(0.01)  # so that the median of the stream is not 0; the norms take it out
@@ -530,7 +527,6 @@ def written():
         prompts,
         {},
         [ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks(), ma.analyses.DirectLogits()],
-        progress=False,
     )
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from mechattn.claims import judged, rules
-from mechattn.claims.conditions import conditions_for
+from mechattn.claims import rules
 from mechattn.claims.measures import MEASURES
 from mechattn.claims.register import LONGEST_QUOTE, PAPER, SHIPPED, read_register
-from mechattn.claims.words import register_markdown
+from mechattn.claims.settings import conditions_for
+from mechattn.claims.verdicts import register_markdown
 from mechattn.errors import ConditionError, OptionError
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.toml"))
@@ -61,6 +61,8 @@ def test_a_register_of_ones_own(tmp_path):
     (claim,) = register.claims
     assert (claim.key, claim.parts[0].rule_of()) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
     assert not register.about.known
+    figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "shift_rank"')
+    assert read(tmp_path, figure).claims[0].figure == "shift_rank", "whatever a report can show"
     inferred = GOOD.replace(
         'quote = "it falls"\nsource = "paper"\nwhere = "section 1"\norigin = "stated"',
         'origin = "inferred"\nsays = "ours"',
@@ -171,7 +173,7 @@ def test_the_digest_covers_the_file_and_all_code_that_decides(tmp_path, monkeypa
     assert one.digest != other.digest
     assert one.code == other.code
     assert read(tmp_path, GOOD + "# a comment\n").digest != one.digest
-    modules = {measure.of.__module__ for measure in MEASURES.values()} | {rules.__name__, judged.__name__}
+    modules = {measure.of.__module__ for measure in MEASURES.values()} | {rules.__name__}
     source = "mechattn.claims.register.inspect.getsource"
     import inspect
 

@@ -16,23 +16,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.functional import rows
-from mechattn.model.toys import load_tokenizer, toy_folder
-from mechattn.model.verify.streamed import check_streaming
+from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.verify.kernels import check_streaming
 
 TOLERANCE = 1e-5
 TURNS = ("self_share", "first_share", "previous_share")  # a tie of the strongest target may turn
 ORIGINAL = """
 import sys, mechattn as ma
 from importlib.metadata import version
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 assert version("transformer-lens").startswith("4."), version("transformer-lens")
 prompts = ma.load_prompts("word-problems", limit=4)
 slash = ma.MeaninglessTokens("/", 20)
 analyses = [make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition]
-ma.run("toy:llama", prompts, {"slash": slash}, analyses, progress=False).save(sys.argv[1])
+ma.run("toy:llama", prompts, {"slash": slash}, analyses).save(sys.argv[1])
 """
 
 
@@ -98,7 +98,7 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     model = MODELS[made]()
     prompts = ma.load_prompts("word-problems", limit=4)
     analyses = [make() for make in ANALYSES if make is not ScoreDecomposition]  # refused: this toy has RoPE
-    result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+    result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
     about = result.provenance["model"]
     assert about["verified"]
     assert about["hooked_by"] == made.split(",")[0].replace("load_model", "TransformerBridge")
@@ -155,9 +155,7 @@ def test_a_hooked_transformer_is_streamed(kind, monkeypatch):
     assert check.outcome == "passed", str(check)
     prompts = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
-    both = {
-        engine: ma.run(model, prompts, conditions, engine=engine, progress=False) for engine in ("streaming", "hooks")
-    }
+    both = {engine: ma.run(model, prompts, conditions, engine=engine) for engine in ("streaming", "hooks")}
     for quantity in ("received", "received_by_segment"):
         got, expected = (both[engine]["received_attention"][quantity] for engine in both)
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -178,9 +176,7 @@ def test_the_comparison_would_notice_another_model(newest):
     """One head's queries changed by a hundredth."""
     model, _ = hooked_transformer(fold=False)
     model.blocks[0].attn.W_Q.data[3] *= 1.01
-    result = ma.run(
-        model, ma.load_prompts("word-problems", limit=4), {"slash": ma.MeaninglessTokens("/", 20)}, progress=False
-    )
+    result = ma.run(model, ma.load_prompts("word-problems", limit=4), {"slash": ma.MeaninglessTokens("/", 20)})
     theirs = newest["received_attention"].received_by_segment
     assert float(abs(result["received_attention"].received_by_segment - theirs).max()) > 10 * TOLERANCE
 

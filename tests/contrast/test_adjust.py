@@ -11,7 +11,7 @@ from mechattn.errors import OptionError
 @pytest.fixture(scope="module")
 def tables(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
-    result = ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], progress=False)
+    result = ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()])
     return [
         result.compare("slash"),
         result.compare("sentence", segment=None),

@@ -22,7 +22,7 @@ def result(toy, prompts):
         "masked": ma.MeaninglessTokens("/", 20).masked(),
     }
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
-    return ma.run(toy, prompts, conditions, analyses, progress=False)
+    return ma.run(toy, prompts, conditions, analyses)
 
 
 def made_up(values, names=("baseline", "other"), prompts="a", compared="difference"):
@@ -84,7 +84,7 @@ def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
     log = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline")).values
     row = table.set_index(["layer", "head"]).loc[(1, 3)]
     assert row.effect_size == pytest.approx(log.mean() / log.std(ddof=1))
-    assert row.p == pytest.approx(paired(log[:, None], 0.0).p[0])
+    assert row.p_flip == pytest.approx(paired(log[:, None], 0.0).p_flip[0])
     control = result.compare("slash", to="sentence", quantity="output_norm")
     assert control.attrs["null"] == "no difference", "as many tokens at the same place: nothing is there by definition"
     np.testing.assert_allclose(control.beyond, control.difference)
@@ -110,7 +110,7 @@ class Hidden:
 
 def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, prompts):
     conditions = {"sevens": Sevens(), "slash": ma.MeaninglessTokens("/", 20), "more": Sevens(21), "hidden": Hidden()}
-    result = ma.run(toy, prompts[:6], conditions, ma.analyses.AffineShift(), layers=0, progress=False)
+    result = ma.run(toy, prompts[:6], conditions, ma.analyses.AffineShift(), layers=0)
 
     def null(one, other):
         return result.compare(one, to=other, quantity="output_norm", matched=False).attrs["null"]

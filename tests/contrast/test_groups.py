@@ -15,6 +15,7 @@ from mechattn.prompts.prompt import as_prompts
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
+from tests.conftest import run_part
 
 GROUPS = [f"template {i % 6}" for i in range(18)]
 
@@ -29,7 +30,7 @@ def prompts():
 def result(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "dots": ma.MeaninglessTokens("?", 20)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.MlpActivations()]
-    return ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
+    return ma.run(toy, prompts, conditions, analyses, positions="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     parts = [
-        ma.run(toy, prompts[at], conditions, positions="prompts", places=range(18)[at], progress=False)
+        run_part(toy, prompts[at], conditions, positions="prompts", places=range(18)[at])
         for at in (slice(12, 18), slice(0, 5), slice(5, 12))
     ]
     whole = ma.merge_results(parts)
@@ -162,7 +163,7 @@ def test_other_groups_in_the_other_result(result, ungrouped):
 
 def test_one_group_has_no_interval(toy, prompts):
     alike = [replace(prompt, group="one") for prompt in prompts[:6]]
-    result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0], progress=False)
+    result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0])
     for ask in (result.compare, result.verdict):
         with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
             ask("slash")
@@ -194,11 +195,11 @@ def test_groups_of_word_problems_files_and_jobs(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert [prompt.group for prompt in ma.load_prompts(path)] == [None] * 4
-    grouped = ma.load_prompts(path, group_field="template")
+    grouped = ma.load_prompts(path, group="template")
     assert [prompt.group for prompt in grouped] == ["0", "1", "0", "1"]
-    for name, message in (("kind", r"no field 'kind'; its fields are .*group_field=…"), ("none", "no group in field")):
+    for name, message in (("kind", r"no field 'kind'; its fields are .*group=…"), ("none", "no group in field")):
         with pytest.raises(PromptError, match=message):
-            ma.load_prompts(path, group_field=name)
+            ma.load_prompts(path, group=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jobs = [Job("toy:llama", some) for some in (grouped, ma.load_prompts(path))]

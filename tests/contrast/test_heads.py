@@ -11,7 +11,7 @@ from mechattn.errors import OptionError
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     analyses = [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(), ma.analyses.SegmentFlow()]
-    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
 
 
 def test_the_table_is_that_of_a_loop(result):
@@ -65,9 +65,7 @@ def test_a_result_lists_its_datasets(result):
 
 
 def test_few_prompts_are_refused(toy, prompts):
-    few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus(), progress=False)
+    few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match="2 prompts; give at least 3"):
         few.heads("entropy")
-    assert np.isfinite(
-        ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus(), progress=False).heads("entropy").low[0]
-    )
+    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low[0])

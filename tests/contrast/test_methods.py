@@ -10,6 +10,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
+from tests.conftest import run_part
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)*")
 
@@ -27,9 +28,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "arm": ma.Baseline(intervention=ma.interventions.ARM(seed=4))}
-    return ma.run(
-        toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], seed=3, progress=False
-    )
+    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], seed=3)
 
 
 def test_every_number_is_one_that_the_result_holds(result):
@@ -71,7 +70,7 @@ def test_what_it_says(result):
 
 def test_it_changes_with_the_run(toy, prompts, result):
     alone = [replace(prompt, group=None) for prompt in prompts]
-    other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5, progress=False)
+    other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5)
     text = other.methods()
     for part in (
         "The run used 5 prompts",
@@ -88,12 +87,12 @@ def test_it_changes_with_the_run(toy, prompts, result):
     text = Result(result.datasets, about).methods()
     for part in ("was not verified", "bfloat16, revision abc", "through the model's hooks"):
         assert part in text
-    assert "The prompts were read unchanged." in ma.run(toy, alone[:3], layers=[0], progress=False).methods()
+    assert "The prompts were read unchanged." in ma.run(toy, alone[:3], layers=[0]).methods()
 
 
 def test_of_merged_and_stored_results(toy, prompts, tmp_path):
-    parts = [ma.run(toy, prompts[:8], layers=[0], places=range(8), progress=False)]
-    parts += [ma.run(toy, prompts[8:], layers=[0], places=range(8, 16), progress=False)]
+    parts = [run_part(toy, prompts[:8], layers=[0], places=range(8))]
+    parts += [run_part(toy, prompts[8:], layers=[0], places=range(8, 16))]
     whole = ma.merge_results(parts)
     whole.save(tmp_path / "whole.zarr")
     text = ma.load_result(tmp_path / "whole.zarr").methods()

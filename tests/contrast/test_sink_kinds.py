@@ -8,26 +8,26 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.known_answers import handmade
-from mechattn.known_answers.spans import VOCABULARY, repeated_spans
-from mechattn.model.letter_tokenizer import lettered_tokenizer
+from mechattn.known_answers import known_heads
+from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
+from mechattn.model.checkpoint import lettered_tokenizer
 
 
 @pytest.fixture(scope="module")
 def result():
     """In layer 0: a head whose sink has no value, one that writes the same everywhere, one of neither kind, no sink."""
-    model = handmade.handmade_model()
+    model = known_heads.handmade_model()
     attention = model.transformer.h[0].attn
-    positions, width = handmade._POSITION, handmade.D_HEAD
+    positions, width = known_heads._POSITION, known_heads.D_HEAD
     with torch.no_grad():
         attention.c_attn.weight.zero_()
         attention.c_attn.bias.zero_()
         for head in range(3):
-            handmade._first_token(attention, head)
+            known_heads._first_token(attention, head)
         attention.c_attn.bias[2 * width] = math.log(60) * width**0.5  # looks at the first token, but not alone
         for head, first in ((0, 1), (2, 0), (3, 0)):  # values tell positions; of head 0 the first has none
-            values = handmade._matrix(attention, "v", head)
-            for place in range(first, handmade.POSITIONS):
+            values = known_heads._matrix(attention, "v", head)
+            for place in range(first, known_heads.POSITIONS):
                 values[positions + place, place] = 1.0
         attention.c_attn.bias[2 * 4 * width + width] = 1.0  # head 1: one value, whatever the token
         attention.c_proj.weight.copy_(torch.eye(4 * width))
@@ -35,7 +35,7 @@ def result():
     hooked = ma.load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
     tokens, _ = repeated_spans(6, torch.Generator().manual_seed(0))
     prompts = [ma.Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
-    return ma.run(hooked, prompts, {}, ma.analyses.AttentionSinks(), layers=[0], progress=False)
+    return ma.run(hooked, prompts, {}, ma.analyses.AttentionSinks(), layers=[0])
 
 
 def test_kinds_that_were_written_are_found(result):

@@ -34,7 +34,7 @@ def test_the_bytes_are_those_of_a_result(toy, positions):
     tokens = torch.arange(5, 5 + 3 * 20).reshape(3, 20)  # prompts of one length
     tokens[:, 0] = toy.tokenizer.bos_token_id
     conditions = {"slash": ma.MeaninglessTokens(count=7, place="start")}
-    result = ma.run(toy, tokens, conditions, analyses, positions=positions, progress=False)
+    result = ma.run(toy, tokens, conditions, analyses, positions=positions)
     real = sum(
         dataset[name].nbytes
         for dataset in result.datasets.values()

@@ -14,10 +14,10 @@ import ray
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
-from mechattn.jobs.ray import Ray
-from mechattn.results.digest import digest
+from mechattn.jobs.executors import Ray
+from mechattn.results.arrays import digest
 from mechattn.store.objects import attributes_of
-from mechattn.store.shard_merging import merge_stored
+from mechattn.store.saving import merge_stored
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def job(prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=5)}
-    return ma.Job("toy:llama", prompts, conditions, seed=3, chunk=2, verify=False, threads=1)
+    return ma.Job("toy:llama", prompts, conditions, options=ma.RunOptions(seed=3), chunk=2, verify=False, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.jobs.ray.TRIES", 2)
+    monkeypatch.setattr("mechattn.jobs.executors.TRIES", 2)
     dies = replace(job, require=lambda model, layers: os._exit(1))
     with pytest.raises(OutputError, match="2 workers died while loading 'toy:llama'"):
         ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)

@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 import mechattn as ma
+from mechattn.render.declared import FIGURES
 
 API = Path(__file__).parents[2] / "docs" / "api"
 
 
 def listed() -> list[str]:
+    """What the pages name, and the figures, which the site fills in from their declarations."""
     pages = [path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md"))]
-    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    assert [page.count("<!-- figures -->") for page in pages].count(1) == 1
+    figures = [f"{one.draw.__module__}.{name}" for name, one in FIGURES.items()]
+    return figures + [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
 
 
 def public() -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mechattn.commands.config import FIGURES, read_config
-from mechattn.commands.config_file import Config, EvaluationSection, Output, Prompts
+from mechattn.commands.config_file import Config, EvaluationSection, Output, Prompts, ServerSection
+from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS
 from mechattn.sections import Condition
 
@@ -19,6 +19,7 @@ SECTIONS = {
     "[output]": Output,
     "[conditions.NAME]": Condition,
     "[evaluation]": EvaluationSection,
+    "[evaluation.server]": ServerSection,
 }
 
 

@@ -65,7 +65,7 @@ def test_the_analysis_of_the_how_to_survives_a_change(back, toy, prompts):
     names = {"ma": ma, "model": toy, "prompts": prompts, "slash": ma.MeaninglessTokens()}
     exec(block, names)
     prompt = prompts[0]
-    result = ma.run(toy, prompt, analyses=[names["KeyBack"](back)], memory="256KiB", progress=False)
+    result = ma.run(toy, prompt, analyses=[names["KeyBack"](back)], memory="256KiB")
     read = result["sequences"].tokens.isel(prompt=0).sel(condition="baseline").values
     _, cache = toy.run_with_cache(torch.tensor(read)[None])
     for layer in range(toy.cfg.n_layers):

@@ -9,19 +9,29 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
-from mechattn.jobs.chunk_store import ChunkStore
-from mechattn.jobs.chunks import parse_shard, parts_folder, shard_place
+from mechattn.jobs.chunks import ChunkStore, parse_shard, parts_folder, shard_place
+from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
-from mechattn.jobs.local import Local
-from mechattn.results.digest import digest
+from mechattn.results.arrays import digest
 from mechattn.store.result_bytes import unpacked
+from tests.conftest import run_part
+
+OTHER_SEED = ma.RunOptions(layers=[0, 2], seed=4)
 
 
 @pytest.fixture(scope="module")
 def job(prompts):
     """Eleven prompts in six chunks."""
     conditions = {"slash": ma.MeaninglessTokens(count=5), "random": ma.conditions.RandomTokens(count=5)}
-    return ma.Job("toy:llama", prompts[:11], conditions, layers=[0, 2], seed=3, chunk=2, verify=False, command="a test")
+    return ma.Job(
+        "toy:llama",
+        prompts[:11],
+        conditions,
+        options=ma.RunOptions(layers=[0, 2], seed=3),
+        chunk=2,
+        verify=False,
+        command="a test",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +72,10 @@ def test_it_is_one_pass_over_the_same_chunks(job, undisturbed, toy):
     parts = []
     for places in job.chunks:
         some = [job.prompts[place] for place in places]
-        options = {"layers": job.layers, "seed": job.seed, "places": places, "progress": False}
-        parts.append(ma.run(toy, some, job.conditions, **options))
+        parts.append(run_part(toy, some, job.conditions, places=places, **vars(job.options)))
     merged = ma.merge_results(parts)
     assert numbers(merged) == numbers(undisturbed)
-    assert undisturbed.provenance["prompts"] == ma.run(toy, job.prompts, progress=False).provenance["prompts"]
+    assert undisturbed.provenance["prompts"] == ma.run(toy, job.prompts).provenance["prompts"]
     assert (undisturbed.provenance["chunk"], undisturbed.provenance["command"]) == (2, "a test")
 
 
@@ -88,8 +97,7 @@ def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, mon
 
 def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
     made = ma.run_job(replace(job, chunk=64), tmp_path / "r.zarr")
-    options = {"layers": job.layers, "seed": job.seed, "progress": False}
-    assert numbers(made) == numbers(ma.run(toy, job.prompts, job.conditions, **options))
+    assert numbers(made) == numbers(ma.run(toy, job.prompts, job.conditions, **vars(job.options)))
     assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(made)
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
 
@@ -204,7 +212,7 @@ def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_pa
 
 def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch, capsys):
     path = tmp_path / "r.zarr"
-    stopped(replace(job, seed=4), path, 2)
+    stopped(replace(job, options=OTHER_SEED), path, 2)
     with pytest.raises(OptionError, match="keeps chunks of another run: seed"):
         ma.run_job(job, path)
     assert len(list(parts_folder(path).glob("*.zip"))) == 2
@@ -228,14 +236,14 @@ def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, monkeyp
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()}
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     with pytest.raises(pytest.fail.Exception, match="computed again"):  # another job, and other chunks of this one
-        ma.run_job(replace(job, seed=4), path)
+        ma.run_job(replace(job, options=OTHER_SEED), path)
     path.rename(tmp_path / "r-1-of-2.zarr")
     with pytest.raises(pytest.fail.Exception, match="computed again"):
         ma.run_job(job, path, shard="1/2")
 
 
 def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
-    path, other = tmp_path / "r.zarr", replace(job, seed=4)
+    path, other = tmp_path / "r.zarr", replace(job, options=OTHER_SEED)
     ma.run_job(job, path)
     stopped(other, path, 2)
     before = {p: p.read_bytes() for p in parts_folder(path).rglob("*") if p.is_file()}
@@ -247,7 +255,7 @@ def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
 
 
 def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
-    from mechattn.store.shard_merging import merge_stored
+    from mechattn.store.saving import merge_stored
 
     for number in (1, 2):
         ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/2")
@@ -283,7 +291,7 @@ def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"seed": 4}, "seed was 3 and is now 4"),
+        ({"options": OTHER_SEED}, "seed was 3 and is now 4"),
         ({"chunk": 3}, "chunk was 2 and is now 3"),
         ({"conditions": {"slash": ma.MeaninglessTokens(count=6)}}, "conditions was"),
         ({"analyses": [ma.ReceivedAttention(queries="all")]}, "analyses was None"),
@@ -301,11 +309,11 @@ def test_parts_of_another_run_are_refused_by_name(job, tmp_path, change, field):
 
 def test_a_folder_without_a_chunk_takes_another_run(job, tmp_path):
     """A condition that could not be made is mended, and there is nothing to put back or to discard."""
-    stopped(replace(job, seed=4), tmp_path / "r.zarr", after=0)
+    stopped(replace(job, options=OTHER_SEED), tmp_path / "r.zarr", after=0)
     assert (parts_folder(tmp_path / "r.zarr") / "job.json").exists()
     stopped(job, tmp_path / "r.zarr", after=1)
     with pytest.raises(OptionError, match="seed was 3 and is now 4"):
-        ma.run_job(replace(job, seed=4), tmp_path / "r.zarr")
+        ma.run_job(replace(job, options=OTHER_SEED), tmp_path / "r.zarr")
 
 
 def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):

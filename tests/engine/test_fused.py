@@ -9,7 +9,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import fused as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.verify.streamed import check_fused
+from mechattn.model.verify.kernels import check_fused
 
 PROMPTS = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
 CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(9)}
@@ -21,7 +21,7 @@ OPTIONS = [{}, {"queries": "question"}, {"queries": "all", "include_self": True}
 def test_every_toy_gives_the_numbers_of_the_row_kernel(toy, options):
     """Gemma's windowed layers come in rows, beside its full ones."""
     both = [
-        ma.run(toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine, progress=False)
+        ma.run(toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine)
         for engine in ("fused", "streaming")
     ]
     assert [result.provenance["engine"] for result in both] == ["fused", "streaming"]
@@ -56,13 +56,13 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
         )
     assert check_fused(model).outcome == "limited"
     with pytest.raises(ModelError, match='choose engine="streaming" or "auto"'):
-        ma.run(model, PROMPTS, analyses=ma.ReceivedAttention(), engine="fused", progress=False)
+        ma.run(model, PROMPTS, analyses=ma.ReceivedAttention(), engine="fused")
 
 
 def test_what_needs_rows_is_refused_and_streamed_by_itself():
     with pytest.raises(OptionError, match="attention_focus needs rows, which a fused kernel does not give"):
         ma.run("toy:llama", PROMPTS, analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()], engine="fused")
-    result = ma.run("toy:llama", PROMPTS, progress=False)
+    result = ma.run("toy:llama", PROMPTS)
     expected = "streaming" if not torch.cuda.is_available() else "fused"
     assert result.provenance["engine"] == expected, "the default on a CPU, where two calls cost more than rows"
 
@@ -70,6 +70,6 @@ def test_what_needs_rows_is_refused_and_streamed_by_itself():
 def test_masked_tokens_come_in_rows():
     """A fused kernel has no mask for edges that are cut."""
     masked = {"masked": ma.MeaninglessTokens("/", 20).masked()}
-    both = [ma.run("toy:llama", PROMPTS, masked, engine=engine, progress=False) for engine in ("fused", "streaming")]
+    both = [ma.run("toy:llama", PROMPTS, masked, engine=engine) for engine in ("fused", "streaming")]
     for name, values in both[1]["received_attention"].data_vars.items():
         np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)

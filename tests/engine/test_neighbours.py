@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import check, plan
+from mechattn.engine import batches as batch_plans
+from mechattn.engine import check
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers
-from mechattn.model.model_facts import facts_of
 from tests.model.unusual import DYNAMIC, LONGROPE, UNUSUAL, unusual_model
 
 LENGTHS = (6, 20, 60)
@@ -53,7 +54,7 @@ def one_batch(monkeypatch):
         seen.append([len(sequence) for sequence in sequences])
         return pad(sequences, *arguments)
 
-    monkeypatch.setattr(plan, "_FULLEST", 0.0)
+    monkeypatch.setattr(batch_plans, "_FULLEST", 0.0)
     monkeypatch.setattr(module, "pad_right", noting)
     return seen
 
@@ -62,11 +63,11 @@ def analyses_of(model, prompts):
     """Received attention, and what the first of these says of the residual stream that this model has."""
     for stream in (ma.analyses.HeadUpdates(per_query=True), ma.analyses.BlockUpdates()):
         try:
-            ma.run(model, prompts[0], analyses=[stream], progress=False)
+            ma.run(model, prompts[0], analyses=[stream])
         except MechattnError:
             continue
         return [ma.ReceivedAttention(), stream]
-    ma.run(model, prompts[0], progress=False)  # tries whether it can be streamed
+    ma.run(model, prompts[0])  # tries whether it can be streamed
     return [ma.ReceivedAttention()]
 
 
@@ -94,7 +95,7 @@ def differences(one, other):
 
 
 def run(model, prompts, analyses, engine):
-    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts", progress=False)
+    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts")
     return of_each(made, prompts)
 
 
@@ -133,7 +134,7 @@ def read_anew(native, prompt):
 
 
 def answered(model, prompts, batch):
-    return ma.evaluate(model, prompts, batch=batch, new_tokens=NEW, progress=False).answers
+    return ma.evaluate(model, prompts, batch=batch, new_tokens=NEW).answers
 
 
 @pytest.mark.parametrize("family", ALL)

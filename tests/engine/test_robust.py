@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.engine import batch_values as measure
-from mechattn.engine.run import is_out_of_memory
+from mechattn.engine.batches import is_out_of_memory
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
@@ -35,7 +35,7 @@ def full(rows, error, layer, monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(toy, prompts):
-    return ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+    return ma.run(toy, prompts, CONDITIONS, ANALYSES)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def whole(toy, prompts):
 )
 def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, whole, error, layer, monkeypatch):
     sizes = full(6, error, layer, monkeypatch)
-    halved = ma.run(toy, prompts, CONDITIONS, ANALYSES, progress=False)
+    halved = ma.run(toy, prompts, CONDITIONS, ANALYSES)
     assert max(sizes) > 6
     assert whole.provenance["halved"] == []
     said = halved.provenance["halved"]
@@ -73,13 +73,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, prompts, whol
 def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
     full(0, MemoryError("16 GiB"), 0, monkeypatch)
     with pytest.raises(ModelError, match=r"alone with all its conditions does not fit in memory \(16 GiB\)"):
-        ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+        ma.run(toy, prompts[:2], CONDITIONS)
 
 
 def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch):
     full(0, RuntimeError("shapes cannot be multiplied"), 0, monkeypatch)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+        ma.run(toy, prompts[:2], CONDITIONS)
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
@@ -88,7 +88,7 @@ def test_nan_names_the_layer_and_the_prompt(engine):
     model = ma.load_model("toy:llama")
     prompts = [ma.Prompt("Tom has 3 apples.", id="a"), ma.Prompt("Tom has 3 books now.", id="b")]
     token = next(iter(set(model.tokenizer(" books")["input_ids"]) - set(model.tokenizer(" apples")["input_ids"])))
-    options = {"conditions": CONDITIONS, "layers": [1, 2], "engine": engine, "progress": False}
+    options = {"conditions": CONDITIONS, "layers": [1, 2], "engine": engine}
     assert ma.run(model, prompts, **options).provenance["prompts"]["count"] == 2  # probes the model, too
     with torch.no_grad():
         model.embed.weight[token] = math.nan

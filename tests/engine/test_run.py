@@ -20,7 +20,7 @@ def numbers(result):
 
 def test_two_runs_give_the_same_bytes(toy, prompts):
     conditions = {"random": ma.MeaninglessTokens(place="random")}
-    runs = [ma.run(toy, prompts[:4], conditions, seed=3, progress=False) for _ in range(2)]
+    runs = [ma.run(toy, prompts[:4], conditions, seed=3) for _ in range(2)]
     first, second = map(numbers, runs)
     assert first.keys() == second.keys()
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)
@@ -28,28 +28,28 @@ def test_two_runs_give_the_same_bytes(toy, prompts):
 
 def test_another_seed_gives_another_random_place(toy, prompts):
     conditions = {"random": ma.MeaninglessTokens(place="random")}
-    origins = [ma.run(toy, prompts[:4], conditions, seed=s, progress=False)["sequences"].origin for s in (3, 4)]
+    origins = [ma.run(toy, prompts[:4], conditions, seed=s)["sequences"].origin for s in (3, 4)]
     assert not origins[0].equals(origins[1])
 
 
 def test_batches_do_not_matter_beyond_rounding(toy, prompts):
     """One prompt a batch (nothing padded but the conditions) against all in one."""
-    together = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts")
-    alone = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts", memory="0.1MiB")
+    together = ma.run(toy, prompts, CONDITIONS, positions="prompts")
+    alone = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="0.1MiB")
     for name, array in numbers(together).items():
         np.testing.assert_allclose(numbers(alone)[name], array, atol=2e-6, equal_nan=True)
 
 
 def test_a_prompt_alone_equals_the_prompt_among_longer_ones(toy, prompts):
     shortest = min(prompts, key=lambda p: len(p.question))
-    among = ma.run(toy, prompts, progress=False)["received_attention"].received_by_segment.sel(prompt=shortest.id)
-    alone = ma.run(toy, shortest, progress=False)["received_attention"].received_by_segment.isel(prompt=0)
+    among = ma.run(toy, prompts)["received_attention"].received_by_segment.sel(prompt=shortest.id)
+    alone = ma.run(toy, shortest)["received_attention"].received_by_segment.isel(prompt=0)
     np.testing.assert_allclose(alone, among, atol=1e-6, equal_nan=True)
 
 
 def test_moments_are_those_of_the_prompts(toy, prompts):
-    moments = ma.run(toy, prompts, CONDITIONS, progress=False, memory="1MiB")["received_attention"]
-    kept = ma.run(toy, prompts, CONDITIONS, progress=False, positions="prompts", memory="1MiB")["received_attention"]
+    moments = ma.run(toy, prompts, CONDITIONS, memory="1MiB")["received_attention"]
+    kept = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="1MiB")["received_attention"]
     for name in ("received", "received_by_origin"):
         every = kept[f"{name}_per_prompt"].values.astype(np.float64)
         n = (~np.isnan(every)).sum(0)
@@ -75,11 +75,11 @@ def test_original_keys_are_the_same_tokens_in_both_conditions(slash_result):
 
 def test_texts_and_token_ids_are_prompts_too(toy):
     text = "Tom has 3 apples. How many apples does Tom have?"
-    one = ma.run(toy, text, progress=False)
-    listed = ma.run(toy, [text, "Mia has 4 books."], progress=False)
+    one = ma.run(toy, text)
+    listed = ma.run(toy, [text, "Mia has 4 books."])
     assert one["received_attention"].sizes["prompt"] == 1
     tokens = toy.tokenizer(text + "\n", return_tensors="pt")["input_ids"]
-    as_tokens = ma.run(toy, tokens, progress=False)
+    as_tokens = ma.run(toy, tokens)
     first = one["received_attention"].received_by_segment.isel(prompt=0)
     for other in (listed, as_tokens):
         same = other["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
@@ -90,7 +90,7 @@ def test_texts_and_token_ids_are_prompts_too(toy):
 @pytest.mark.parametrize("queries", ["original", "all", "question"])
 def test_options_are_recorded_and_matter(toy, prompts, queries):
     analysis = ma.ReceivedAttention(queries=queries, include_self=True, skip_first=True)
-    result = ma.run(toy, prompts[:3], CONDITIONS, [analysis], progress=False)
+    result = ma.run(toy, prompts[:3], CONDITIONS, [analysis])
     assert result.provenance["analyses"]["received_attention"] == {
         "queries": queries,
         "include_self": True,
@@ -104,7 +104,7 @@ def test_options_are_recorded_and_matter(toy, prompts, queries):
 
 def test_queries_change_the_numbers(toy, prompts):
     def of(queries):
-        result = ma.run(toy, prompts[:3], CONDITIONS, [ma.ReceivedAttention(queries=queries)], progress=False)
+        result = ma.run(toy, prompts[:3], CONDITIONS, [ma.ReceivedAttention(queries=queries)])
         return result["received_attention"].received_by_segment.sel(condition="slash", segment="system")
 
     assert abs(of("original") - of("all")).max() > 1e-3
@@ -112,8 +112,8 @@ def test_queries_change_the_numbers(toy, prompts):
 
 
 def test_only_the_chosen_layers(toy, prompts):
-    every = ma.run(toy, prompts[:2], progress=False)["received_attention"].received
-    some = ma.run(toy, prompts[:2], layers=[2, 0], progress=False)["received_attention"].received
+    every = ma.run(toy, prompts[:2])["received_attention"].received
+    some = ma.run(toy, prompts[:2], layers=[2, 0])["received_attention"].received
     assert some.layer.values.tolist() == [0, 2]
     np.testing.assert_allclose(some, every.sel(layer=[0, 2]), atol=1e-6)  # layers not asked for run SDPA
 
@@ -132,12 +132,12 @@ def test_a_pass_ends_where_the_last_value_has_come(toy, prompts, engine, layers)
             for n in range(4)
             for place in ("pre", "post")
         ]
-        ma.run(toy, prompts[:2], CONDITIONS, analysis, layers=layers, engine=engine, progress=False)
+        ma.run(toy, prompts[:2], CONDITIONS, analysis, layers=layers, engine=engine)
         for handle in handles:
             handle.remove()
         return found
 
-    ma.run(toy, prompts[:2], progress=False)  # verifies the model, which reads all layers
+    ma.run(toy, prompts[:2])  # verifies the model, which reads all layers
     last = 3 if layers is None else 1
     attention = ran(ma.ReceivedAttention())
     assert {(last - 1, "post"), (last, "pre")} <= attention
@@ -154,7 +154,7 @@ def test_uniform_values_are_those_of_a_model_that_attends_uniformly(toy, prompts
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
     blind = ma.load_model(model, tokenizer=AutoTokenizer.from_pretrained(checkpoint))
-    dataset = ma.run(blind, prompts[:3], CONDITIONS, progress=False)["received_attention"]
+    dataset = ma.run(blind, prompts[:3], CONDITIONS)["received_attention"]
     for name in ("received", "received_by_segment", "mass_by_segment"):
         null = dataset[f"{name}_uniform"].broadcast_like(dataset[name])
         np.testing.assert_allclose(dataset[name], null, atol=1e-6, equal_nan=True)
@@ -182,7 +182,7 @@ def test_an_analysis_of_ones_own(toy, prompts):
         def values(self, sums, batch, window):
             return {"own": sums["own"] / batch.lengths[:, None]}
 
-    result = ma.run(toy, prompts[:2], analyses=[SelfAttention(), ma.ReceivedAttention()], progress=False)
+    result = ma.run(toy, prompts[:2], analyses=[SelfAttention(), ma.ReceivedAttention()])
     tokens = ma.Baseline().apply(prompts[0], toy).tokens[None]
     _, cache = toy.run_with_cache(tokens)
     expected = cache["pattern", 1][0].diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -194,5 +194,5 @@ def test_an_analysis_of_ones_own(toy, prompts):
 def test_the_model_is_left_as_it_was(toy, prompts):
     tokens = ma.Baseline().apply(prompts[0], toy).tokens[None]
     before = toy(tokens)
-    ma.run(toy, prompts[:2], CONDITIONS, progress=False)
+    ma.run(toy, prompts[:2], CONDITIONS)
     assert torch.equal(before, toy(tokens))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import check, plan
-from mechattn.engine.plan import Cost, batch_plan
+from mechattn.engine import batches as batch_plans
+from mechattn.engine import check
+from mechattn.engine.batches import Cost, batch_plan
 from mechattn.errors import OptionError
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.merge import merge_results
@@ -40,7 +41,7 @@ def received(result, prompt, condition="baseline"):
 
 
 def run(model, prompts, conditions=None, **options):
-    return ma.run(model, prompts, conditions, positions="prompts", progress=False, **options)
+    return ma.run(model, prompts, conditions, positions="prompts", **options)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def batches(monkeypatch):
         seen.append([len(sequence) for sequence in sequences])
         return pad(sequences, *arguments)
 
-    monkeypatch.setattr(plan, "_FULLEST", 0.0)
+    monkeypatch.setattr(batch_plans, "_FULLEST", 0.0)
     monkeypatch.setattr(module, "pad_right", noting)
     return seen
 
@@ -118,7 +119,7 @@ def test_the_result_says_which_side(tokenizer, tmp_path):
     assert ma.load_result(tmp_path / "stored.zarr")["sequences"].rope_factors.values.tolist() == [
         "short", "long", "short", "long",
     ]  # fmt: skip
-    plain = ma.run("toy:llama", "Tom has 3 apples.", progress=False)
+    plain = ma.run("toy:llama", "Tom has 3 apples.")
     assert "rope" not in plain.provenance["model"]
     assert "rope_factors" not in plain["sequences"]
 
@@ -134,7 +135,7 @@ def test_chunks_of_both_sides_merge(tokenizer, tmp_path):
 
 def test_answers_of_both_sides_share_no_batch(tokenizer):
     model, prompts = loaded("Phi-3 LongRoPE", tokenizer), prompts_of(tokenizer, (10, 20, 28, 40, 60))
-    many, one = (ma.evaluate(model, prompts, batch=b, new_tokens=4, progress=False) for b in (8, 1))
+    many, one = (ma.evaluate(model, prompts, batch=b, new_tokens=4) for b in (8, 1))
     assert [a.tokens for a in many.answers] == [a.tokens for a in one.answers]
     np.testing.assert_allclose([a.logprob for a in many.answers], [a.logprob for a in one.answers], atol=1e-4)
     assert many.provenance["rope_factors"] == "short for 3 prompts, long for 2 prompts"

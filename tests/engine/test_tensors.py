@@ -94,14 +94,15 @@ def test_every_statistic_by_loops(tensors, name):
     q, k, v, counted, segments = tensors
     expected = by_loops(*tensors, **OPTIONS[name])
     got = ma.measure(
-        q, k, v, lengths=LENGTHS, counted=counted, segments=segments, statistics=ALL, **OPTIONS[name]
+        q, k, v, lengths=LENGTHS, counted=counted, segments=segments, statistics=ALL,
+        scores=ma.AttentionScores(**OPTIONS[name]),
     )  # fmt: skip
     assert list(got) == list(ALL)
     for statistic, value in got.items():
         np.testing.assert_allclose(value.numpy(), expected[statistic], rtol=1e-5, atol=2e-6, err_msg=statistic)
     precise = ma.measure(
         q.double(), k.double(), v.double(), lengths=LENGTHS, counted=counted, segments=segments, statistics=ALL,
-        **OPTIONS[name],
+        scores=ma.AttentionScores(**OPTIONS[name]),
     )  # fmt: skip
     for statistic, value in precise.items():
         np.testing.assert_allclose(value.numpy(), expected[statistic], rtol=1e-6, atol=1e-9, err_msg=statistic)
@@ -120,7 +121,8 @@ def test_the_loops_would_notice(tensors, fault):  # negative control
     else:
         options["window"] += 1
     expected = by_loops(*tensors, **OPTIONS["all"])
-    got = ma.measure(q, k, v, lengths=LENGTHS, counted=counted, segments=segments, **options)
+    scores = ma.AttentionScores(**options)
+    got = ma.measure(q, k, v, scores=scores, lengths=LENGTHS, counted=counted, segments=segments)
     for statistic, value in got.items():
         assert np.nanmax(abs(value.numpy() - expected[statistic])) > 1e-3
 
@@ -130,7 +132,6 @@ def test_it_is_what_run_measures(toy, prompts):
     prompt = prompts[0]
     result = ma.run(
         toy, [prompt], {}, [ma.ReceivedAttention(), ma.analyses.AttentionFocus(per_query=True)], positions="prompts",
-        progress=False,
     )  # fmt: skip
     tokens = result["sequences"].tokens.values[0]
     _, cache = toy.run_with_cache(torch.tensor(tokens))

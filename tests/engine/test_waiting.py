@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mechattn as ma
-from mechattn.analysis.registry import ANALYSES
-from mechattn.functional import repeats
+from mechattn.analysis import ANALYSES
+from mechattn.functional import focus as repeats
 
 ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
 BY_TOKEN = (ma.analyses.MlpActivations,)  # goes through tokens of each layer, whose numbers it asks for
@@ -34,7 +34,7 @@ class Asked(TorchDispatchMode):
 def asked(model, prompts, analyses, layers):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     with Asked() as found:
-        ma.run(model, prompts, conditions, analyses, layers=layers, progress=False)
+        ma.run(model, prompts, conditions, analyses, layers=layers)
     return found.times
 
 

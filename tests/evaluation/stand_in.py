@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+import mechattn as ma
+
 
 @dataclass
 class Engine:
@@ -203,3 +205,9 @@ def running(server, certificate=None):
         made.shutdown()
         made.server_close()
         thread.join(10)
+
+
+def asked_of(server, options):
+    """Options of ``evaluate``; those of the server become an ``ma.Server``."""
+    of = {name: options.pop(name) for name in ("model", "key", "timeout", "verify") if name in options}
+    return {**options, "server": ma.Server(server.address, **of)}

@@ -10,7 +10,7 @@ import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptError
 from mechattn.evaluation import evaluate as module
 from mechattn.evaluation.generate import Request, answers
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
@@ -26,7 +26,7 @@ def evaluation(toy, some):
         "slash": SLASH,
         "arm": ma.Baseline(intervention=ma.interventions.ARM(strength=2.0, form="released_llama")),
     }
-    return ma.evaluate(toy, some, conditions, new_tokens=60, progress=False)
+    return ma.evaluate(toy, some, conditions, new_tokens=60)
 
 
 @pytest.mark.parametrize("name", toy_names())
@@ -125,13 +125,10 @@ def test_batches_decide_nothing(toy, some, evaluation):
         "slash": SLASH,
         "arm": ma.Baseline(intervention=ma.interventions.ARM(strength=2.0, form="released_llama")),
     }
-    one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3, progress=False)
+    one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3)
     same = [a.tokens == b.tokens for a, b in zip(one.answers, evaluation.answers, strict=True)]
     assert np.mean(same) > 0.9  # rounding may turn a tie
-    sampled = [
-        ma.evaluate(toy, some[:4], samples=3, temperature=3.0, new_tokens=30, batch=batch, progress=False)
-        for batch in (5, 12)
-    ]
+    sampled = [ma.evaluate(toy, some[:4], samples=3, temperature=3.0, new_tokens=30, batch=batch) for batch in (5, 12)]
     same = [a.tokens == b.tokens for a, b in zip(sampled[0].answers, sampled[1].answers, strict=True)]
     assert np.mean(same) > 0.9
     assert len({a.tokens for a in sampled[0].answers}) > 4
@@ -153,7 +150,7 @@ def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
     """Killed in the second batch, and in the middle of a line: the same file in the end, nothing asked twice."""
     whole = tmp_path / "whole.jsonl"
     conditions = {"slash": SLASH}
-    expected = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=whole, progress=False)
+    expected = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=whole)
     path, calls = tmp_path / "part.jsonl", []
     real = module.answers
 
@@ -165,18 +162,18 @@ def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "answers", failing)
     with pytest.raises(KeyboardInterrupt):
-        ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path, progress=False)
+        ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path)
     with open(path, "a") as lines:
         lines.write('{"prompt": "7", "condi')
     calls[:] = [0, 0]
-    again = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path, progress=False)
+    again = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path)
     assert sum(calls) == 12, "what was there was not asked again"
     assert [a.text for a in again.answers] == [a.text for a in expected.answers]
     stored = ma.load_evaluation(path)
     assert {a.text for a in stored.answers} == {a.text for a in expected.answers}
     assert len(stored.answers) == 16
     with pytest.raises(OptionError, match=r"answers of another run .seed differs"):
-        ma.evaluate(toy, some, conditions, new_tokens=30, out=path, seed=3, progress=False)
+        ma.evaluate(toy, some, conditions, new_tokens=30, out=path, seed=3)
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(evaluation, tmp_path, monkeypatch):
@@ -211,11 +208,11 @@ def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
 
 def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some, tmp_path):
     path = tmp_path / "e.jsonl"
-    ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
+    ma.evaluate(toy, some[:1], new_tokens=4, out=path)
     before = path.read_text() + "# Tom's answer is the one to look at\n"
     path.write_text(before)
     with pytest.raises(OutputError, match=r"line 3 of .* is not an answer"):
-        ma.evaluate(toy, some[:1], new_tokens=4, out=path, progress=False)
+        ma.evaluate(toy, some[:1], new_tokens=4, out=path)
     assert path.read_text() == before
 
 
@@ -227,12 +224,12 @@ def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
     def meanwhile(*args):
         monkeypatch.setattr(module, "answers", real)
         with pytest.raises(OutputError, match=r"another process is adding answers to .*e\.jsonl") as raised:
-            ma.evaluate(toy, some[:2], new_tokens=4, out=path, progress=False)
+            ma.evaluate(toy, some[:2], new_tokens=4, out=path)
         refused.append(raised.value)
         return real(*args)
 
     monkeypatch.setattr(module, "answers", meanwhile)
-    made = ma.evaluate(toy, some[:2], new_tokens=4, out=path, progress=False)
+    made = ma.evaluate(toy, some[:2], new_tokens=4, out=path)
     assert len(refused) == 1
     assert ma.load_evaluation(path).answers == made.answers
     assert len(path.read_text().splitlines()) == 3
@@ -243,17 +240,17 @@ def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
     import resource
 
     path = tmp_path / "e.jsonl"
-    ma.evaluate(toy, some[:1], new_tokens=4, out=tmp_path / "small.jsonl", progress=False)
+    ma.evaluate(toy, some[:1], new_tokens=4, out=tmp_path / "small.jsonl")
     room = (tmp_path / "small.jsonl").stat().st_size + 40
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(OutputError, match=r"answers could not be added to .*Earlier answers are kept"):
-            ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path, progress=False)
+            ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(ma.load_evaluation(path).answers) == 1
-    assert len(ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path, progress=False).answers) == 3
+    assert len(ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path).answers) == 3
     assert len(ma.load_evaluation(path).answers) == 3
 
 
@@ -273,7 +270,7 @@ def test_interventions_act_in_the_order_of_their_condition(toy, some):
 
 def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
     right = [p for p in some if evaluation.answers[int(p.id)].text.strip()]
-    result = ma.run(toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer"), progress=False)
+    result = ma.run(toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer"))
     mass = result["received_attention"].mass_by_segment.sel(segment=["question", "answer"])
     assert mass.notnull().all()
     assert (mass.sum("segment") < 1).all()
@@ -324,7 +321,7 @@ def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
 
 
 def test_pass_at_k_best_of_k_and_diversity(toy, some):
-    made = ma.evaluate(toy, some[:4], samples=4, new_tokens=60, progress=False)
+    made = ma.evaluate(toy, some[:4], samples=4, new_tokens=60)
     right = made.right("baseline")
     expected = {1: right.mean(), 4: right.any(1).mean()}
     assert dict(made.pass_at_k([1, 4])[["k", "estimate"]].to_numpy()) == pytest.approx(expected)
@@ -341,13 +338,11 @@ def test_pass_at_k_best_of_k_and_diversity(toy, some):
 
 def test_the_noise_of_the_baseline(toy, some):
     """With an effect there is something to see: a model that rounding changes; without one, nothing."""
-    table = ma.baseline_noise(toy, some[:4], new_tokens=60, batch=4, other_batch=1, progress=False)
+    table = ma.baseline_noise(toy, some[:4], new_tokens=60, batch=4, other_batch=1)
     assert list(table.repetition) == ["float32, batch 4", "float32, batch 1", "bfloat16, batch 4"]
     assert table.difference[0] == 0 == table.texts[0]
     assert next(toy.parameters()).dtype == torch.float32, "the model is as it was"
-    coarse = ma.baseline_noise(
-        toy, some, new_tokens=30, batch=8, other_batch=2, samples=2, temperature=3.0, progress=False
-    )
+    coarse = ma.baseline_noise(toy, some, new_tokens=30, batch=8, other_batch=2, samples=2, temperature=3.0)
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
     for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
         with pytest.raises(OptionError, match="in both runs shows no noise"):
@@ -360,7 +355,7 @@ def test_the_noise_of_the_baseline(toy, some):
 
 
 def test_figures_of_several_answers(toy, some):
-    made = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=3, new_tokens=30, progress=False)
+    made = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=3, new_tokens=30)
     figure = ma.render.by_samples({"pass@k": made.pass_at_k([1, 2]), "best of k": made.best_of([1, 2])}, "a toy")
     assert [t.name for t in figure.data] == [f"{c}, {m}" for m in ("pass@k", "best of k") for c in made.conditions]
     np.testing.assert_allclose(figure.data[1].y, 100 * made.pass_at_k([1, 2]).estimate[2:])
@@ -441,7 +436,7 @@ def test_prompts_that_cannot_be_graded(toy):
 
 
 def test_different_problems_are_not_compared(toy, some, evaluation):
-    other = ma.evaluate(toy, some[:3], new_tokens=5, progress=False)
+    other = ma.evaluate(toy, some[:3], new_tokens=5)
     with pytest.raises(OptionError, match="different problems"):
         evaluation.compare("slash", other=other)
     with pytest.raises(OptionError, match="no condition 'dash'"):

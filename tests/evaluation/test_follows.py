@@ -19,7 +19,7 @@ def evaluated(model, prompts, condition, new_tokens):
         "own": condition.under(ma.interventions.Transplant("inserted", recorded)),
         "another's": condition.under(ma.interventions.Transplant("inserted", others)),
     }
-    return ma.evaluate(model, prompts, conditions, new_tokens=new_tokens, progress=False), others.donors
+    return ma.evaluate(model, prompts, conditions, new_tokens=new_tokens), others.donors
 
 
 def test_the_toy_that_computes_over_filler_follows_it():

@@ -62,8 +62,8 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
         there = CliRunner().invoke(app, words)
         assert there.exit_code == 0, there.output
         assert [line for line in there.output.splitlines() if line.startswith("| ")] == table
-        keys = f'[evaluation]\nserver = "{server.address}"\nserved_model = "toy"\n'
-        (tmp_path / "config.toml").write_text(text.replace("[evaluation]\n", keys))
+        section = f'\n[evaluation.server]\naddress = "{server.address}"\nmodel = "toy"\n'
+        (tmp_path / "config.toml").write_text(text + section)
         server.bodies.clear()
         assert CliRunner().invoke(app, ["evaluate", "config.toml"]).exit_code == 0
         assert not server.asked  # all answers were there

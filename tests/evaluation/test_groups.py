@@ -9,8 +9,7 @@ from scipy import stats
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.stats.intervals import t_interval
-from mechattn.stats.paired import paired
+from mechattn.stats.shares import share_difference, share_interval
 
 N, SIZE = 10, 4
 
@@ -45,14 +44,16 @@ def test_accuracies_and_differences_are_of_group_means(samples):
     table = evaluation.accuracy().set_index("condition")
     right = {name: evaluation.right(name).mean(1) for name in ("baseline", "slash")}
     for name, values in right.items():
-        expected = np.clip(np.array(t_interval(by_group(values))), 0, 1)
+        expected = share_interval(by_group(values))
         np.testing.assert_allclose(table.loc[name, ["accuracy", "low", "high"]].astype(float), expected)
     assert set(table.n) == {N}
     assert evaluation.accuracy().attrs["unit"] == "groups (10 of 40 prompts)"
     compared = evaluation.compare("slash")
-    expected = paired(by_group(right["slash"] - right["baseline"]))
-    for name in ("difference", "low", "high", "p", "n", "detectable"):
-        assert compared[name] == pytest.approx(getattr(expected, name)), name
+    d = by_group(right["slash"] - right["baseline"])
+    exact = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    given = [compared[name] for name in ("difference", "p", "n", "low", "high")]
+    assert given == pytest.approx([d.mean(), exact, N, *share_difference(d)[1:]])
+    assert compared["detectable"] > 0.5 * (compared["high"] - compared["low"])
     assert ("only_first" in compared) == (samples == 1)
     shares = evaluation.pass_at_k(1).set_index("condition")
     np.testing.assert_allclose(shares.loc["slash", ["estimate"]].astype(float), by_group(right["slash"]).mean())
@@ -81,7 +82,23 @@ def test_no_spread_between_groups_is_no_certainty():
     assert table.low.tolist() == pytest.approx([low, low]), "as if each group were one problem"
     compared = alike.compare("slash")
     assert (compared["difference"], compared["p"]) == (0, 1)
-    assert np.isnan([compared["low"], compared["high"]]).all()
+    assert compared["low"] == -compared["high"] < -0.2
+    assert compared["detectable"] > 0.2
+
+
+def test_several_conditions_are_one_family():
+    evaluation = made_up()
+    third = [replace(answer, condition="dots") for answer in evaluation.answers if answer.condition == "slash"]
+    made = Evaluation((*evaluation.answers, *third), evaluation.provenance)
+    table = made.comparisons()
+    assert table.condition.tolist() == ["slash", "dots"]
+    assert table.p.tolist() == [made.compare(name)["p"] for name in table.condition]
+    np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
+    other = evaluation.comparisons()
+    assert ma.adjust([table, other]).condition.tolist() == ["slash", "dots", "slash"]
+    assert ma.adjust([table, other]).q.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+    with pytest.raises(OptionError, match="no condition other than 'only'"):
+        Evaluation(tuple(replace(a, condition="only") for a in third), evaluation.provenance).comparisons("only")
 
 
 def test_all_right_in_every_sample_is_no_certainty():
@@ -125,11 +142,11 @@ def test_the_best_is_chosen_and_reported_on_different_groups():
 
 def test_a_group_or_two_are_too_few(toy):
     some = [replace(prompt, group="one") for prompt in ma.load_prompts("word-problems", limit=4)]
-    evaluation = ma.evaluate(toy, some, {"slash": ma.MeaninglessTokens("/", 5)}, new_tokens=2, progress=False)
+    evaluation = ma.evaluate(toy, some, {"slash": ma.MeaninglessTokens("/", 5)}, new_tokens=2)
     assert evaluation.provenance["groups"] == {str(i): "one" for i in range(4)}
     with pytest.raises(OptionError, match="all 4 prompts are in one group"):
         evaluation.accuracy()
     high = stats.binomtest(0, 4).proportion_ci(method="wilson").high
     assert evaluation.accuracy(unit="prompt").high[0] == pytest.approx(high)
-    alone = ma.evaluate(toy, ma.load_prompts("word-problems", limit=4), new_tokens=2, progress=False)
+    alone = ma.evaluate(toy, ma.load_prompts("word-problems", limit=4), new_tokens=2)
     assert "groups" not in alone.provenance, "each prompt has a template of its own"

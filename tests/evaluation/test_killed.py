@@ -16,7 +16,7 @@ import mechattn as ma
 def run(path):
     return ma.evaluate(
         "toy:llama", ma.load_prompts("word-problems", limit=12), {"slash": ma.MeaninglessTokens("/", 20)},
-        new_tokens=40, batch=2, samples=2, out=path, progress=False,
+        new_tokens=40, batch=2, samples=2, out=path,
     )
 
 if __name__ == "__main__":

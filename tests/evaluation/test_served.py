@@ -12,8 +12,8 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
-from mechattn.evaluation.served.text import text_of
-from tests.evaluation.stand_in import Engine, StandIn, running
+from mechattn.evaluation.served_answers import text_of
+from tests.evaluation.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
 CONDITIONS = {"slash": SLASH, "middle": ma.MeaninglessTokens("/", 7, place="middle"), "sentence": ma.RandomSentence(20)}
@@ -27,7 +27,7 @@ def some():
 
 @pytest.fixture(scope="module")
 def here(toy, some):
-    return ma.evaluate(toy, some, CONDITIONS, new_tokens=LIMIT, progress=False)
+    return ma.evaluate(toy, some, CONDITIONS, new_tokens=LIMIT)
 
 
 @pytest.fixture
@@ -37,9 +37,7 @@ def server(engine):
 
 
 def there(model, prompts, server, conditions=None, **options):
-    return ma.evaluate(
-        model, prompts, conditions, server=server.address, **({"new_tokens": LIMIT, "progress": False} | options)
-    )
+    return ma.evaluate(model, prompts, conditions, **asked_of(server, {"new_tokens": LIMIT} | options))
 
 
 def changed(model, change):
@@ -92,9 +90,9 @@ def test_an_answer_that_ends_at_the_limit_is_finished(toy, some, server):
         return made
 
     server.change = limit_first
-    whole = ma.evaluate(toy, some[:1], new_tokens=60, progress=False).answers[0]
+    whole = ma.evaluate(toy, some[:1], new_tokens=60).answers[0]
     for limit, finished in ((len(whole.tokens), False), (len(whole.tokens) + 1, True)):
-        ours = ma.evaluate(toy, some[:1], new_tokens=limit, progress=False).answers[0]
+        ours = ma.evaluate(toy, some[:1], new_tokens=limit).answers[0]
         assert ours.finished == finished
         for takes_ids, tells_ids in ((True, True), (True, False), (False, False)):
             server.takes_ids, server.tells_ids = takes_ids, tells_ids
@@ -190,7 +188,7 @@ def test_the_probe_tells_other_weights(toy, some, engine):
     figures = {}
     for name, way in ways.items():
         with running(StandIn(Engine(changed(native, way), toy.tokenizer))) as server:
-            probe = there(toy, some[:3], server, verify_server=False, new_tokens=2).provenance["probe"]
+            probe = there(toy, some[:3], server, verify=False, new_tokens=2).provenance["probe"]
             figures[name] = probe["logprob_difference"]
             assert probe["logprobs_of"] == "prompts"
             if name in ("bfloat16", "8 bits"):
@@ -257,8 +255,10 @@ def test_a_bar_says_tokens_a_second(some, server, capsys, monkeypatch):
     import tqdm.auto
 
     shown = tqdm.auto.tqdm
-    monkeypatch.setattr(tqdm.auto, "tqdm", lambda **options: shown(**(options | {"delay": 0, "mininterval": 0})))
-    there("toy:llama", some[:2], server, progress=True)
+    monkeypatch.setattr(
+        tqdm.auto, "tqdm", lambda **options: shown(**(options | {"delay": 0, "mininterval": 0, "disable": False}))
+    )
+    there("toy:llama", some[:2], server)
     assert "tokens/s" in capsys.readouterr().err
 
 
@@ -296,7 +296,7 @@ def test_a_run_does_not_go_on_with_another_model(toy, some, engine, tmp_path):
         there("toy:llama", some, server, out=path)
     assert path.read_text().splitlines() == lines[:5]
     with pytest.raises(OptionError, match=r"holds answers of another run \(\w+ differs\)"):
-        ma.evaluate(toy, some, new_tokens=LIMIT, out=path, progress=False)
+        ma.evaluate(toy, some, new_tokens=LIMIT, out=path)
 
 
 RUN = """
@@ -306,7 +306,7 @@ import mechattn as ma
 def run(path, server):
     return ma.evaluate(
         "toy:llama", ma.load_prompts("word-problems", limit=12), {"slash": ma.MeaninglessTokens("/", 20)}, samples=2,
-        new_tokens=24, batch=4, out=path, progress=False, server=server,
+        new_tokens=24, batch=4, out=path, server=server,
     )
 
 if __name__ == "__main__":

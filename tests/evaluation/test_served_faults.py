@@ -9,8 +9,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError, ServerError
-from mechattn.evaluation.served import answering, connection
-from tests.evaluation.stand_in import StandIn, running
+from mechattn.evaluation import completions, served_answers
+from tests.evaluation.stand_in import StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
 KEY = "sk-4f1d-never-to-be-seen"
@@ -23,16 +23,16 @@ def some():
 
 @pytest.fixture(scope="module")
 def here(toy, some):
-    return ma.evaluate(toy, some, {"slash": SLASH}, new_tokens=20, progress=False)
+    return ma.evaluate(toy, some, {"slash": SLASH}, new_tokens=20)
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(connection, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
 
 
 def there(prompts, server, **options):
-    given = {"new_tokens": 20, "progress": False, "batch": 4, "server": server.address} | options
+    given = asked_of(server, {"new_tokens": 20, "batch": 4} | options)
     return ma.evaluate("toy:llama", prompts, {"slash": SLASH}, **given)
 
 
@@ -60,7 +60,7 @@ def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_pat
     often = 12 if fault in ("slow", "cut") else 3  # those wait half a second
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine, fault=lambda number: fault if number % often == 2 else None)) as server:
-        made = there(some, server, out=path, server_timeout=1.0 if fault == "slow" else 60)
+        made = there(some, server, out=path, timeout=1.0 if fault == "slow" else 60)
         assert len(server.asked) > 1 + 4 * 12 + 12, "nothing was asked for again"
     assert as_told(made.answers) == as_told(here.answers)
     written = rows(path)
@@ -75,7 +75,7 @@ def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_pat
         ("half", r"gives no readable answer \(its JSON is incomplete"),
         ("twice", r"it has 2 choices, but one was requested"),
         ("aborted", r"was not finished: finish_reason is 'abort'"),
-        ("another", r"answers as 'another', but served_model is 'toy'"),
+        ("another", r"answers as 'another', but 'toy' was asked for"),
     ],
     ids=str,
 )
@@ -98,7 +98,7 @@ def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tm
 def test_answers_that_are_under_way_beside_a_failure_are_kept(some, engine, tmp_path, monkeypatch):
     """Four at once, one of which fails for good: the three others are written before the error is raised."""
     path = tmp_path / "answers.jsonl"
-    monkeypatch.setattr(answering, "stretches", lambda todo, seed: [todo])
+    monkeypatch.setattr(served_answers, "stretches", lambda todo, seed: [todo])
 
     def fault(number):
         if of_answers(server, number) == 0:
@@ -123,7 +123,7 @@ def test_no_more_at_once_than_asked_for(some, engine):
 
     made.fault = until_three_wait
     with running(made) as server:
-        there(some[:2], server, batch=3, verify_server=False)
+        there(some[:2], server, batch=3, verify=False)
         assert server.busiest == 3
 
 
@@ -145,13 +145,13 @@ def test_nobody_is_there(some):
     with pytest.raises(
         ServerError, match=r"the server at http://127\.0\.0\.1:9/v1 cannot be reached, or closed the connection"
     ):
-        ma.evaluate("toy:llama", some, server="http://127.0.0.1:9/v1", progress=False)
+        ma.evaluate("toy:llama", some, server="http://127.0.0.1:9/v1")
     assert time.monotonic() - began < 60  # and not after all the retries of an answer
 
 
 def test_another_name(some, engine):
     with running(StandIn(engine)) as server, pytest.raises(ServerError, match=r"answers 404: .*does not exist"):
-        there(some, server, served_model="qwen")
+        there(some, server, model="qwen")
 
 
 def test_certificates_are_checked(some, engine, monkeypatch):
@@ -176,19 +176,17 @@ def test_the_key_goes_to_the_server_alone(some, engine, tmp_path, monkeypatch, c
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-another-account")
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine, key=KEY)) as server:
-        made = there(some[:2], server, server_key="LAB_KEY", out=path)
+        made = there(some[:2], server, key="LAB_KEY", out=path)
         assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
         assert not any("another-account" in value for headers in server.headers for value in headers.values())
         monkeypatch.setenv("LAB_KEY", KEY + "x")  # it is refused, and repeated
-        with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer ….*server_key=") as refused:
-            there(some[:2], server, server_key="LAB_KEY", out=tmp_path / "more.jsonl")
+        with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer ….*key=") as refused:
+            there(some[:2], server, key="LAB_KEY", out=tmp_path / "more.jsonl")
         with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer none"):
             there(some[:2], server)
-    from mechattn.evaluation.served.server import server_given
-
-    given = server_given(server.address, None, "LAB_KEY", 1.0, True)
+    given = ma.Server(server.address, key="LAB_KEY")
     causes = [refused.value, refused.value.__cause__]
     told = [path.read_text(), caplog.text, repr(made.provenance), repr(given), str(given), *map(str, causes)]
     told += [*capsys.readouterr(), refused.exconly()]
-    assert given.key == KEY + "x"
+    assert given.secret == KEY + "x"
     assert not any(KEY in text for text in told)

@@ -8,8 +8,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, ServerError
-from mechattn.evaluation.served import connection
-from tests.evaluation.stand_in import StandIn, running
+from mechattn.evaluation import completions
+from tests.evaluation.stand_in import StandIn, asked_of, running
 
 KEY = "sk-4f1d-never-to-be-seen"
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -22,13 +22,13 @@ def some():
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(connection, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
 
 
 def there(prompts, server, **options):
-    given = {"new_tokens": 12, "progress": False, "server": server.address} | options
+    given = asked_of(server, {"new_tokens": 12} | options)
     return ma.evaluate("toy:llama", prompts, **given)
 
 
@@ -39,7 +39,7 @@ def test_nothing_of_the_environment_is_sent(some, engine, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "of-another")
     with running(StandIn(engine, key=KEY)) as server:
-        there(some, server, server_key="LAB_KEY")
+        there(some, server, key="LAB_KEY")
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
     assert not any("of-another" in value for headers in server.headers for value in headers.values())
 
@@ -145,7 +145,7 @@ def test_a_key_that_is_repeated_is_shown_nowhere(some, engine, where, tmp_path, 
 
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine, change=change, raw=raw)) as server, pytest.raises(ServerError) as refused:
-        there(some, server, server_key="LAB_KEY", out=path, new_tokens=40)
+        there(some, server, key="LAB_KEY", out=path, new_tokens=40)
     told = [path.read_text(), caplog.text, *capsys.readouterr(), str(refused.value), refused.exconly()]
     assert KEY not in "".join(told)
     assert "repeats the key" in str(refused.value) or where in ("error", "redirect")
@@ -155,14 +155,14 @@ def test_a_key_that_is_repeated_is_shown_nowhere(some, engine, where, tmp_path, 
 def test_a_key_that_no_header_can_carry(some, key, monkeypatch):
     monkeypatch.setenv("LAB_KEY", key)
     with pytest.raises(OptionError, match="holds a space, a line break or a character outside ASCII") as refused:
-        ma.evaluate("toy:llama", some, server="http://127.0.0.1:9/v1", server_key="LAB_KEY")
+        ma.evaluate("toy:llama", some, server=ma.Server("http://127.0.0.1:9/v1", key="LAB_KEY"))
     assert "1234567" not in str(refused.value)
 
 
 @pytest.mark.parametrize("of", ["head", "content"])
 def test_an_answer_that_never_ends_is_given_up(some, engine, of, monkeypatch):
     """One byte after the other, each within the time that is allowed for the whole."""
-    monkeypatch.setattr(connection, "_RETRIES", 0)
+    monkeypatch.setattr(completions, "_RETRIES", 0)
 
     def drip(handler):
         if handler.command == "GET":
@@ -182,9 +182,9 @@ def test_an_answer_that_never_ends_is_given_up(some, engine, of, monkeypatch):
     try:
         with (
             running(StandIn(engine, raw=drip)) as server,
-            pytest.raises(ServerError, match=r"gives no answer within 0\.4 s \(server_timeout\)"),
+            pytest.raises(ServerError, match=r"gives no answer within 0\.4 s \(timeout\)"),
         ):
-            there(some, server, server_timeout=0.4)
+            there(some, server, timeout=0.4)
     finally:
         gone.set()
 
@@ -220,10 +220,10 @@ def test_an_odd_reply_is_an_error_or_nothing(toy, some, engine, given):
 
     with running(StandIn(engine, change=change, raw=raw)) as server:
         if message is None:
-            assert len(ma.evaluate(toy, some, new_tokens=12, progress=False, server=server.address).answers) == 2
+            assert len(ma.evaluate(toy, some, new_tokens=12, server=server.address).answers) == 2
         else:
             with pytest.raises(ServerError, match=message):
-                ma.evaluate(toy, some, new_tokens=12, progress=False, server=server.address)
+                ma.evaluate(toy, some, new_tokens=12, server=server.address)
 
 
 @pytest.mark.parametrize("longest", ["4096", -1, 10.5, [], True])
@@ -238,9 +238,9 @@ def test_a_list_of_models_that_is_none(some, engine, data):
         return handler.command == "GET" and (handler.send(200, {"data": data}) or True)
 
     with running(StandIn(engine, raw=raw)) as server:
-        with pytest.raises(ServerError, match="it lists none: give served_model="):
+        with pytest.raises(ServerError, match="it lists none: give model="):
             there(some, server)
-        assert len(there(some, server, served_model="toy").answers) == 2
+        assert len(there(some, server, model="toy").answers) == 2
 
 
 @pytest.mark.parametrize("tells", ["ids", "text"])
@@ -256,7 +256,7 @@ def test_a_server_without_a_count_of_what_it_read(some, engine, tells):
             server.change = lambda made: change(made | {"choices": [made["choices"][0] | {"prompt_token_ids": None}]})
         with pytest.raises(ServerError, match=r"says neither how many tokens it has read \(usage\.prompt_tokens\)"):
             there(some, server)
-        assert there(some, server, verify_server=False).provenance["probe"]["counted"] is False
+        assert there(some, server, verify=False).provenance["probe"]["counted"] is False
 
 
 def test_a_proxy_of_the_environment_gets_nothing_for_this_machine(some, engine, monkeypatch):
@@ -267,7 +267,7 @@ def test_a_proxy_of_the_environment_gets_nothing_for_this_machine(some, engine, 
         assert server.headers
         assert not proxy.headers
         with pytest.warns(UserWarning, match=r"go through the environment's proxy .*can read prompts and key"):
-            ma.evaluate("toy:llama", some, new_tokens=12, progress=False, server="http://models.example/v1")
+            ma.evaluate("toy:llama", some, new_tokens=12, server="http://models.example/v1")
         assert {headers["host"] for headers in proxy.headers} == {"models.example"}
 
 

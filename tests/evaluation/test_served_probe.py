@@ -8,8 +8,8 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation.served.server_probe import ALIKE, Known, stretches
-from tests.evaluation.stand_in import Engine, StandIn, running
+from mechattn.evaluation.server_probe import ALIKE, Known, stretches
+from tests.evaluation.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
 
@@ -20,7 +20,7 @@ def some():
 
 
 def there(model, prompts, server, **options):
-    given = {"new_tokens": 12, "progress": False, "server": server.address, "batch": 4} | options
+    given = asked_of(server, {"new_tokens": 12, "batch": 4} | options)
     return ma.evaluate(model, prompts, SLASH, **given)
 
 
@@ -49,7 +49,7 @@ def test_weights_with_noise_are_refused(toy, some, noisy, tells):
     with running(StandIn(noisy, **TELLS[tells])) as server:
         with pytest.raises(ServerError, match=r"\d\d % \[\d\d, \d\d\] of 16 greedy answers are alike"):
             there(toy, some, server)
-        probe = there(toy, some[:1] if tells == "all" else some, server, verify_server=False).provenance["probe"]
+        probe = there(toy, some[:1] if tells == "all" else some, server, verify=False).provenance["probe"]
     if tells != "all":
         assert 0.2 < probe["alike"] < ALIKE - 0.1
         assert 0 < probe["alike_low"] < probe["alike"] < probe["alike_high"] < 1

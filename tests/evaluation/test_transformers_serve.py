@@ -12,7 +12,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import PromptError, ServerError
-from mechattn.model.toys import toy_folder
+from mechattn.model.checkpoint import toy_folder
 
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 55),
@@ -65,10 +65,10 @@ def server(tmp_path_factory):
 
 def compared(toy, server, limit):
     prompts = ma.load_prompts("word-problems", limit=limit)
-    here = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=60, progress=False)
+    here = ma.evaluate(toy, prompts, CONDITIONS, new_tokens=60)
     there = ma.evaluate(
-        toy, prompts, CONDITIONS, new_tokens=60, progress=False, batch=8, server=server,
-        served_model=str(toy_folder("toy:llama")),
+        toy, prompts, CONDITIONS, new_tokens=60, batch=8,
+        server=ma.Server(server, str(toy_folder("toy:llama"))),
     )  # fmt: skip
     assert there.provenance["probe"]["sent"] == "text"
     assert there.provenance["probe"]["alike"] == 1.0
@@ -98,12 +98,12 @@ def test_answers_under_every_condition_are_those_of_the_loop_here(toy, server):
 @pytest.mark.slow
 def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
-    asked = {"server": server, "served_model": str(toy_folder("toy:llama")), "new_tokens": 10, "progress": False}
+    asked = {"server": ma.Server(server, str(toy_folder("toy:llama"))), "new_tokens": 10}
     with pytest.raises(PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"):
         ma.evaluate("toy:llama", prompts, {"shuffled": ma.conditions.ShuffledSentence(20)}, **asked)
     with pytest.raises(ServerError, match="does not sample"):
         ma.evaluate("toy:llama", prompts, samples=2, **asked)
     with pytest.raises(ServerError, match=r"answers 400: .*Server is pinned to"):
-        ma.evaluate("toy:llama", prompts, **(asked | {"served_model": "another"}))
+        ma.evaluate("toy:llama", prompts, **(asked | {"server": ma.Server(server, "another")}))
     with pytest.raises(ServerError, match=r"has read \d+ tokens of a prompt that has"):
         ma.evaluate("toy:falcon", prompts, **asked)

@@ -13,7 +13,7 @@ SWEEP = ma.sweep(ma.MeaninglessTokens("/"), count=[3, 9, 25])
 
 @pytest.fixture(scope="module")
 def result():
-    return ma.run("toy:llama", ma.load_prompts("word-problems", limit=6), SWEEP, progress=False)
+    return ma.run("toy:llama", ma.load_prompts("word-problems", limit=6), SWEEP)
 
 
 def test_attention_less_its_null(result):

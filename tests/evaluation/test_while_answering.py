@@ -42,12 +42,12 @@ def evaluation(toy, prompts):
 
 @pytest.fixture(scope="module")
 def measured(toy, prompts):
-    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, progress=False)
+    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH)
 
 
 @pytest.fixture(scope="module")
 def predicting(toy, prompts):
-    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, predicting=True, progress=False)
+    return ma.while_answering(toy, evaluation(toy, prompts), prompts[:6], SLASH, predicting=True)
 
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["reading", "predicting"])
@@ -86,10 +86,10 @@ def test_the_answers_of_a_real_model_are_those_that_it_wrote(temperature):
     some = [
         ma.Prompt(text, id=text, solution="1") for text in ("Once upon a time", "One day, Lily", "The big red ball")
     ]
-    made = ma.evaluate(model, some, new_tokens=60, temperature=temperature, progress=False)
+    made = ma.evaluate(model, some, new_tokens=60, temperature=temperature)
     made = Evaluation((*made.answers[:2], replace(made.answers[2], tokens=ids_of(model, "Lily ran."))), made.provenance)
     for predicting in (False, True):
-        measured = ma.while_answering(model, made, some, predicting=predicting, progress=False)
+        measured = ma.while_answering(model, made, some, predicting=predicting)
         for i, (prompt, answer) in enumerate(zip(some, made.answers, strict=True)):
             read = ma.Baseline().apply(prompt, model)
             ids = torch.cat([read.tokens, torch.tensor(answer.tokens)])
@@ -214,7 +214,7 @@ def test_the_figure_shows_the_table():
 
 def test_dose_curves_hold_accuracy_and_attention(toy, prompts):
     conditions = ma.sweep(SLASH["slash"], count=[3, 9])
-    result = ma.run(toy, prompts[:4], conditions, progress=False)
+    result = ma.run(toy, prompts[:4], conditions)
     right = {"baseline": 1, "count=3": 1, "count=9": 0}
     answers = tuple(
         GradedAnswer(str(p), name, 0, "", (1,), "1", "1", bool(value), True)
@@ -227,4 +227,4 @@ def test_dose_curves_hold_accuracy_and_attention(toy, prompts):
     change = 100 * float(result.verdict("count=9").change.estimate)
     assert figure.data[1].y[-1] == pytest.approx(change)
     with pytest.raises(OptionError, match="'count=9' was evaluated but not the other"):
-        ma.render.dose_curves(accuracy, ma.run(toy, prompts[:3], {"count=3": conditions["count=3"]}, progress=False))
+        ma.render.dose_curves(accuracy, ma.run(toy, prompts[:3], {"count=3": conditions["count=3"]}))

@@ -10,9 +10,10 @@ import pytest
 
 import mechattn as ma
 from mechattn.results.merge import merge_results
-from mechattn.store.listed import Listed
 from mechattn.store.objects import Store
-from mechattn.store.writing import chunk_of, copied
+from mechattn.store.pieces import chunk_of, copied
+from mechattn.store.reading import Listed
+from tests.conftest import run_part
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +26,7 @@ def read_on_demand():
 
 @pytest.fixture(scope="module")
 def small(toy, prompts):
-    return ma.run(toy, prompts[:7], {"slash": ma.MeaninglessTokens(count=5)}, layers=[0], progress=False)
+    return ma.run(toy, prompts[:7], {"slash": ma.MeaninglessTokens(count=5)}, layers=[0])
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):
     parts, conditions = [[0, 3, 4, 6], [1, 2, 5]], {"slash": ma.MeaninglessTokens(count=5)}
     for number, places in enumerate(parts):
         some = [prompts[place] for place in places]
-        made = ma.run(toy, some, conditions, layers=[0], places=places, progress=False)
+        made = run_part(toy, some, conditions, layers=[0], places=places)
         copied(made, Store(tmp_path / f"{number}.zarr"))
     merged = merge_results([ma.load_result(tmp_path / f"{number}.zarr") for number in (0, 1)])
     got = merged["received_attention"].received_by_segment.chunk(prompt=2)

@@ -10,9 +10,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.results.lazy_arrays import is_lazy
+from mechattn.results.arrays import is_lazy
 from mechattn.store.objects import Store
-from mechattn.store.shard_merging import merge_stored
+from mechattn.store.saving import merge_stored
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,14 @@ def bucket():
 def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mechattn.store.reading.SHARE", 2**60)
-    job = ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
+    job = ma.Job(
+        "toy:llama",
+        prompts[:5],
+        {"slash": ma.MeaninglessTokens(count=2)},
+        options=ma.RunOptions(layers=[0]),
+        chunk=2,
+        verify=False,
+    )
     small, large = ma.run_job(job, "small.zarr"), job
     result = ma.run_job(large, f"{bucket}/r.zarr")
     assert is_lazy(result)
@@ -65,9 +72,16 @@ class Killed(BaseException):
 def test_a_run_that_was_killed_goes_on(bucket, prompts, tmp_path, monkeypatch, objects):
     """Over an older result, of which nothing is mixed in."""
     monkeypatch.chdir(tmp_path)
-    job = ma.Job("toy:llama", prompts[:5], {"slash": ma.MeaninglessTokens(count=2)}, layers=[0], chunk=2, verify=False)
+    job = ma.Job(
+        "toy:llama",
+        prompts[:5],
+        {"slash": ma.MeaninglessTokens(count=2)},
+        options=ma.RunOptions(layers=[0]),
+        chunk=2,
+        verify=False,
+    )
     expected, place = ma.run_job(job, "small.zarr").digest(), f"{bucket}/killed-{objects}.zarr"
-    ma.run_job(replace(job, seed=1, layers=[1]), place)
+    ma.run_job(replace(job, options=ma.RunOptions(seed=1, layers=[1])), place)
     put, left = Store.put, [objects]
 
     def dying(self, name, content):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from mechattn.functional import activation_statistics as fn
+from mechattn.functional import activations as fn
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from mechattn.errors import OptionError
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
-from mechattn.functional.redistribution import as_control, known_form, redistribute
+from mechattn.functional.activations import as_control, keyed_uniform, known_form, redistribute, token_keys
 
 SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
 FORMS = [*SHARES, "gemma"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformer_lens import head_detector
 
-from mechattn.functional.repeats import has_repeat, looked_up_mass, masked_mass, repeated_mass
+from mechattn.functional.focus import has_repeat, looked_up_mass, masked_mass, repeated_mass
 
 LENGTH, HEADS = 23, 3
 PATTERNS = {

@@ -11,7 +11,7 @@ from mechattn.errors import OptionError
 from mechattn.functional import affine as fn
 from mechattn.model import hooks
 from mechattn.model.architectures import tiny_model
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.sequences import pad_right
 
 SHORT = [ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n)) for n in (3, 7)]
@@ -25,7 +25,7 @@ def any_toy(request):
 
 
 def shift_of(model, prompts, **conditions):
-    return ma.run(model, prompts, conditions, [ma.analyses.AffineShift(), ma.ReceivedAttention()], progress=False)
+    return ma.run(model, prompts, conditions, [ma.analyses.AffineShift(), ma.ReceivedAttention()])
 
 
 class Parts:
@@ -258,8 +258,7 @@ def test_both_engines_hide_and_keep_alike(prompts):
         conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
         analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
         streamed, hooked = (
-            ma.run(model, prompts[:3], conditions, analyses, engine=engine, progress=False)
-            for engine in ("streaming", "hooks")
+            ma.run(model, prompts[:3], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
         )
         for analysis, quantity in (("received_attention", "received_by_segment"), ("segment_flow", "value_flow")):
             gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
@@ -55,9 +55,7 @@ def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prom
     after, _, _ = attention_outputs(model, made, layer)
     applied, _, _ = attention_outputs(model, baseline, layer, recorded, prompt=prompt.id)
     missing = (after[~made.inserted] - applied).norm(dim=-1) / after[~made.inserted].norm(dim=-1)
-    result = ma.run(
-        model, [prompt], {"slash": SLASH}, ma.analyses.AffineShift(per_query=True), positions="prompts", progress=False
-    )
+    result = ma.run(model, [prompt], {"slash": SLASH}, ma.analyses.AffineShift(per_query=True), positions="prompts")
     at = result["affine_shift"].relative_error_at_by_origin_per_prompt.sel(condition="slash", layer=layer)[0]
     predicted = at.transpose("original_key", "head").values[: len(missing)]
     np.testing.assert_allclose(missing.numpy(), predicted, atol=2e-5)
@@ -94,7 +92,7 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
         "map": ma.Baseline(intervention=recorded),
         "scale": ma.Baseline(intervention=recorded.only("scale")),
     }
-    result = ma.run(toy, prompts[:5], conditions, ma.analyses.MlpActivations(), layers=[0], progress=False)
+    result = ma.run(toy, prompts[:5], conditions, ma.analyses.MlpActivations(), layers=[0])
     table = result.agreement("tokens", "map").set_index("other")
     assert table.cosine["map"] > 0.99999
     assert table.cosine["scale"] < 0.99

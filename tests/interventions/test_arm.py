@@ -5,10 +5,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
-from mechattn.functional.redistribution import redistribute
+from mechattn.functional.activations import keyed_uniform, redistribute, token_keys
+from mechattn.model.checkpoint import toy_names
 from mechattn.model.patch.nonlinearities import at_nonlinearity
-from mechattn.model.toys import toy_names
 
 ARM = ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1))
 
@@ -49,7 +48,7 @@ def test_on_a_model_it_is_the_function(name):
 def test_zero_strength_gives_the_same_bits(toy, prompts):
     def measured(condition):
         analyses = [ma.analyses.MlpActivations(), ma.ReceivedAttention()]
-        return ma.run(toy, prompts[:4], {"x": condition}, analyses, progress=False)
+        return ma.run(toy, prompts[:4], {"x": condition}, analyses)
 
     every = (0, 1, 2, 3)
     one, nothing, something = (
@@ -68,7 +67,7 @@ def test_batches_and_order_decide_nothing(toy, prompts):
 
     def measured(some, memory):
         conditions = {"slash": ma.MeaninglessTokens("/", 20).under(ARM), "arm": ma.Baseline(intervention=ARM)}
-        result = ma.run(toy, some, conditions, ma.analyses.MlpActivations(), memory=memory, progress=False)
+        result = ma.run(toy, some, conditions, ma.analyses.MlpActivations(), memory=memory)
         return result["mlp_activations"].sel(prompt=[p.id for p in prompts[:5]])
 
     one = measured(prompts[:5], "2GiB")
@@ -76,16 +75,16 @@ def test_batches_and_order_decide_nothing(toy, prompts):
         for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
             np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
     seeds = ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1))
-    other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.analyses.MlpActivations(), progress=False)["mlp_activations"]
+    other = ma.run(toy, prompts[:5], {"arm": seeds}, ma.analyses.MlpActivations())["mlp_activations"]
     assert float(abs(other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")).max()) > 0.01
 
 
 def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
     slash = ma.MeaninglessTokens("/", 20)
-    alone = ma.run(toy, prompts[:3], {"slash": slash}, ma.analyses.MlpActivations(), progress=False)["mlp_activations"]
-    beside = ma.run(
-        toy, prompts[:3], {"slash": slash, "arm": slash.under(ARM)}, ma.analyses.MlpActivations(), progress=False
-    )["mlp_activations"]
+    alone = ma.run(toy, prompts[:3], {"slash": slash}, ma.analyses.MlpActivations())["mlp_activations"]
+    beside = ma.run(toy, prompts[:3], {"slash": slash, "arm": slash.under(ARM)}, ma.analyses.MlpActivations())[
+        "mlp_activations"
+    ]
     for condition in ("baseline", "slash"):
         one, other = (d.l1_by_segment.sel(condition=condition) for d in (alone, beside))
         np.testing.assert_allclose(one, other, rtol=1e-5)

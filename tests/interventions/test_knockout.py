@@ -12,7 +12,7 @@ SLASH = ma.MeaninglessTokens("/", 20)
 
 def measured(model, prompts, conditions, engine, layers=None):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
-    return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers, progress=False)
+    return ma.run(model, prompts[:3], conditions, analyses, engine=engine, layers=layers)
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
@@ -65,9 +65,7 @@ def test_a_token_always_sees_itself(toy, engine):
     condition = ma.Baseline(
         intervention=ma.interventions.Knockout("question", ("bos", "template", "system", "question"))
     )
-    result = ma.run(
-        toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine, progress=False
-    )
+    result = ma.run(toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine)
     mass = result["received_attention"].mass_by_segment.sel(condition="alone", segment="question")
     np.testing.assert_allclose(mass, 1, atol=1e-6)
     assert float(result["received_attention"].mass_by_segment.sel(condition="baseline", segment="question").max()) < 1
@@ -92,7 +90,7 @@ def test_a_model_that_takes_no_notice_is_found(tokenizer):
     model = ma.load_model(tiny_model("GPT-Neo", len(tokenizer)), tokenizer=tokenizer)
     for analysis in (ma.ReceivedAttention(), ma.analyses.MlpActivations("absolute", 0.01)):
         with pytest.raises(ModelError, match="has no effect here"):
-            ma.run(model, "Tom has 3 apples.", {"x": SLASH.masked()}, analysis, engine="hooks", progress=False)
+            ma.run(model, "Tom has 3 apples.", {"x": SLASH.masked()}, analysis, engine="hooks")
 
 
 def test_two_cuts_at_once_are_refused():

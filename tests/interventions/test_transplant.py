@@ -10,7 +10,7 @@ import mechattn as ma
 from mechattn.evaluation.generate import Request, _Padded, answers, native_of
 from mechattn.interventions.intervention import Target
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 
 FUSED = ("GPT-2", "GPT-NeoX", "Falcon (RoPE)", "Phi-3", "MPT")
 
@@ -159,7 +159,7 @@ def test_in_run(toy):
             ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers=3)
         ),
     }
-    result = ma.run(toy, prompts, conditions, ma.ReceivedAttention(), progress=False)
+    result = ma.run(toy, prompts, conditions, ma.ReceivedAttention())
     received = result["received_attention"].received_by_segment
 
     def change(condition):

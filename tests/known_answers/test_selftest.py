@@ -7,8 +7,7 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import ModelError
-from mechattn.known_answers import handmade, published, spans
-from mechattn.known_answers import known_heads as heads
+from mechattn.known_answers import known_heads, selftest
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
 
 
@@ -25,12 +24,12 @@ def test_every_answer_is_found(models):
 
 
 def test_published_models(models):
-    assert outcomes(published.sorting(str(models / "llm-viz-sort"))) == ["passed"] * 8
-    assert outcomes(published.story(str(models / "stories260K"))) == ["passed"]
+    assert outcomes(selftest.sorting(str(models / "llm-viz-sort"))) == ["passed"] * 8
+    assert outcomes(selftest.story(str(models / "stories260K"))) == ["passed"]
 
 
 def test_another_models_activations_are_noticed(models, monkeypatch):  # negative control
-    loaded = published.load_model
+    loaded = selftest.load_model
 
     def changed(place):
         model = loaded(place)
@@ -38,32 +37,32 @@ def test_another_models_activations_are_noticed(models, monkeypatch):  # negativ
             model.blocks[0].attn.q.weight.mul_(1.00001)
         return model
 
-    monkeypatch.setattr(published, "load_model", changed)
-    found = {a.known.split(",")[0]: a.outcome for a in published.sorting(str(models / "llm-viz-sort"))}
+    monkeypatch.setattr(selftest, "load_model", changed)
+    found = {a.known.split(",")[0]: a.outcome for a in selftest.sorting(str(models / "llm-viz-sort"))}
     assert found["q of layer 0"] == "failed"
     assert found["k of layer 0"] == "passed"
 
 
 def test_another_text_is_noticed(models, monkeypatch):  # negative control
-    monkeypatch.setattr(published, "_TEXT", published._TEXT.replace("red ball", "blue ball"))
-    (answer,) = published.story(str(models / "stories260K"))
+    monkeypatch.setattr(selftest, "_TEXT", selftest._TEXT.replace("red ball", "blue ball"))
+    (answer,) = selftest.story(str(models / "stories260K"))
     assert answer.outcome == "failed"
     assert "then 'red ball" in answer.found
 
 
 def test_handmade_heads():
-    answers = list(heads.handmade_heads())
-    assert outcomes(answers) == ["passed"] * len(handmade.HEADS)
+    answers = list(known_heads.handmade_heads())
+    assert outcomes(answers) == ["passed"] * len(known_heads.HEADS)
 
 
 def test_a_head_that_does_something_else_is_noticed(monkeypatch):  # negative control
-    monkeypatch.setitem(handmade.HEADS, (0, 3), "induction")
-    assert [a.outcome for a in heads.handmade_heads() if a.known.startswith("0.3")] == ["failed"]
+    monkeypatch.setitem(known_heads.HEADS, (0, 3), "induction")
+    assert [a.outcome for a in known_heads.handmade_heads() if a.known.startswith("0.3")] == ["failed"]
 
 
 def test_handmade_patterns_by_loops():
     """The pattern of the induction head is what its definition says, key by key, in plain transformers."""
-    model = handmade.handmade_model()
+    model = known_heads.handmade_model()
     model.set_attn_implementation("eager")
     tokens = [47, 5, 9, 2, 30, 5, 9, 2, 30]
     with torch.no_grad():
@@ -80,12 +79,12 @@ def test_handmade_patterns_by_loops():
 
 def test_before_it_has_learned_no_induction_head_is_found():
     """A model that was trained for a few steps copies nothing, and fails each of the three answers."""
-    answers = list(heads.trained_heads(steps=5))
+    answers = list(known_heads.trained_heads(steps=5))
     assert outcomes(answers) == ["failed"] * 6 + ["passed"]
 
 
 def test_what_can_be_foreseen():
-    tokens, foreseen = spans.repeated_spans(8, torch.Generator().manual_seed(0))
+    tokens, foreseen = known_heads.repeated_spans(8, torch.Generator().manual_seed(0))
     for row, known in zip(tokens.tolist(), foreseen.tolist(), strict=True):
         for place, sure in enumerate(known):
             pair = any(row[p : p + 2] == row[place - 1 : place + 1] for p in range(place - 1))
@@ -93,8 +92,8 @@ def test_what_can_be_foreseen():
 
 
 def test_nothing_is_there():
-    assert outcomes(published.sorting(None)) == ["not tried"] * 2
-    assert outcomes(published.story("./nowhere")) == ["not tried"]
+    assert outcomes(selftest.sorting(None)) == ["not tried"] * 2
+    assert outcomes(selftest.story("./nowhere")) == ["not tried"]
     with pytest.raises(ModelError, match="there is no folder of models at nowhere; it should hold stories260K and"):
         ma.selftest("nowhere")
 

@@ -13,6 +13,7 @@ import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.results.provenance import set_hash
 from mechattn.store.result_bytes import packed, unpacked
+from tests.conftest import run_part
 
 CONDITIONS = ["baseline", "slash"]
 
@@ -142,7 +143,7 @@ def alone(toy, prompts):
     def run(chosen, **options):
         options = {"positions": "moments", "memory": "0.1MiB", "seed": 4} | options
         some = [prompts[i] for i in chosen]
-        return ma.run(toy, some, conditions, analyses, layers=[0, 2], progress=False, places=chosen, **options)
+        return run_part(toy, some, conditions, analyses, layers=[0, 2], places=chosen, **options)
 
     return run
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
-from mechattn.analysis.attention_map import AttentionMap
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis.received_attention import AttentionMap
 from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.model import hooks
 from mechattn.model.architectures import tiny_model
@@ -94,7 +94,7 @@ def measured(family, model, prompts):
     assert {type(analysis) for analysis in analyses} | {AttentionMap, ma.analyses.SegmentLogits} == set(
         OF_ROWS
     )  # which have no null
-    return ma.run(model, prompts, conditions(family), analyses, positions="prompts", progress=False)
+    return ma.run(model, prompts, conditions(family), analyses, positions="prompts")
 
 
 def departures(result, kind):
@@ -164,7 +164,7 @@ def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
         ma.analyses.SegmentFlow(),
         ma.analyses.AffineShift(),
     ]
-    result = ma.run(model, answered, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, progress=False)
+    result = ma.run(model, answered, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
     for quantity in ("received", "mass", "distance", "entropy", "entropy_share", "self_mass", "first_mass", "scale"):
         table = result.compare("slash", quantity=quantity, resamples=99).set_index(["layer", "head"]).beyond.abs()
         assert table.loc[(0, 2)] > 1e-3, quantity
@@ -176,7 +176,7 @@ def test_every_quantity_has_its_null_or_says_why_not(toy, prompts):
     for kind in ANALYSES:
         if kind is ScoreDecomposition:  # not defined with RoPE
             continue
-        result = ma.run(toy, prompts[:3], conditions, kind(), layers=[0], progress=False)
+        result = ma.run(toy, prompts[:3], conditions, kind(), layers=[0])
         dataset = result[kind().name]
         for name in kind().quantities:
             assert (f"{name}_uniform" in dataset) != bool(dataset[name].attrs["no_null"]), name
@@ -188,7 +188,7 @@ def test_the_null_has_the_closed_form_where_there_is_one(family, tokenizer, answ
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
     slash = ma.MeaninglessTokens("/", 20)
     analyses = [ma.analyses.AttentionFocus(half_mass=True, per_query=True), ma.analyses.AffineShift(per_query=True)]
-    result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts", progress=False)
+    result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts")
     sequence = slash.apply(answered[0], model)
     for layer in range(2):
         window = 8 if family == "Gemma 3" and layer == 0 else 10**6

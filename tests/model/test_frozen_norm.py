@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mechattn.errors import ModelError
-from mechattn.model.frozen_norm import frozen_norm
+from mechattn.model.unembedding import frozen_norm
 
 WIDTH = 12
 

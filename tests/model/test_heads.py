@@ -6,9 +6,9 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.model_facts import facts_of
-from mechattn.model.patch.head_outputs import changing_z
-from mechattn.model.split_heads import output_projection, positions_first, split_heads
+from mechattn.model.heads import output_projection, positions_first, split_heads
+from mechattn.model.hooked import facts_of
+from mechattn.model.patch.keys_values_z import changing_z
 
 FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]
@@ -32,7 +32,7 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
     def elsewhere(shown, heads):
         return split_heads(shown.flatten(2)[..., cut.to(shown.device)], heads)
 
-    monkeypatch.setattr("mechattn.model.verify.checks.split_heads", elsewhere)
+    monkeypatch.setattr("mechattn.model.verify.layer_checks.split_heads", elsewhere)
     with pytest.raises(ma.MechattnError, match="values failed"):
         ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
 
@@ -81,10 +81,7 @@ def test_both_engines_give_the_same(latent, prompts):
         ma.analyses.AttentionSinks(),
         ma.analyses.AffineShift(),
     ]
-    made = [
-        ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine, progress=False)
-        for engine in ("streaming", "hooks")
-    ]
+    made = [ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine) for engine in ("streaming", "hooks")]
     for analysis in analyses:
         for name, one in made[0][analysis.name].items():
             if one.dtype.kind == "f" and "counts" not in str(name):

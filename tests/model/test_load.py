@@ -7,9 +7,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCau
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.architectures import random_model, tiny_model
+from mechattn.model.checkpoint import tokenizer_named
+from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
-from mechattn.model.load import tokenizer_named
-from mechattn.model.model_facts import facts_of
 from tests.model.unusual import unusual_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
@@ -42,7 +42,7 @@ def test_a_model_object_and_a_hooked_model_are_the_same(checkpoint, native):
     from_object = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
     assert from_object.tokenizer is tokenizer
     assert ma.load_model(from_object) is from_object
-    results = [ma.run(model, TEXT, progress=False) for model in (from_object, str(checkpoint))]
+    results = [ma.run(model, TEXT) for model in (from_object, str(checkpoint))]
     first, second = (result["received_attention"].received for result in results)
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
@@ -96,7 +96,7 @@ def test_a_sliding_window_is_found_and_counted():
     """Gemma 3: windowed and full layers alternate; uniform attention in a window is 1 over its width."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    from mechattn.model.toys import toy_folder
+    from mechattn.model.checkpoint import toy_folder
 
     tokenizer = AutoTokenizer.from_pretrained(toy_folder("toy:llama"))
     config = Gemma3TextConfig(
@@ -106,7 +106,7 @@ def test_a_sliding_window_is_found_and_counted():
     torch.manual_seed(0)
     model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
     assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
-    dataset = ma.run(model, TEXT, positions="prompts", progress=False)["received_attention"].isel(prompt=0, condition=0)
+    dataset = ma.run(model, TEXT, positions="prompts")["received_attention"].isel(prompt=0, condition=0)
     received = dataset.received_per_prompt.sel(layer=0).values
     tokens = ma.Baseline().apply(ma.Prompt(TEXT), model).tokens[None]
     _, cache = model.run_with_cache(tokens)
@@ -137,7 +137,7 @@ def test_local_attention_by_other_names():
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):
     hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16)
     assert next(hooked.parameters()).dtype == torch.bfloat16
-    result = ma.run(hooked, TEXT, progress=False)
+    result = ma.run(hooked, TEXT)
     assert result.provenance["model"]["dtype"] == "bfloat16"
     assert result.provenance["model"]["weights"] == "raw"
 
@@ -146,7 +146,7 @@ def test_what_transformer_lens_takes_is_passed_on(checkpoint):
     placed = ma.load_model(str(checkpoint), device_map={"": "cpu"}, n_ctx=128)
     assert placed._mechattn.report.passed
     assert placed.cfg.n_ctx == 128
-    first, second = (ma.run(m, TEXT, progress=False)["received_attention"].received for m in (placed, str(checkpoint)))
+    first, second = (ma.run(m, TEXT)["received_attention"].received for m in (placed, str(checkpoint)))
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
     )
@@ -177,7 +177,7 @@ def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
     assert model.cfg.positional_embedding_type == "none"
     said = ma.load_model(unusual_model("Granite hybrid NoPE", len(tokenizer)), tokenizer=tokenizer)
     assert not facts_of(said).report.mended
-    first, second = (ma.run(each, TEXT, progress=False)["received_attention"].received for each in (model, said))
+    first, second = (ma.run(each, TEXT)["received_attention"].received for each in (model, said))
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
     )
@@ -188,11 +188,11 @@ def test_olmo_in_half_precision(family, tokenizer):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16)
     assert "rotated queries and keys" in facts_of(model).report.mended[0]
-    half = ma.run(model, TEXT, engine="hooks", progress=False)["received_attention"].received_by_segment
+    half = ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
     assert not facts_of(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report.mended
-    whole = ma.run(
-        ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer), TEXT, engine="hooks", progress=False
-    )["received_attention"].received_by_segment
+    whole = ma.run(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer), TEXT, engine="hooks")[
+        "received_attention"
+    ].received_by_segment
     assert 0 < float(abs(half - whole).max()) < 0.1
 
 
@@ -225,9 +225,9 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = ma.load_model(tmp_path)
     assert model.tokenizer is None
-    result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]), progress=False)
+    result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]))
     assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [[1, 2, 3, 2], [4, 5, 6, 0]]
     with pytest.raises(ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids: as prompts"):
-        ma.run(model, "1 2 3", progress=False)
+        ma.run(model, "1 2 3")
     with pytest.raises(ModelError, match="has no tokenizer"):
         tokenizer_named(str(tmp_path))

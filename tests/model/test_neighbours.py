@@ -5,8 +5,8 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.model_facts import facts_of
-from mechattn.model.verify import neighbours
+from mechattn.model.hooked import facts_of
+from mechattn.model.verify import checks
 from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
 
 
@@ -30,7 +30,7 @@ def test_a_boundary_that_is_known_is_not_crossed_and_said(name, tokenizer):
 
 @pytest.mark.parametrize("at", [32, 200_000])
 def test_a_boundary_that_is_not_known_is_found_however_far_it_is(at, tokenizer, monkeypatch):
-    monkeypatch.setattr(neighbours, "boundary_of", lambda model: None)
+    monkeypatch.setattr(checks, "boundary_of", lambda model: None)
     scaling = {"rope_type": "longrope", **factors(8), "original_max_position_embeddings": at}
     made = unusual_model(
         "Llama LongRoPE", len(tokenizer), max_position_embeddings=8 * at,
@@ -57,8 +57,8 @@ def test_a_model_that_cannot_be_padded_is_said_not_to_be_checked(toy, monkeypatc
     def refuses(model, tokens, **options):
         raise NotImplementedError
 
-    monkeypatch.setattr(neighbours, "_logits", refuses)
+    monkeypatch.setattr(checks, "_logits_of", refuses)
     tokens, logits = torch.arange(5, 13)[None], torch.zeros(1, 8, toy.cfg.d_vocab)
-    check = neighbours.check_neighbours(toy, None, tokens, logits, 1e-3)
+    check = checks.check_neighbours(toy, None, tokens, logits, 1e-3)
     assert check.outcome == "not checked"
     assert "raises NotImplementedError" in check.detail

@@ -6,7 +6,7 @@ import torch
 import mechattn as ma
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.norms_once import norms_once
+from mechattn.model.hooks import norms_once
 
 TOKENS = torch.arange(5, 17)[None]
 

@@ -6,9 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.fingerprint import weights_hash
-from mechattn.model.model_facts import facts_of
-from mechattn.model.toys import toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder, toy_names
+from mechattn.model.hooked import facts_of
+from mechattn.model.weights import weights_hash
 
 
 def parameters(model):
@@ -62,7 +62,7 @@ def test_directories_and_models_of_transformers(checkpoint, tokenizer):
 
 
 def test_results_say_that_the_weights_are_random(toy):
-    about = ma.run(ma.random_weights(toy, seed=7), "Tom has 3 apples.", progress=False).provenance["model"]
+    about = ma.run(ma.random_weights(toy, seed=7), "Tom has 3 apples.").provenance["model"]
     assert about["weights"] == "random: initialised, seed 7"
     assert about["name"] == "toy:llama, random weights (initialised, seed 7)"
     assert about["verified"]

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from mechattn.model.verify.tensor_differences import compare, compare_positions
-from mechattn.model.verify.verification import Check, Report
+from mechattn.model.verify.verification import Check, Report, compare, compare_positions
 
 
 def as_on_another_cpu(expected, seed, size=1e-6):

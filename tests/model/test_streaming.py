@@ -12,10 +12,10 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import rows as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.patch import attention_calls
+from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
 from mechattn.model.verify.checks import _BY_FLAG
-from mechattn.model.verify.streamed import check_streaming
+from mechattn.model.verify.kernels import check_streaming
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(tokenizer,
     model = ma.load_model(tiny_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
     assert not why_not(model)
     assert "cannot be replaced" in check_streaming(model).detail
-    result = ma.run(model, "Tom has 3 apples and gives 2 to Mia.", progress=False)
+    result = ma.run(model, "Tom has 3 apples and gives 2 to Mia.")
     assert result.provenance["engine"] == "hooks"
     assert "cannot be replaced" in result.provenance["engine_reason"]
     with pytest.raises(ModelError, match="cannot be streamed"):
-        ma.run(model, "Tom has 3 apples and gives 2 to Mia.", engine="streaming", progress=False)
+        ma.run(model, "Tom has 3 apples and gives 2 to Mia.", engine="streaming")
 
 
 FAULTS = {
@@ -159,11 +159,11 @@ class Rotated(AnalysisBase):
 
 def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(tokenizer):
     model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
-    result = ma.run(model, "Tom has 3 apples.", analyses=Rotated(), progress=False)
+    result = ma.run(model, "Tom has 3 apples.", analyses=Rotated())
     assert (result["rotated"].norm > 0).all()
     assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires only with hooks"
     with pytest.raises(OptionError, match=r"'attn\.hook_rot_q', which doesn't fire while attention is streamed"):
-        ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming", progress=False)
+        ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming")
 
 
 def test_hooks_of_the_parts_still_fire_and_interventions_still_act(model):
@@ -217,11 +217,11 @@ def test_only_the_layers_asked_for_are_computed(tokenizer):
     model.hook_dict["unembed.hook_out"].add_perma_hook(lambda value, hook: reached.append(value.shape[1]))
     ma.load_model(model)
     for engine in ("streaming", "hooks"):
-        ma.run(model, "Tom has 3 apples.", engine=engine, progress=False)  # compares and verifies first, if need be
+        ma.run(model, "Tom has 3 apples.", engine=engine)  # compares and verifies first, if need be
         reached.clear()
-        ma.run(model, "Tom has 3 apples.", layers=[0], engine=engine, progress=False)
+        ma.run(model, "Tom has 3 apples.", layers=[0], engine=engine)
         assert reached == []
-        ma.run(model, "Tom has 3 apples.", engine=engine, progress=False)
+        ma.run(model, "Tom has 3 apples.", engine=engine)
         assert reached == [1], "one pass, and no logits, which nobody asked for"
     reached.clear()
     hooks.forward_to(model, torch.arange(5)[None], model.cfg.n_layers - 1, [])
@@ -234,4 +234,4 @@ def test_nan_is_refused_with_the_layer(tokenizer):
     model = ma.load_model(hf_model, tokenizer=tokenizer, verify=False)
     model._mechattn.streaming = check_streaming(ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer))
     with pytest.raises(ModelError, match=r"layer 1 of .* gives NaN"):
-        ma.run(model, "Tom has 3 apples.", engine="streaming", progress=False)
+        ma.run(model, "Tom has 3 apples.", engine="streaming")

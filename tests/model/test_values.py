@@ -6,11 +6,11 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import values
+from mechattn.model import heads
+from mechattn.model.heads import as_mixed, clip_of, norm_before_output
+from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns
-from mechattn.model.model_facts import facts_of
-from mechattn.model.values import as_mixed, clip_of, norm_before_output
-from mechattn.model.verify import mixed_values
+from mechattn.model.verify import layer_checks
 from tests.model.unusual import CLIPPED, GATED, unusual_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")
@@ -60,7 +60,6 @@ def test_both_engines_are_given_the_same_values(name, tokenizer):
             {"slash": SLASH},
             [ma.analyses.AffineShift(), ma.analyses.SegmentFlow()],
             engine=engine,
-            progress=False,
         )
         for engine in ("hooks", "streaming")
     ]
@@ -73,7 +72,7 @@ def test_both_engines_are_given_the_same_values(name, tokenizer):
 
 def test_clipped_scores_are_no_sum(tokenizer):
     with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*not a sum of parts"):
-        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.analyses.ScoreDecomposition()], progress=False)
+        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.analyses.ScoreDecomposition()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +80,7 @@ def test_clipped_scores_are_no_sum(tokenizer):
 def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
     model = loaded(name, tokenizer, dtype=dtype)
     assert "times a gate of its query (sigmoid)" in facts_of(model).report.limited["values"]
-    assert ma.run(model, PROMPT, {"slash": SLASH}, progress=False).provenance["model"]["verified"]
+    assert ma.run(model, PROMPT, {"slash": SLASH}).provenance["model"]["verified"]
     with pytest.raises(ModelError, match=r"times a gate .*λ and Σσ describe pattern · v"):
         ma.record_affine(model, PROMPT, SLASH, layers=attention_layers(model)[0])
 
@@ -90,7 +89,7 @@ def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
     model = loaded("BitNet", tokenizer)
     assert "after a norm over all heads (attn_sub_norm)" in facts_of(model).report.limited["values"]
     assert norm_before_output(model, 0) == "attn_sub_norm"
-    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()], progress=False)
+    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()])
     for analysis in (
         ma.analyses.HeadUpdates(),
         ma.analyses.TopTargetUpdates(),
@@ -98,7 +97,7 @@ def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
         ma.analyses.AttentionSinks(),
     ):
         with pytest.raises(ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"):
-            ma.run(model, PROMPT, {"slash": SLASH}, [analysis], progress=False)
+            ma.run(model, PROMPT, {"slash": SLASH}, [analysis])
     with pytest.raises(ModelError, match="cannot be applied to z"):
         ma.record_affine(model, PROMPT, SLASH)
 
@@ -122,13 +121,13 @@ def test_most_models_do_neither(tokenizer, toy):
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
     """As for a step that nobody has met yet."""
     nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
-    monkeypatch.setattr(values if without == "norm_of_values" else mixed_values, without, nothing[without])
+    monkeypatch.setattr(heads if without == "norm_of_values" else layer_checks, without, nothing[without])
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 
 
 def test_a_clip_that_is_not_known_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(mixed_values, "as_mixed", lambda model, layer, v: v)
+    monkeypatch.setattr(layer_checks, "as_mixed", lambda model, layer, v: v)
     with pytest.raises(ModelError, match=r"its attention has clip_qkv=0.5"):
         loaded("OLMo clipped", tokenizer)
 

@@ -5,8 +5,8 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import toy_names
 from mechattn.model.hooks import attention_layers
-from mechattn.model.toys import toy_names
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -40,10 +40,7 @@ def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
     half = ma.load_model("toy:llama", dtype=dtype)
     assert ma.verify_model(half).passed
     slash = {"slash": ma.MeaninglessTokens()}
-    got, exact = (
-        ma.run(model, prompts[:4], slash, progress=False)["received_attention"].received_by_segment
-        for model in (half, toy)
-    )
+    got, exact = (ma.run(model, prompts[:4], slash)["received_attention"].received_by_segment for model in (half, toy))
     assert got.dtype == "float32"
     bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
     assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
@@ -148,12 +145,12 @@ def test_the_table_names_both_figures_and_the_tolerance(llama):
 
 
 def test_results_say_whether_the_model_was_verified(llama, tokenizer):
-    about = ma.run(llama, TEXT, progress=False).provenance["model"]
+    about = ma.run(llama, TEXT).provenance["model"]
     assert about["verified"] is True
     unverified = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
-    assert ma.run(unverified, TEXT, progress=False).provenance["model"]["verified"] is False
+    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is False
     assert ma.verify_model(unverified).passed
-    assert ma.run(unverified, TEXT, progress=False).provenance["model"]["verified"] is True
+    assert ma.run(unverified, TEXT).provenance["model"]["verified"] is True
 
 
 def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer):
@@ -167,7 +164,7 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer):
         return bridge
 
     ours = ma.load_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
-    results = [ma.run(model, TEXT, progress=False) for model in (ours, boot("Falcon-RW (ALiBi)"))]
+    results = [ma.run(model, TEXT) for model in (ours, boot("Falcon-RW (ALiBi)"))]
     first, second = (result["received_attention"].received for result in results)
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
@@ -201,4 +198,4 @@ def test_native_twin_shares_the_parameters(llama):
 def test_layers_without_attention_are_left_out(tokenizer):
     model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     assert attention_layers(model) == [1]
-    assert ma.run(model, TEXT, progress=False)["received_attention"].layer.values.tolist() == [1]
+    assert ma.run(model, TEXT)["received_attention"].layer.values.tolist() == [1]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mechattn.pages.first_screen import Change, changes, picture, sentence
+from mechattn.pages.first_screen import Change, ShownModel, changes, picture, sentence
 from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
@@ -19,7 +19,7 @@ LESS = (-0.2, -0.22, -0.18)
 
 
 def test_the_rows_are_those_of_the_verdict(slash_result):
-    (row,) = changes([slash_result])
+    (row,) = changes([ShownModel(slash_result)])
     verdict = slash_result.verdict("slash")
     assert row.condition == "slash"
     assert row.verdict.change == verdict.change

@@ -10,10 +10,10 @@ import pytest
 import mechattn as ma
 from mechattn.commands.report import report
 from mechattn.contrast.means import at_positions
+from mechattn.pages.embedded import unpacked
+from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
-from mechattn.pages.head_values import head_quantities, head_values
-from mechattn.pages.map_data import instrument, model_data
-from mechattn.pages.packed_arrays import unpacked
+from mechattn.pages.map_data import head_quantities, head_values, instrument, model_data
 from tests.pages.read import data_of
 
 
@@ -28,7 +28,7 @@ def focused(toy, prompts):
         ma.analyses.HeadUpdates(),
     ]
     conditions = {"slash": ma.MeaninglessTokens(count=10), "arm": ma.Baseline(intervention=ma.interventions.ARM())}
-    return ma.run(toy, prompts[:6], conditions, analyses, layers=[1, 3], progress=False)
+    return ma.run(toy, prompts[:6], conditions, analyses, layers=[1, 3])
 
 
 def square(table, column, layers):
@@ -78,8 +78,8 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
-    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()}, progress=False)
-    model = json.loads(gzip.decompress(base64.b64decode(instrument([result]))))["models"][0]
+    result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
+    model = json.loads(gzip.decompress(base64.b64decode(instrument([ShownModel(result)]))))["models"][0]
     assert model["quantities"] == []
     assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
 
@@ -112,7 +112,7 @@ def test_what_is_inserted_has_numbers_of_its_own(slash_result):
 
 def test_tokens_at_other_places_in_each_prompt_have_none(toy, prompts):
     conditions = {"random": ma.MeaninglessTokens(count=5, place="random")}
-    result = ma.run(toy, prompts[:4], conditions, progress=False)
+    result = ma.run(toy, prompts[:4], conditions)
     assert head_curves(result)["inserted"] == {"random": None}
 
 
@@ -131,12 +131,12 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
     assert sum(segment == "inserted" for _, segment in tokens) == 55
     expected = slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
     np.testing.assert_allclose(unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6)
-    means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()}, progress=False)
+    means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
     assert "positions=" in head_texts(means)["missing"]
 
 
 def test_patterns_are_lower_triangles(toy, monkeypatch):
-    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()], progress=False)
+    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()])
     held = head_patterns(result)
     n = len(held["prompts"][1]["baseline"]["tokens"])
     square = result["attention_map"].attention.values[1, 0, :, :, :n, :n]
@@ -148,12 +148,10 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
 
 
 def test_patterns_of_another_run_say_so(slash_result, toy):
-    beside = ma.run(
-        toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.analyses.AttentionMap()], progress=False
-    )
+    beside = ma.run(toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.analyses.AttentionMap()])
     for maps, apart in ((beside, True), (slash_result, False)):
-        assert model_data(slash_result, maps)["patterns"]["apart"] is apart
-    assert model_data(slash_result, beside)["patterns"]["prompts"][0]["slash"]["inserted"] == 4
+        assert model_data(ShownModel(slash_result, maps))["patterns"]["apart"] is apart
+    assert model_data(ShownModel(slash_result, beside))["patterns"]["prompts"][0]["slash"]["inserted"] == 4
 
 
 def test_without_patterns_a_sentence(slash_result):

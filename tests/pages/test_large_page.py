@@ -11,18 +11,17 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.commands.export import heads_table
-from mechattn.commands.report import figures_of, report
+from mechattn.commands.report import figures_of, heads_table, report
 from mechattn.contrast.blocks import kept
 from mechattn.errors import MemoryOptionError
-from mechattn.pages import head_values
+from mechattn.pages import map_data
 from mechattn.pages.page import results_page
-from mechattn.results.lazy_arrays import LazyArray, is_lazy, lazy_variable
-from mechattn.store.listed import Listed
+from mechattn.results.arrays import LazyArray, is_lazy, lazy_variable
 from mechattn.store.objects import Store
-from mechattn.store.writing import copied
+from mechattn.store.pieces import copied
+from mechattn.store.reading import Listed
 
-SMALL = "60KiB"  # a layer or two at a time
+SMALL = "320KiB"  # a layer or two at a time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +43,7 @@ def place(toy, tmp_path_factory):
     ]
     conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
     prompts = ma.load_prompts("word-problems", limit=13)
-    made = ma.run(toy, prompts, conditions, analyses, positions="prompts", progress=False)
+    made = ma.run(toy, prompts, conditions, analyses, positions="prompts")
     path = tmp_path_factory.mktemp("large") / "large.zarr"
     copied(replace(made, provenance={**made.provenance, "chunk": 4}), Store(path))
     return path
@@ -76,9 +75,7 @@ def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path,
     monkeypatch.setattr(
         table, "layer_blocks", lambda *a, **k: blocks.append(all_blocks.layer_blocks(*a, **k)) or blocks[-1]
     )
-    monkeypatch.setattr(
-        head_values, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1]
-    )
+    monkeypatch.setattr(map_data, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1])
     missing = report([place], tmp_path / "page.html", memory=memory)
     assert missing == []
     assert any(len(layers) > 1 for layers in blocks) is (memory == SMALL)
@@ -100,8 +97,8 @@ def test_every_figure_and_table_is_the_same(measured, place):
     ):
         assert rounded(make(replace(lazy, memory=SMALL)).to_json()) == rounded(make(measured).to_json())
     for memory, make in (
-        ("60KiB", lambda of: of.stability("slash", choose=3, resamples=20)),
-        ("60KiB", lambda of: of.stability(choose=2, layer=1, over=["slash", "sentence"], resamples=20)),
+        ("60KiB", lambda of: of.stability("slash", choose=3, splits=20)),
+        ("60KiB", lambda of: of.stability(choose=2, layer=1, over=["slash", "sentence"], splits=20)),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
         ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99)),
         (SMALL, lambda of: heads_table(of)[0]),
@@ -114,9 +111,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
 
 
 def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
-    measured = ma.run(
-        toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates(), progress=False
-    )
+    measured = ma.run(toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates())
     for draw in (ma.render.update_histogram, ma.render.update_map):
         some = draw(replace(measured, memory="700KiB"))
         assert rounded(some.to_json()) == rounded(draw(measured).to_json())

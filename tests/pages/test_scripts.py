@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mechattn.pages.scripts import MODULES, joined, packed_script, page_script, template
+from mechattn.pages.embedded import MODULES, joined, packed_script, page_script, template
 from mechattn.render.view import view_script
 
 

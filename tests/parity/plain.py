@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.toys import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.parity.test_every_toy import alibi_in_the_mask_only
 
 TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}

@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_names
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked, windows
 
 PARTS = ("dilution", "shift", "rerouting", "new_values")
@@ -105,7 +105,7 @@ def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
-        ma.run(hooked, some, {"slash": slash}, ma.analyses.AffineShift(), engine=engine, progress=False)
+        ma.run(hooked, some, {"slash": slash}, ma.analyses.AffineShift(), engine=engine)
         for engine in ("streaming", "hooks")
     ]
     baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)

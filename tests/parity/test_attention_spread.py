@@ -31,8 +31,7 @@ def test_bands_and_keys_equal_loops(name, prompts, monkeypatch):
     plain, hooked = models(name)
     spread = ma.analyses.AttentionSpread(bands=BANDS, shares=SHARES)
     results = [
-        ma.run(hooked, prompts[:1], {"slash": SLASH}, spread, engine=engine, progress=False)
-        for engine in ("streaming", "hooks")
+        ma.run(hooked, prompts[:1], {"slash": SLASH}, spread, engine=engine) for engine in ("streaming", "hooks")
     ]
     sequence = SLASH.apply(prompts[0], hooked)
     codes = sequence.segment.tolist()
@@ -52,7 +51,7 @@ def test_bands_and_keys_equal_loops(name, prompts, monkeypatch):
 
 
 def test_a_comparison_takes_the_bands_that_all_prompts_reach(toy, prompts):
-    result = ma.run(toy, prompts, {"slash": SLASH}, ma.analyses.AttentionSpread(bands=10), progress=False)
+    result = ma.run(toy, prompts, {"slash": SLASH}, ma.analyses.AttentionSpread(bands=10))
     table = result.compare("slash", quantity="band_mass")
     shortest = min(len(ma.Baseline().apply(prompt, toy)) for prompt in prompts)
     assert 32 < shortest < 64
@@ -62,7 +61,7 @@ def test_a_comparison_takes_the_bands_that_all_prompts_reach(toy, prompts):
 
 def test_the_null_is_the_share_of_the_places(toy, prompts):
     """Under uniform attention a query at place q gives each band its size / (q + 1), and all keys are equally good."""
-    result = ma.run(toy, prompts[:1], {"slash": SLASH}, ma.analyses.AttentionSpread(bands=6), progress=False)
+    result = ma.run(toy, prompts[:1], {"slash": SLASH}, ma.analyses.AttentionSpread(bands=6))
     sequence = SLASH.apply(prompts[0], toy)
     queries = sequence.of_segment("question").nonzero()[:, 0].tolist()
     null = result["attention_spread"].sel(condition="slash", segment="question", layer=0)

@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.toys import load_tokenizer
+from mechattn.model.checkpoint import load_tokenizer
 from tests.parity.plain import loop_over_experts, models, passed
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -35,7 +35,6 @@ def test_each_head(name, prompts, monkeypatch):
         {"slash": SLASH},
         ma.analyses.DirectLogits(per_query=True),
         positions="prompts",
-        progress=False,
     )
     sequence = SLASH.apply(prompts[0], hooked)
     ids = sequence.tokens.tolist()
@@ -163,7 +162,6 @@ def summed(request, prompts):
         {"slash": SLASH},
         ma.analyses.DirectLogits(per_query=True),
         positions="prompts",
-        progress=False,
     )
     ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
     mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash").isel(prompt=0).values
@@ -206,9 +204,7 @@ def test_a_model_without_norms(tokenizer, prompts):
         normalization_type=None, initializer_range=0.3, seed=0,
     )  # fmt: skip
     model = ma.load_model(native.boot(config, tokenizer=tokenizer))
-    result = ma.run(
-        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts", progress=False
-    )
+    result = ma.run(model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts")
     ids = ma.Baseline().apply(prompts[0], model).tokens
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids[None])

@@ -7,7 +7,7 @@ import mechattn as ma
 from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
 from mechattn.model import hooks
-from mechattn.model.toys import toy_names
+from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.sequences import pad_right
 
 PROBABILITIES = {"pattern", "first", "second", "own", "to_first"}

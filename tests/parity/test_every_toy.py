@@ -10,7 +10,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.toys import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.parity.test_received_attention import measured
 
 TOLERANCE = 2e-6
@@ -67,9 +67,7 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
     plain, hooked = plain_and_hooked(name, tokenizer)
     slash, some = ma.MeaninglessTokens("/", 55), prompts[:3]
-    results = [
-        ma.run(hooked, some, {"slash": slash}, positions="prompts", engine=engine, progress=False) for engine in engines
-    ]
+    results = [ma.run(hooked, some, {"slash": slash}, positions="prompts", engine=engine) for engine in engines]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     sequence = slash.apply(some[index], hooked)
     ids = sequence.tokens.tolist()
@@ -90,7 +88,7 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
 def test_the_oracle_would_notice_alibi_counted_twice(prompts):
     tokenizer = load_tokenizer("toy:llama")
     plain, hooked = plain_and_hooked("Falcon-RW (ALiBi)", tokenizer)
-    result = ma.run(hooked, prompts[:1], positions="prompts", progress=False)
+    result = ma.run(hooked, prompts[:1], positions="prompts")
     ids = ma.Baseline().apply(prompts[0], hooked).tokens.tolist()
     plain.set_attn_implementation("eager")
     twice = oracle(plain, ids, [True] * len(ids))

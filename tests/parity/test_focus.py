@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.analysis.attention_map import AttentionMap
-from mechattn.model.toys import toy_names
+from mechattn.analysis.received_attention import AttentionMap
+from mechattn.model.checkpoint import toy_names
 from tests.parity.plain import models, passed
 from tests.parity.test_every_toy import windows
 
@@ -28,7 +28,7 @@ def measured(request, prompts):
     plain, hooked = models(request.param)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
     some = [some[0], some[-1]]
-    result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, positions="prompts", progress=False)
+    result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, positions="prompts")
     sequence = SLASH.apply(some[0], hooked)
     with pytest.MonkeyPatch.context() as patch:
         return request.param, result, passed(plain, sequence.tokens.tolist(), patch), sequence, plain.config
@@ -254,7 +254,7 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     plain, hooked = models(name)
     analysis = ma.analyses.ScoreDecomposition(rank=rank, per_query=True)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
-    result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts", progress=False)
+    result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts")
     sequence = SLASH.apply(some[0], hooked)
     length = len(sequence)
     made = passed(plain, sequence.tokens.tolist(), monkeypatch)
@@ -328,9 +328,7 @@ def test_masked_tokens_and_knockouts(prompts):
     slash = ma.MeaninglessTokens("/", 20, place="start")
     edge_mask = slash.under(ma.interventions.Knockout("question", "inserted"))
     analyses = [ma.analyses.ScoreDecomposition(rank=2, per_query=True), ma.analyses.AttentionSinks(), AttentionMap()]
-    result = ma.run(
-        falcon, prompts[:1], {"masked": slash.masked(), "cut": edge_mask}, analyses, positions="prompts", progress=False
-    )
+    result = ma.run(falcon, prompts[:1], {"masked": slash.masked(), "cut": edge_mask}, analyses, positions="prompts")
     for name in ("masked", "cut"):
         maps = result["attention_map"].attention.sel(condition=name)[0]
         n = int((result["sequences"].origin.sel(condition=name)[0] >= -1).sum())
@@ -356,20 +354,17 @@ def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts):
         longer,
         {"slash": ma.MeaninglessTokens("/", 40)},
         ma.analyses.AttentionSinks(least_queries=70),
-        progress=False,
     )["attention_sinks"].sel(condition="slash")
     wide = np.array(windows(gemma._mechattn.native.config)) > 64
     for name in ("strongest_alpha", "strongest_position", "sinks"):
         assert (result[name].notnull().all(["prompt", "head"]).values == wide).all(), name
-    long = ma.run(gemma, longer, analyses=ma.analyses.AttentionSinks(gap=500), progress=False)["attention_sinks"]
+    long = ma.run(gemma, longer, analyses=ma.analyses.AttentionSinks(gap=500))["attention_sinks"]
     assert long.vertical_kurtosis.isnull().all(), "no query is so far away"
 
 
 def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
     ablated = ma.Baseline(intervention=ma.interventions.HeadAblation(((1, 0),)))
-    result = ma.run(
-        toy, prompts[:3], {"off": ablated}, [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()], progress=False
-    )
+    result = ma.run(toy, prompts[:3], {"off": ablated}, [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()])
     off = result["attention_sinks"].sel(condition="off", layer=1, head=0)
     assert off.first_output_share.isnull().all()
     assert (off.inactive == 1).all()
@@ -386,8 +381,8 @@ def test_half_precision_is_measured(dtype, prompts):
         ma.analyses.AttentionSinks(),
         ma.analyses.BlockUpdates(),
     ]
-    half = ma.run(falcon, prompts[:2], analyses=analyses, progress=False)
-    full = ma.run(ma.load_model("toy:falcon"), prompts[:2], analyses=analyses, progress=False)
+    half = ma.run(falcon, prompts[:2], analyses=analyses)
+    full = ma.run(ma.load_model("toy:falcon"), prompts[:2], analyses=analyses)
     for dataset, name in (
         ("head_updates", "magnitude"),
         ("score_decomposition", "alibi"),

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.functional.keyed_random import keyed_uniform, token_keys
-from mechattn.functional.redistribution import redistribute
+from mechattn.functional.activations import keyed_uniform, redistribute, token_keys
 from mechattn.model.architectures import tiny_model
-from mechattn.model.experts import Routing
+from mechattn.model.checkpoint import load_tokenizer
+from mechattn.model.patch.experts import Routing
 from mechattn.model.patch.nonlinearities import at_nonlinearity
-from mechattn.model.toys import load_tokenizer
 from tests.parity.plain import loop_over_experts
 
 MIXTURES = ["Mixtral", "Qwen3-MoE", "Qwen3-Next (hybrid)", "GPT-OSS", "DeepSeek-V3 (latent attention)"]
@@ -221,7 +220,6 @@ def test_the_analysis(pair, prompts):
         {"slash": SLASH},
         ma.analyses.MlpActivations("absolute", THRESHOLD),
         layers=[LAYER],
-        progress=False,
     )["mlp_activations"].isel(prompt=1, layer=0)
     sequences = {"baseline": ma.Baseline().apply(prompts[1], hooked), "slash": SLASH.apply(prompts[1], hooked)}
     found = {name: passed(plain, s.tokens[None])[0] for name, s in sequences.items()}
@@ -258,7 +256,7 @@ def test_the_analysis(pair, prompts):
 def test_both_engines_give_the_same(pair, prompts):
     analysis = ma.analyses.MlpActivations("absolute", THRESHOLD)
     one, other = (
-        ma.run(pair[2], prompts[:2], {"slash": SLASH}, analysis, engine=engine, progress=False)["mlp_activations"]
+        ma.run(pair[2], prompts[:2], {"slash": SLASH}, analysis, engine=engine)["mlp_activations"]
         for engine in ("streaming", "hooks")
     )
     for name in ("l2_by_segment", "gini_by_segment", "change_by_segment"):
@@ -288,8 +286,6 @@ def test_a_layer_without_experts_beside_one_with(prompts):
     tokenizer = load_tokenizer("toy:llama")
     model = ma.load_model(tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer)
     assert ma.analyses.MlpActivations("absolute", 0.1).calibrated(model, [0, 1], ()).mixtures[0] is None
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.analyses.MlpActivations(), progress=False)[
-        "mlp_activations"
-    ]
+    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.analyses.MlpActivations())["mlp_activations"]
     assert bool(result.l2_by_segment.sel(segment="question").notnull().all())
     assert result.sizes["layer"] == 2

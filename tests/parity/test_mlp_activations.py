@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.toys import load_tokenizer, toy_names
-from mechattn.prompts.token_classes import TOKEN_CLASSES, token_class
+from mechattn.model.checkpoint import load_tokenizer, toy_names
+from mechattn.prompts.templates import TOKEN_CLASSES, token_class
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=5))
@@ -57,9 +57,7 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
     slash, sentence = ma.MeaninglessTokens("/", 20), ma.RandomSentence(20)
     analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
     some = {"slash": slash, "sentence": sentence}
-    results = [
-        ma.run(hooked, prompts[:3], some, analysis, engine=engine, progress=False) for engine in ("streaming", "hooks")
-    ]
+    results = [ma.run(hooked, prompts[:3], some, analysis, engine=engine) for engine in ("streaming", "hooks")]
     conditions = {"baseline": ma.Baseline(), "slash": slash, "sentence": sentence}
     sequence = {c: condition.apply(prompts[1], hooked) for c, condition in conditions.items()}
     with alibi_in_the_mask_only(plain, monkeypatch):
@@ -115,9 +113,7 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
 
 def test_what_is_outside_of_the_question_does_not_count(toy, prompts):
     """The negative control of the segments: other tokens have other numbers."""
-    data = ma.run(
-        toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations(), progress=False
-    )
+    data = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations())
     at = data["mlp_activations"].near_zero_by_segment.sel(condition="slash", layer=0)
     assert float(abs(at.sel(segment="question") - at.sel(segment="inserted")).min()) > 1e-3
 

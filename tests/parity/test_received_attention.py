@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mechattn as ma
-from mechattn.model.toys import toy_folder
+from mechattn.model.checkpoint import toy_folder
 from mechattn.prompts.problems import SYSTEM
 
 TOLERANCE = 2e-6
@@ -84,7 +84,7 @@ def test_segments_are_means_and_masses_of_the_oracle(plain, prompts, slash_resul
 
 def test_real_questions_equal_the_oracle(toy, plain, questions):
     prompts = ma.load_prompts(str(questions), limit=2, system=SYSTEM)
-    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts", progress=False)
+    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts")
     ids, original = plain_tokens(plain[1], prompts[1], 55)
     got = measured(result, 1, "slash", len(ids))
     assert np.nanmax(abs(got - oracle(plain[0], ids, original))) <= TOLERANCE

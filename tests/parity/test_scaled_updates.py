@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.toys import load_tokenizer
+from mechattn.model.checkpoint import load_tokenizer
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
@@ -21,9 +21,7 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
     plain = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
     same = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
     model = ma.load_model(same, tokenizer=tokenizer, verify=False)
-    result = ma.run(
-        model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), positions="prompts", progress=False
-    )
+    result = ma.run(model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), positions="prompts")
     ids = ma.Baseline().apply(prompts[0], model).tokens
     layer, seen = plain.model.layers[0], {}
     handles = [
@@ -52,7 +50,6 @@ def test_block_updates_that_are_scaled(prompts, engine):
     plain, model = plain.double(), ma.load_model(same, tokenizer=tokenizer)
     result = ma.run(
         model, prompts[:2], {"slash": SLASH}, ma.analyses.BlockUpdates(per_query=True), engine=engine, positions="prompts",
-        progress=False,
     )  # fmt: skip
     ids, seen = SLASH.apply(prompts[0], model).tokens, {}
     handles = []

@@ -5,7 +5,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.toys import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_names
 from tests.parity.test_affine_shift import patterns_and_values
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
 
@@ -27,7 +27,7 @@ def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
-        ma.run(hooked, some, {"slash": slash}, ma.analyses.SegmentFlow(), engine=engine, progress=False)
+        ma.run(hooked, some, {"slash": slash}, ma.analyses.SegmentFlow(), engine=engine)
         for engine in ("streaming", "hooks")
     ]
     sequence = slash.apply(some[index], hooked)

@@ -16,9 +16,7 @@ SLASH = ma.MeaninglessTokens("/", 20)
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
 def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     plain, hooked = models(name)
-    result = ma.run(
-        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts", progress=False
-    )
+    result = ma.run(hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts")
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
     ids, codes = sequence.tokens.tolist(), sequence.segment.tolist()
@@ -66,7 +64,7 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, tokeniz
         name = ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
     conditions = {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
     analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
-    result = ma.run(name, prompts[:2], conditions, analyses, positions="prompts", engine=engine, progress=False)
+    result = ma.run(name, prompts[:2], conditions, analyses, positions="prompts", engine=engine)
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):
@@ -84,9 +82,7 @@ def test_what_a_gate_lets_through(tokenizer, monkeypatch):
     prompts = ma.load_prompts("word-problems", limit=1)
 
     def both():
-        result = ma.run(
-            model, prompts, {"slash": SLASH}, [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()], progress=False
-        )
+        result = ma.run(model, prompts, {"slash": SLASH}, [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()])
         read = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True).values
         return read, result["direct_logits"].next_token_logit.values
 
@@ -94,13 +90,13 @@ def test_what_a_gate_lets_through(tokenizer, monkeypatch):
     there = ~np.isnan(expected)
     scale = np.sqrt(np.mean(expected[there] ** 2))
     np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-    monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: torch.ones_like)
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: torch.ones_like)
     ungated, _ = both()
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
 
 
 def test_a_norm_after_the_mix_is_refused(tokenizer, monkeypatch):
     model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
-    monkeypatch.setattr("mechattn.analysis.segment_logits.gate_function", lambda detail: None)
+    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: None)
     with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
-        ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits(), progress=False)
+        ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits())

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, PromptError
+from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooks import attention_window
-from mechattn.model.toys import toy_folder, toy_names
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.patching.sites import Target
@@ -83,7 +83,7 @@ def by_hand(native, sequence, at=None, put=None):
 def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     model, native = wide
     some = prompts()
-    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction, progress=False)
+    patched = ma.patch(model, some, SLASH, at=HEADS, direction=direction)
     misaligned = []
     for prompt in some:
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
@@ -106,8 +106,8 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, m
     """Two heads of one layer and two of others in a single pass, and not the sum of each alone."""
     model, native = wide
     some = prompts(3)
-    together = ma.patch(model, some, SLASH, at=HEADS, together=True, direction=direction, progress=False)
-    alone = ma.patch(model, some, SLASH, at=HEADS, direction=direction, progress=False)
+    together = ma.patch(model, some, SLASH, at=HEADS, together=True, direction=direction)
+    alone = ma.patch(model, some, SLASH, at=HEADS, direction=direction)
     for prompt in some:
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
         receiver, donor = made if direction == "denoising" else made[::-1]
@@ -139,7 +139,7 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
     """Only the tokens of one segment are exchanged, and the segments are those that every prompt has."""
     model, native = wide
     some, two = prompts(), [(0, 1), (2, 0)]
-    made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"), progress=False)
+    made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"))
     apart = []
     for prompt in some:
         receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
@@ -163,7 +163,7 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
 
 def test_the_table_by_segment_and_the_residual_stream():
     some = prompts(4)
-    made = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"), progress=False)
+    made = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"))
     table = made.table()
     assert list(table.columns[:2]) == ["layer", "segment"]
     assert len(table) == 2 * made.effects.sizes["segment"]
@@ -174,7 +174,7 @@ def test_the_table_by_segment_and_the_residual_stream():
     heat = ma.render.patching_map(made).data[0]
     assert list(heat.x) == made.effects.segment.values.tolist()
     np.testing.assert_allclose(np.array(heat.z, dtype=float), made.effects.effect.mean("prompt"))
-    together = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True, progress=False)
+    together = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True)
     assert together.table().set.tolist() == ["L0 + L3"]
     np.testing.assert_allclose(together.effects.effect.squeeze(), together.effects.whole, atol=2e-4)
     with pytest.raises(OptionError, match="a map needs heads or layers in rows"):
@@ -184,8 +184,8 @@ def test_the_table_by_segment_and_the_residual_stream():
 def test_attribution_by_segment_adds_up():
     """First-order effects are sums over tokens, so the segments' add up to the head's."""
     some = prompts(3)
-    whole = ma.patch("toy:llama", some, SLASH, progress=False)
-    parts = ma.patch("toy:llama", some, SLASH, at=ma.Sites(by="segment"), progress=False)
+    whole = ma.patch("toy:llama", some, SLASH)
+    parts = ma.patch("toy:llama", some, SLASH, at=ma.Sites(by="segment"))
     np.testing.assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
     assert set(parts.checked.columns) == {"prompt", "layer", "head", "segment", "exact", "attributed"}
 
@@ -199,8 +199,8 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     native.set_attn_implementation("eager")
     some, (layer, head) = prompts(), (1, 1)
     kv = head // 2
-    pattern = ma.patch(model, some, SLASH, at=ma.Sites("pattern", [(layer, head)]), progress=False)
-    value = ma.patch(model, some, SLASH, at=ma.Sites("v", [(layer, kv)]), progress=False)
+    pattern = ma.patch(model, some, SLASH, at=ma.Sites("pattern", [(layer, head)]))
+    value = ma.patch(model, some, SLASH, at=ma.Sites("v", [(layer, kv)]))
     plain = modeling_llama.eager_attention_forward
     edit, seen, moved = {}, {}, []
 
@@ -250,7 +250,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
     some = prompts()
-    attributed = ma.patch(model, some, SLASH, progress=False)
+    attributed = ma.patch(model, some, SLASH)
     aligned = patching._aligned
 
     def small(run, source, where, part="z"):
@@ -259,7 +259,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
         return own + 1e-2 * (aligned(run, source, where) - own)
 
     monkeypatch.setattr(patching, "_aligned", small)
-    exact = ma.patch(model, some, SLASH, at=HEADS, progress=False)
+    exact = ma.patch(model, some, SLASH, at=HEADS)
     for layer, head in HEADS:
         got, expected = (each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact))
         np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
@@ -272,17 +272,17 @@ def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
     plain = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1])
-    ma.patch(model, some, SLASH, progress=False)
+    ma.patch(model, some, SLASH)
     handle.remove()
     assert (len(passes), len(backwards)) == (3 * 4 - 1 + 3 * 4, 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with():
     some = prompts(5)
-    made = ma.patch("toy:llama", some, SLASH, progress=False)
+    made = ma.patch("toy:llama", some, SLASH)
     assert len(made.checked) == 4 * 8
     pairs = sorted({(row.layer, row["head"]) for _, row in made.checked.iterrows()})
-    exact = ma.patch("toy:llama", some, SLASH, at=pairs, progress=False)
+    exact = ma.patch("toy:llama", some, SLASH, at=pairs)
     for _, row in made.checked.iterrows():
         at = {"prompt": row.prompt, "layer": row.layer, "head": row["head"]}
         assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
@@ -300,7 +300,7 @@ def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction)
     """And after an earlier one it is what a hook written by hand makes of it."""
     model, native = wide
     some = prompts()
-    made = ma.patch(model, some, SLASH, at="resid_post", direction=direction, progress=False)
+    made = ma.patch(model, some, SLASH, at="resid_post", direction=direction)
     last = int(made.effects.layer[-1])
     np.testing.assert_allclose(made.effects.effect.sel(layer=last), made.effects.whole, atol=2e-5)
     assert float(abs(made.effects.effect.sel(layer=0) - made.effects.whole).max()) > 2e-4
@@ -338,10 +338,10 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
         return logits.log_softmax(-1).gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0].sum(-1)
 
     with pytest.warns(UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"):
-        whole = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), progress=False)
+        whole = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]))
     assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
     with pytest.warns(UserWarning, match="has no counterpart"):
-        rest = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), metric=later, progress=False)
+        rest = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), metric=later)
     np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
 
 
@@ -385,7 +385,7 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == read(model, long, [1], "pattern").z[1][-1, 2, -1]
 
-    found, again = (ma.patch(model, each, SLASH, at=[(1, 2)], progress=False) for each in (some, some[::-1]))
+    found, again = (ma.patch(model, each, SLASH, at=[(1, 2)]) for each in (some, some[::-1]))
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
     np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
     assert each.isnull().sel(prompt=by_length[-1])
@@ -411,7 +411,7 @@ def test_the_random_pattern_stays_inside_the_window():
 
 def test_metrics_against_their_formulas():
     model, some = ma.load_model("toy:llama"), prompts(3)
-    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m, progress=False) for m in ("margin", "kl")}
+    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
         runs = [read(model, c.apply(prompt, model, 0), [1]) for c in (SLASH, ma.Baseline())]
         margins, divergences = [], []
@@ -432,13 +432,13 @@ def test_a_metric_of_ones_own():
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch("toy:llama", prompts(3), SLASH, metric=first_token, progress=False)
+    made = ma.patch("toy:llama", prompts(3), SLASH, metric=first_token)
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
 
 def test_the_table(tmp_path):
-    made = ma.patch("toy:llama", prompts(8), SLASH, at=HEADS, metric="margin", progress=False)
+    made = ma.patch("toy:llama", prompts(8), SLASH, at=HEADS, metric="margin")
     table = made.table()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
@@ -479,7 +479,7 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
         over_all += bool((table.q < 0.05).any())
         halves += bool((made.table(top=8, select="half").q < 0.05).any())
         shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
-        over_shown += bool((paired(shown, None, bootstrap=False).q < 0.05).any())
+        over_shown += bool((paired(shown, None).q < 0.05).any())
     assert over_all <= 5
     assert halves <= 5
     assert over_shown >= 15
@@ -505,7 +505,7 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     made = replace(made, effects=abs(made.effects))
     table = made.table()
     assert (table.low > 0).all()
-    assert (paired(made.effects.effect.values, None, bootstrap=False).q < 0.05).all()
+    assert (paired(made.effects.effect.values, None).q < 0.05).all()
     assert (table.q > 0.05).all()
     assert "q of beyond_random, over 32 heads" in str(made)
     other = replace(made, about={**made.about, "direction": "denoising"})
@@ -521,7 +521,7 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
 
 
 def test_the_map_shows_the_means_and_leaves_the_others_empty():
-    made = ma.patch("toy:llama", prompts(4), SLASH, at=HEADS, progress=False)
+    made = ma.patch("toy:llama", prompts(4), SLASH, at=HEADS)
     heat, marks = ma.render.patching_map(made).data
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
@@ -530,7 +530,7 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty():
 
 
 def test_the_table_of_layers():
-    made = ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin", progress=False)
+    made = ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
     table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
@@ -585,11 +585,11 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
 )
 def test_a_metric_that_is_none(metric, heads, said):
     with pytest.raises(OptionError, match=said):
-        ma.patch("toy:llama", prompts(2), SLASH, at="z" if heads is None else heads, metric=metric, progress=False)
+        ma.patch("toy:llama", prompts(2), SLASH, at="z" if heads is None else heads, metric=metric)
 
 
 def test_two_prompts_have_numbers_and_no_intervals():
-    made = ma.patch("toy:llama", prompts(2), SLASH, at=[(0, 0)], progress=False)
+    made = ma.patch("toy:llama", prompts(2), SLASH, at=[(0, 0)])
     assert "no interval from fewer than 3" in str(made)
     with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
         made.table()
@@ -597,4 +597,4 @@ def test_two_prompts_have_numbers_and_no_intervals():
 
 def test_a_condition_that_inserts_nothing():
     with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
-        ma.patch("toy:llama", prompts(2), ma.Baseline(), progress=False)
+        ma.patch("toy:llama", prompts(2), ma.Baseline())

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 import mechattn as ma
-from mechattn.prompts.prompt import as_prompts
-from mechattn.prompts.similar_prompts import warn_of_likeness
+from mechattn.prompts.prompt import as_prompts, warn_of_likeness
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
 TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))]
@@ -61,5 +60,5 @@ def test_the_cost_is_named_and_groups_end_it():
 
 def test_a_run_says_it_once_and_where_it_was_called(toy):
     with pytest.warns(UserWarning, match="6 prompts are the same") as said:
-        ma.run(toy, COPIES, layers=[0], progress=False)
+        ma.run(toy, COPIES, layers=[0])
     assert [w.filename for w in said if "6 prompts are the same" in str(w.message)] == [__file__]

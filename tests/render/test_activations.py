@@ -17,7 +17,7 @@ def result(toy, prompts):
             intervention=ma.interventions.ARM(form="released_llama", p1=95.0, control="random_channels")
         ),
     }
-    return ma.run(toy, prompts, conditions, [ma.analyses.MlpActivations()], progress=False)
+    return ma.run(toy, prompts, conditions, [ma.analyses.MlpActivations()])
 
 
 def traces(figure, name):

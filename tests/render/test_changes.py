@@ -17,7 +17,7 @@ def result(toy, prompts):
         "masked": slash.masked(),
         "other": slash.unshifted(),
     }
-    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AffineShift()], progress=False)
+    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AffineShift()])
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def swept(toy, prompts):
     conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[0, 10, 25]) | {
         f"there, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/", 5), place=["start", "random"]).items()
     }
-    return ma.run(toy, prompts[:5], conditions, progress=False)
+    return ma.run(toy, prompts[:5], conditions)
 
 
 def lines(figure):
@@ -88,7 +88,7 @@ def test_sweeps(swept):
 def test_two_sweeps_are_two_lines(toy, prompts):
     word = {f"word, {name}": c for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()}
     slash = {f"slash, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()}
-    shown = lines(ma.render.sweep(ma.run(toy, prompts[:3], slash | word, progress=False)))
+    shown = lines(ma.render.sweep(ma.run(toy, prompts[:3], slash | word)))
     assert {"slash", "word"} <= set(shown)
     assert list(shown["slash"].y) != list(shown["word"].y)
 

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 from mechattn.commands.report import figures_of
 from mechattn.render import declared
 
@@ -18,7 +18,7 @@ def results(toy, prompts):
     """With a condition, and with the baseline alone."""
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionSinks()]
     slash = {"slash": ma.MeaninglessTokens("/", 5)}
-    return [ma.run(toy, prompts[:4], named, analyses, progress=False) for named in (slash, {})]
+    return [ma.run(toy, prompts[:4], named, analyses) for named in (slash, {})]
 
 
 def test_all_that_draws_a_figure_is_declared():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.received_attention import AttentionMap
 from mechattn.errors import OptionError
 from mechattn.model.architectures import tiny_model
 
@@ -20,7 +20,7 @@ ANALYSES = [
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 20)}, ANALYSES, progress=False)
+    return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 20)}, ANALYSES)
 
 
 def test_lines_are_sorted_within_each_layer_and_name_their_head(result):
@@ -100,7 +100,7 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     ):
         with pytest.raises(OptionError if "a map" not in message else ma.MechattnError, match=message):
             call()
-    few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus(), progress=False)
+    few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match=r"run it with analyses=\[HeadUpdates"):
         ma.render.update_map(few)
     assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][1]), "one prompt has no interval"
@@ -115,7 +115,7 @@ def blob(explorer):
 def test_the_explorer_holds_probabilities_and_parts(prompts):
     falcon = ma.load_model("toy:falcon")
     analyses = [AttentionMap(), ma.analyses.ScoreDecomposition()]
-    result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts", progress=False)
+    result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts")
     data = blob(ma.render.attention_explorer(result, heads=[5, 2]))
     maps = result["attention_map"].attention.isel(prompt=0, condition=0)
     n = len(data["tokens"])
@@ -138,7 +138,6 @@ def test_the_explorer_holds_probabilities_and_parts(prompts):
         prompts[:1],
         analyses=ma.analyses.ScoreDecomposition(per_query=True),
         positions="prompts",
-        progress=False,
     )["score_decomposition"].isel(prompt=0, condition=0, layer=0, head=5)
     target = int(again.target_at_per_prompt[q])
     assert content[target] == pytest.approx(float(again.content_at_per_prompt[q]), abs=2e-3)
@@ -151,7 +150,7 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
     )
     tokens = torch.randint(5, 700, (3, 170), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 1
-    result = ma.run(model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()], progress=False)
+    result = ma.run(model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()])
     drawn = [ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")]
     drawn += [ma.render.update_histogram(result, q) for q in ("magnitude", "orientation")] + [
         ma.render.update_map(result)
@@ -159,7 +158,6 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
     assert sum(len(figure.to_json()) for figure in drawn) < 3e6
     maps = ma.run(
         model, tokens[:1], analyses=[AttentionMap(), ma.analyses.ScoreDecomposition()], layers=[0, 1], positions="prompts",
-        progress=False,
     )  # fmt: skip
     assert len(ma.render.attention_explorer(maps).body) < 10e6
     with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"):
@@ -170,4 +168,4 @@ def test_a_model_without_alibi_is_explored_without_parts(toy):
     view = ma.explore(toy, "Tom has 3 apples.", layers=0)
     assert blob(view)["parts"] is None
     with pytest.raises(ma.MechattnError, match="RoPE"):
-        ma.run(toy, "Tom has 3 apples.", analyses=ma.analyses.ScoreDecomposition(), progress=False)
+        ma.run(toy, "Tom has 3 apples.", analyses=ma.analyses.ScoreDecomposition())

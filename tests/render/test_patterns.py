@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.analysis.attention_map import AttentionMap
+from mechattn.analysis.received_attention import AttentionMap
 from mechattn.errors import OptionError
 
 STRANGE = "</script><img src=x onerror=alert(1)> 🙂 \u200b שלום & <b>bold</b>"
@@ -16,7 +16,7 @@ STRANGE = "</script><img src=x onerror=alert(1)> 🙂 \u200b שלום & <b>bold<
 @pytest.fixture(scope="module")
 def mapped(toy):
     slash = {"slash": ma.MeaninglessTokens("/", 5)}
-    return ma.run(toy, "Tom has 3 apples.", slash, [AttentionMap(), ma.ReceivedAttention()], progress=False)
+    return ma.run(toy, "Tom has 3 apples.", slash, [AttentionMap(), ma.ReceivedAttention()])
 
 
 def drawn(view):
@@ -64,7 +64,7 @@ def test_text_is_coloured_by_received_attention(mapped):
 
 
 def test_tokens_are_escaped(toy):
-    result = ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens("/", 2)}, positions="prompts", progress=False)
+    result = ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens("/", 2)}, positions="prompts")
     body = ma.render.received_text(result, 0).body
     assert "<img" not in body
     assert "<b>" not in body
@@ -77,6 +77,6 @@ def test_what_is_not_there(mapped, toy, prompts):
         ma.render.pattern_difference(mapped, 9, [0])
     with pytest.raises(OptionError, match="head 99 is out of range"):
         ma.render.received_text(mapped, 0, [99])
-    several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()}, progress=False)
+    several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
     with pytest.raises(OptionError, match='run with positions="prompts"'):
         ma.render.received_text(several, 0)

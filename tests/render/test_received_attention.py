@@ -8,6 +8,7 @@ import pytest
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
 from mechattn.errors import OptionError
+from tests.conftest import run_part
 
 
 def lines(figure):
@@ -93,7 +94,7 @@ def test_one_based_titles(slash_result):
 
 
 def test_choosing_needs_the_prompts(toy, prompts):
-    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)}, progress=False)
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)})
     with pytest.raises(OptionError, match='positions="prompts"'):
         ma.render.received_attention(result, layer=0, choose=3)
     ma.render.received_attention(result, layer=0, heads=[3])
@@ -107,7 +108,7 @@ def test_verdict_words(slash_result):
 
 
 def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
-    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")}, progress=False)
+    result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")})
     figure = ma.render.received_attention(result, layer=0, heads=[0])
     assert not figure.layout.shapes
     assert "differ between prompts" in figure.layout.title.text
@@ -117,7 +118,7 @@ def test_a_page_shows_every_condition(toy, prompts, tmp_path):
     from mechattn.pages.page import page
 
     conditions = {"four": ma.MeaninglessTokens(count=4), "nine": ma.MeaninglessTokens(count=9)}
-    result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")], progress=False)
+    result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")])
     text = page(result, tmp_path / "index.html", 0, [0]).read_text()
     assert "with “four”" in text
     assert "with “nine”" in text
@@ -127,8 +128,7 @@ def test_a_page_shows_every_condition(toy, prompts, tmp_path):
 def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
     slash = {"slash": ma.MeaninglessTokens()}
     halves = [
-        ma.run(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts", progress=False)
-        for at in (0, 4)
+        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts") for at in (0, 4)
     ]
     halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
     merged = ma.merge_results(halves[::-1])
@@ -140,7 +140,7 @@ def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
 def test_the_baseline_alone_is_drawn_with_its_null(toy):
     """Plain strings, no condition: one row, the line of each head and what uniform attention would give."""
     texts = ["Tom has 3 apples and buys 4.", "A farmer has 12 cows and sells 5.", "Each box holds 8 pens."]
-    result = ma.run(toy, texts, positions="prompts", progress=False)
+    result = ma.run(toy, texts, positions="prompts")
     figure = ma.render.received_attention(result, 0, [0, 2])
     lines = {trace.name: trace for trace in figure.data if trace.xaxis == "x2" and "," not in trace.name}
     assert set(lines) == {"baseline"}
@@ -152,7 +152,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     assert "uniform attention would give" in figure.layout.meta["says"]
     assert "baseline" in ma.render.received_text(result, 0).body
     assert len(ma.render.across_layers(result, (0, 1), 2).data) > 0
-    with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)}, progress=False)
+    with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
     shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
     assert not any("w/" in trace.name for trace in shown.data)
     for draw in (ma.render.change_map, ma.render.verdict_words):
@@ -163,7 +163,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
 
 
 def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
-    result = ma.run(toy, prompts, positions="prompts", progress=False)
+    result = ma.run(toy, prompts, positions="prompts")
     figure = ma.render.received_attention(result, 1, choose=2)
     at = (
         result["received_attention"]

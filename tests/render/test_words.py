@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 import mechattn as ma
-from mechattn.commands.config import FIGURES
+from mechattn.commands.run_config import FIGURES
 from mechattn.render.words import change_words, mean_words, said
-from mechattn.results.stored_conditions import matched_control
+from mechattn.results.provenance import matched_control
 
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 20),
@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, positions="prompts", progress=False)
+    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, positions="prompts")
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"sweep"}))
@@ -41,7 +41,7 @@ def test_every_figure_says_its_number_with_an_interval(result, name):
 
 
 def test_a_sweep_says_it_too(toy, prompts):
-    result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]), progress=False)
+    result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]))
     assert re.search(r"count=20: [−+].*\[.*\] \(uniform attention: −", said(ma.render.sweep(result)))
 
 
@@ -89,4 +89,4 @@ def test_the_verdict_names_its_matched_control(result):
 
 def test_another_length_is_no_matched_control(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(20)}
-    assert matched_control(ma.run(toy, prompts[:3], conditions, progress=False), "slash") is None
+    assert matched_control(ma.run(toy, prompts[:3], conditions), "slash") is None

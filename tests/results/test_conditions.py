@@ -5,8 +5,8 @@ import json
 import pytest
 
 import mechattn as ma
-from mechattn.engine.describe import condition_data
-from mechattn.results.canonical import identity
+from mechattn.engine.collect import condition_data
+from mechattn.results.provenance import identity
 
 SLASH = ma.MeaninglessTokens("/", 5)
 CONDITIONS = {

@@ -8,8 +8,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.report import summary
-from mechattn.results.digest import canonical, digest
+from mechattn.results.arrays import canonical
 from mechattn.results.result import Result
+from mechattn.store.objects import seal_of
 from mechattn.store.result_bytes import packed, unpacked
 
 QUANTITY = "received_by_segment"
@@ -19,7 +20,7 @@ QUANTITY = "received_by_segment"
 def run(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus()]
     conditions = {"“é”": ma.conditions.RandomTokens(count=5)}
-    return lambda: ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
+    return lambda: ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_two_equal_runs_have_the_same_one(run, result):
     assert len(result.digest()) == 32
     later = {**result.provenance, "time": "2001-01-01T00:00:00+00:00"}
     assert replace(result, provenance=later).digest() == result.digest()
-    stored = {digest(result.datasets, json.dumps(about)) for about in (result.provenance, later)}
+    stored = {seal_of({"provenance": json.dumps(about), "objects": {}}) for about in (result.provenance, later)}
     assert len(stored) == 2, "negative control: the digest of a stored result covers the clock"
 
 

@@ -5,8 +5,8 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.analysis.registry import ANALYSES
-from mechattn.results.digest import digest
+from mechattn.analysis import ANALYSES
+from mechattn.results.arrays import digest
 from mechattn.store.result_bytes import packed, unpacked
 
 SLASH = ma.MeaninglessTokens(count=3)
@@ -35,7 +35,7 @@ def result(request, model, prompts):
     name, loaded = model
     short = sorted(prompts, key=lambda prompt: len(prompt.question))[:2]
     analyses = [kind() for kind in MODELS[name]]
-    made = ma.run(loaded, short, CONDITIONS[request.param], analyses, layers=[0, 1], progress=False)
+    made = ma.run(loaded, short, CONDITIONS[request.param], analyses, layers=[0, 1])
     assert made.datasets.keys() == {analysis.name for analysis in analyses} | {"sequences"}
     return made
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.analysis.registry import ANALYSES
+from mechattn.analysis import ANALYSES
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.results.canonical import identity
+from mechattn.results.provenance import identity
 
 SLASH = ma.MeaninglessTokens(count=5)
 OURS = [
@@ -153,7 +153,7 @@ def test_a_class_of_a_notebook_has_its_functions_and_one_without_a_source_its_na
 def test_no_word_depends_on_the_process(tmp_path):
     """The order of sets does, and addresses do."""
     code = (
-        "from mechattn.results.canonical import identity\n"
+        "from mechattn.results.provenance import identity\n"
         "class Own:\n    def __init__(self): self.names = {str(i) for i in range(9)}; self.f = lambda x: x\n"
         "print(identity([Own(), {'a', 'b', 'c'}]))\n"
     )

@@ -17,13 +17,13 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.jobs.chunks import parts_folder
-from mechattn.render.html import GENERATOR, save_page
-from mechattn.results.digest import digest
-from mechattn.store import writing
+from mechattn.render.view import GENERATOR, save_page
+from mechattn.results.arrays import digest
+from mechattn.store import pieces
 from mechattn.store.atomic_writes import write_whole
 from mechattn.store.objects import Store
 from mechattn.store.result_bytes import packed
-from mechattn.store.shard_merging import merge_stored
+from mechattn.store.saving import merge_stored
 from tests.kills import each_kill
 
 
@@ -318,7 +318,7 @@ def test_the_trial_finds_a_save_that_is_not_whole(shards, tmp_path):  # negative
 
     def in_its_place():
         shutil.rmtree(path)
-        writing.copied(new, Store(path))
+        pieces.copied(new, Store(path))
 
     bad = 0
     for _ in each_kill(tmp_path, before, in_its_place):
@@ -336,7 +336,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from mechattn.store.result_bytes import unpacked
 from mechattn.store.result_bytes import packed
-from mechattn.results.digest import digest
+from mechattn.results.arrays import digest
 from mechattn.store.reading import load_result
 from mechattn.store.saving import save_result
 from tests.kills import killed_at

@@ -9,7 +9,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.store.objects import Store
-from mechattn.store.shard_merging import merge_stored
+from mechattn.store.saving import merge_stored
 
 ARRAY = "received_attention/received_by_segment"
 NAMES = [f"{ARRAY}/c/{chunk}/0/0/0/0" for chunk in range(2)]
@@ -29,13 +29,13 @@ def read_on_demand():
 @pytest.fixture(scope="module")
 def job(prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=2)}
-    return ma.Job("toy:llama", prompts[:4], conditions, layers=[0], chunk=2, verify=False)
+    return ma.Job("toy:llama", prompts[:4], conditions, options=ma.RunOptions(layers=[0]), chunk=2, verify=False)
 
 
 @pytest.fixture(scope="module")
 def other(job):
     """Another run, of the same prompts: its objects have the same names and sizes."""
-    return replace(job, layers=[1])
+    return replace(job, options=ma.RunOptions(layers=[1]))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,23 @@ def test_a_result_that_was_replaced_after_opening(job, other, place):
         store.remove(name)
     with pytest.raises(OutputError, match="was replaced or deleted after it was opened"):
         received(loaded)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_a_result_saved_where_it_is_read_from(place, some):
+    """A folder is replaced when the new one is complete; at an address the old one would be deleted before it is read."""
+    loaded = ma.load_result(place)
+    if some:
+        cut = {name: d.isel(prompt=[1, 2]) if "prompt" in d.dims else d for name, d in loaded.datasets.items()}
+        loaded = replace(loaded, datasets=cut)
+    before, right = ma.load_result(place).digest(), loaded.digest()
+    if "://" in place:
+        with pytest.raises(OutputError, match=r"still read from memory://.*save it to another address"):
+            loaded.save(f"{place}/")
+        assert ma.load_result(place).digest() == before
+        loaded = replace(loaded, datasets={name: d.load() for name, d in loaded.datasets.items()})
+    loaded.save(place)
+    assert ma.load_result(place).digest() == right
 
 
 @pytest.mark.parametrize("name", ["c/x/0/0/0/0", "c/99/0/0/0/0", "c/0", "c/00/0/0/0/0", "x/c/0/0/0/0/0", "c/0/0/0/0/9"])

@@ -15,9 +15,9 @@ import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.jobs.chunks import parts_folder
 from mechattn.store.objects import Store
+from mechattn.store.pieces import copied
 from mechattn.store.result_bytes import packed
-from mechattn.store.shard_merging import merge_stored
-from mechattn.store.writing import copied
+from mechattn.store.saving import merge_stored
 from tests.kills import Killed, each_kill
 from tests.results.test_kills import Ready, emptied, names, numbers, one, smallest_results  # noqa: F401
 

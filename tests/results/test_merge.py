@@ -6,6 +6,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
+from tests.conftest import run_part
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def halves(toy, prompts):
     def run(chosen, conditions=None, **options):
         some = [prompts[i] for i in chosen]
         conditions = conditions or {"slash": ma.MeaninglessTokens(count=5)}
-        return ma.run(toy, some, conditions, layers=[0], progress=False, places=chosen, **options)
+        return run_part(toy, some, conditions, layers=[0], places=chosen, **options)
 
     return run
 
@@ -32,7 +33,7 @@ def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts)
         (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
         (halves([2, 3], positions="prompts"), "positions is 'moments'"),
         (halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]), r"analyses\.received_attention\.queries is"),
-        (ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1], progress=False), "layers is"),
+        (ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1]), "layers is"),
     ):
         with pytest.raises(OptionError, match=f"don't belong together: .*{field}"):
             ma.merge_results([first, other])
@@ -45,7 +46,7 @@ def test_other_weights_are_refused(halves, prompts):
     with torch.no_grad():
         hooked.blocks[1].attn.q.weight[0, 0] += 1e-3
     conditions = {"slash": ma.MeaninglessTokens(count=5)}
-    other = ma.run(hooked, prompts[2:4], conditions, layers=[0], progress=False, places=[2, 3])
+    other = run_part(hooked, prompts[2:4], conditions, layers=[0], places=[2, 3])
     with pytest.raises(OptionError, match=r"model\.weights_hash is"):
         ma.merge_results([first, other])
 
@@ -74,9 +75,3 @@ def test_nothing_to_merge_and_one_alone(halves):
         ma.merge_results([])
     one = halves([1])
     assert ma.merge_results([one]) is one
-
-
-def test_places_that_are_none(halves, toy, prompts):
-    for places in ([0], [1, 0], [2, 2], [-1, 0]):
-        with pytest.raises(OptionError, match="places: give the index of each of the 2 prompts"):
-            ma.run(toy, prompts[:2], progress=False, places=places)

@@ -6,8 +6,9 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
-from mechattn.results.digest import digest
-from mechattn.store.shard_merging import merge_stored
+from mechattn.results.arrays import digest
+from mechattn.store.saving import merge_stored
+from tests.conftest import run_part
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def made(toy, prompts, tmp_path_factory):
     for name, places, seed in (("1", [0, 3], 0), ("2", [1, 4], 0), ("3", [2, 5], 0), ("other", [0, 3], 7)):
         some = [prompts[place] for place in places]
         conditions = {"random": ma.conditions.RandomTokens(count=2)}
-        result = ma.run(toy, some, conditions, layers=0, seed=seed, places=places, progress=False)
+        result = run_part(toy, some, conditions, layers=0, seed=seed, places=places)
         result.save(folder / f"{name}.zarr")
     return folder
 

@@ -12,7 +12,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
-from mechattn.results.digest import digest
+from mechattn.results.arrays import digest
 from mechattn.store.objects import Store
 from mechattn.store.result_bytes import packed, unpacked
 
@@ -49,7 +49,7 @@ def everything(toy, prompts):
     ]
     analyses.append(ma.analyses.HeadUpdates())
     conditions = {"slash": ma.MeaninglessTokens(count=5), "“é”": ma.conditions.RandomTokens(count=5)}
-    return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1], progress=False)
+    return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1])
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -91,27 +91,27 @@ def test_one_changed_weight_of_a_toy_changes_the_hash(checkpoint):
     for change in (0.0, 1e-4, -1e-4):
         with torch.no_grad():
             model.blocks[0].mlp.out.weight[3, 5] += change
-        hashes.append(ma.run(model, "Tom has 3 apples.", progress=False).provenance["model"]["weights_hash"])
+        hashes.append(ma.run(model, "Tom has 3 apples.").provenance["model"]["weights_hash"])
     assert hashes[0] != hashes[1]
 
 
 def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
     import torch
 
-    from mechattn.model import fingerprint
+    from mechattn.model import weights
 
     model, made = ma.load_model(str(checkpoint)), []
-    sha256 = fingerprint.hashlib.sha256
-    monkeypatch.setattr(fingerprint.hashlib, "sha256", lambda: made.append(1) or sha256())
-    first = fingerprint.weights_hash(model)
-    assert fingerprint.weights_hash(model) == first
+    sha256 = weights.hashlib.sha256
+    monkeypatch.setattr(weights.hashlib, "sha256", lambda: made.append(1) or sha256())
+    first = weights.weights_hash(model)
+    assert weights.weights_hash(model) == first
     assert len(made) == 1
     weight = model.blocks[0].mlp.out.weight
     with torch.no_grad():
         weight[3, 5] += 1e-4
-    second = fingerprint.weights_hash(model)
+    second = weights.weights_hash(model)
     weight.data.mul_(2)
-    assert len({first, second, fingerprint.weights_hash(model)}) == 3
+    assert len({first, second, weights.weights_hash(model)}) == 3
     assert len(made) == 3
 
 

@@ -15,9 +15,9 @@ import mechattn as ma
 from mechattn.commands.run_config import check_in_model
 from mechattn.errors import ModelError
 from mechattn.model import remote_code as trust
-from mechattn.model.load import layers_and_heads
+from mechattn.model.checkpoint import layers_and_heads
+from mechattn.model.load import classes_left_alone
 from mechattn.model.remote_code import as_trusted
-from mechattn.model.verify.native import classes_left_alone
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.commands.config import FIGURES
 from mechattn.commands.report import figures_of
+from mechattn.commands.run_config import FIGURES
 from mechattn.pages.page import results_page
-from mechattn.render.plain_names import as_heading, with_plain_names
+from mechattn.render.declared import with_plain_names
 
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'
 OURS = re.compile(r"</?(?:br|sup|extra)>")
@@ -29,7 +29,7 @@ def hostile(toy):
     ]
     prompts = ma.load_prompts("word-problems", limit=6)
     conditions = {LINK: ma.MeaninglessTokens(count=5), "<i>two</i>": ma.MeaninglessTokens("/", count=6)}
-    result = ma.run(toy, prompts, conditions, analyses, progress=False, positions="prompts")
+    result = ma.run(toy, prompts, conditions, analyses, positions="prompts")
     for dataset in result.datasets.values():
         for variable in dataset.data_vars.values():
             variable.attrs["units"] = f"{variable.attrs['units']} {LINK}"
@@ -74,7 +74,6 @@ def test_our_own_markup_stays():
     figure = with_plain_names(go.Figure(layout={"title": {"text": title}, "annotations": [{"text": f"x<br>{LINK}"}]}))
     assert figure.layout.title.text == title
     assert figure.layout.annotations[0].text.startswith("x<br>&lt;a")
-    assert as_heading("a &lt;b&gt;<br>c") == "a <b>"
 
 
 def test_figures_of_configs_are_those_that_are_checked(hostile):
@@ -93,7 +92,7 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
 @pytest.mark.parametrize("escaped", [True, False])
 def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
     if not escaped:  # negative control
-        monkeypatch.setattr("mechattn.render.words.with_plain_names", lambda figure: figure)
+        monkeypatch.setattr("mechattn.render.declared.with_plain_names", lambda figure: figure)
     figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
     place = results_page([hostile], tmp_path / "p.html", figures)
     page = browser.new_page()

@@ -47,7 +47,7 @@ print("FOUND " + json.dumps({"at": sorted(at), "joined": other.returncode == 0, 
     "node": ray.util.get_node_ip_address(), "left": {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")}}))
 ray.shutdown()
 """
-OURS = "from mechattn.jobs.ray import Ray; Ray(workers=1)._connected()"
+OURS = "from mechattn.jobs.executors import Ray; Ray(workers=1)._connected()"
 PLAIN = "import ray; ray.init(address='local', include_dashboard=False, log_to_driver=False)"
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds the sockets under /proc")

@@ -94,7 +94,7 @@ def test_the_result_still_has_its_names(hostile):
 )
 def test_names_of_conditions_with_control_characters(toy, name):
     with pytest.raises(OptionError, match=r"control character in its name|needs a name"):
-        ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5)}, progress=False)
+        ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5)})
 
 
 def test_two_names_that_a_nul_tells_apart_would_become_one(small):  # negative control
@@ -104,7 +104,7 @@ def test_two_names_that_a_nul_tells_apart_would_become_one(small):  # negative c
 
 def test_other_names_are_taken(toy):  # negative control
     names = ["slash", "é, “ü” <5", "שלום", "count=5 🙂", "text=\\n"]
-    made = ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5) for name in names}, progress=False)
+    made = ma.run(toy, "Tom has 3 apples.", {name: ma.MeaninglessTokens(count=5) for name in names})
     assert made.conditions == ["baseline", *names]
 
 
@@ -113,7 +113,7 @@ def test_a_swept_newline_is_written_out():
 
 
 def test_tokens_with_control_characters_are_stored_written_out(toy, tmp_path):
-    result = ma.run(toy, "Tom\0 has 3\x1b apples.", progress=False)
+    result = ma.run(toy, "Tom\0 has 3\x1b apples.")
     result.save(tmp_path / "r.zarr")
     texts = ma.load_result(tmp_path / "r.zarr")["sequences"].first_prompt_text.values.flatten().tolist()
     assert {"\\x00", "\\x1b"} <= set(texts)

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import bootstrap
-from mechattn.stats.bootstrap import bootstrap_t, resample, resample_sequentially, simultaneous
+from mechattn.stats.bootstrap import bootstrap_t, of_extremes, resample, resample_sequentially, tails
 
 TAILS = (0.975, 0.025)
 
@@ -29,6 +29,18 @@ def t_of_each_resample(d, counts):
         error = np.maximum(drawn.std(0, ddof=1), d.std(0, ddof=1) / 10) / np.sqrt(len(drawn))
         made.append((drawn.mean(0) - d.mean(0)) / error)
     return np.array(made)
+
+
+def t_of(d):
+    return d.mean(0) / stats.sem(d)
+
+
+def simultaneous(d, counts, level):
+    """The intervals that the extreme t* of all cells give."""
+    found = tails(d, np.zeros(d.shape[1]), counts)
+    upper, lower = of_extremes(found.largest, found.smallest, level)
+    spread = bootstrap.spread(d) / np.sqrt(len(d))
+    return d.mean(0) - upper * spread, d.mean(0) - lower * spread
 
 
 def covered(low, high):
@@ -80,6 +92,34 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
     got = simultaneous(d, sequential, 0.95)
     np.testing.assert_allclose(got[0], d.mean(0) - np.quantile(t.max(1), 0.975) * error, rtol=1e-8)
     np.testing.assert_allclose(got[1], d.mean(0) - np.quantile(t.min(1), 0.025) * error, rtol=1e-8)
+
+
+def step_down(t, drawn):
+    """Adjusted p, written out: the farthest cell against the extremes of all, the next one against those of the rest."""
+    left, adjusted, before = list(range(len(t))), np.ones(len(t)), 0.0
+    while left:
+        cell = max(left, key=lambda i: abs(t[i]))
+        far = drawn[:, left].max(1) >= t[cell] if t[cell] > 0 else drawn[:, left].min(1) <= t[cell]
+        before = adjusted[cell] = max(before, min(1.0, 2 * (1 + far.sum()) / (1 + len(drawn))))
+        left.remove(cell)
+    return adjusted
+
+
+def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkeypatch):
+    d = lognormal(24, 9, seed=2, shared=0.5)
+    d[:, :3] += 0.8
+    d[:, 3] -= 1.0
+    counts, t = resample_sequentially(24, 300, np.random.default_rng(1)), t_of(d)
+    drawn = t_of_each_resample(d, counts)
+    far = np.where(t > 0, drawn >= t, drawn <= t)
+    monkeypatch.setattr(bootstrap, "_COLUMNS", 4)
+    got = tails(d, t, counts)
+    np.testing.assert_allclose(got.alone, np.minimum(1, 2 * far.mean(0)))
+    np.testing.assert_allclose(got.family, step_down(t, drawn))
+    at_once = np.where(t > 0, drawn.max(1)[:, None] >= t, drawn.min(1)[:, None] <= t)
+    once = np.minimum(1, 2 * (1 + at_once.sum(0)) / 301)
+    assert (got.family <= once).all()
+    assert (got.family < once).any(), "negative control: one step for all would be larger"
 
 
 def test_cells_and_resamples_that_are_held_a_few_at_a_time_give_the_same(monkeypatch):

@@ -64,10 +64,12 @@ def test_how_many_tests_have_to_pass_together():
     ("n", "tests", "words"),
     [
         (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests have to reach it "
-         "together; 19 would do"),
-        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); 19 would do"),
-        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; 19 would do"),
-        (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001)"),
+         "together; from 19 prompts on one test alone can"),
+        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); from 19 prompts on one test alone can"),
+        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; from 19 prompts "
+             "on one test alone can"),
+        (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001); the smallest effect "
+         "that q finds in one test alone, with 80 % power, is d_z = 0.52"),
     ],
 )  # fmt: skip
 def test_what_it_says(n, tests, words):
@@ -105,3 +107,16 @@ def test_a_result_says_what_it_can_show(slash_result):
     with pytest.raises(OptionError, match="level=2"):
         slash_result.resolution(level=2)
     assert "resolution" in dir(ma.Result)
+
+
+def test_a_comparison_is_planned_by_leaving_out_one_number():
+    assert ma.power(784, effect=1.0, prompts=19) == pytest.approx(0.271, abs=1e-3)
+    assert ma.power(784, effect=4.0, prompts=12) == 0, "twelve prompts have no p as small as that"
+    assert np.isnan(ma.power(784, prompts=12))
+    prompts = ma.power(784, effect=0.5)
+    assert ma.power(784, effect=0.5, prompts=prompts) >= 0.8 > ma.power(784, effect=0.5, prompts=prompts - 1)
+    assert ma.power(784, effect=-0.5) == prompts
+    assert ma.power(784, effect=ma.power(784, prompts=64), prompts=64) == pytest.approx(0.8)
+    for wrong in (dict(), dict(effect=0.0), dict(effect=0.5, prompts=2), dict(effect=0.5, sure=1.0)):
+        with pytest.raises(OptionError, match="give"):
+            ma.power(784, **wrong)

@@ -1,1 +1,1 @@
-"""Changes to a model: permanent corrections, and replacements inside a ``with`` block."""
+"""Changes to a model inside a ``with`` block: its attention, keys, values, heads' outputs and activations."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.attribute_setting import attribute_set
-from mechattn.model.experts import Mixture, mixture_in
-from mechattn.model.hooks import blocks_of
-from mechattn.model.patch.mixtures import watching
+from mechattn.model.hooked import attribute_set, unwrapped
+from mechattn.model.hooks import Needed, blocks_of
+from mechattn.model.patch.experts import Mixture, mixture_in, watching
 
 _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
-_WRAPPER_NAMES = ("_activation_fn",)  # of a bridge that splits a fused gate and up projection and runs it itself
+# Of a bridge that splits a fused gate and up projection and runs it itself; it forwards the names of what it wraps.
+_BRIDGE_NAMES = ("_activation_fn",)
 
-# Receives the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the
-# latter.
+# Receives the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the latter
 SeeActivations = Callable[
     [int, Float[Tensor, "*token d_mlp"], Float[Tensor, "*token d_mlp"]], Float[Tensor, "*token d_mlp"] | None
 ]
@@ -34,9 +34,12 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
                 stack.enter_context(watching(model, mixture, layer, see))
                 continue
             owner, name = nonlinearity_of(model, layer)
-            watched = _Watched(getattr(owner, name), layer, see)
-            stack.enter_context(attribute_set(owner, name, watched))
-            stack.callback(blocks_of(model)[layer].register_forward_hook(watched.check).remove)
+            needed = Needed(
+                f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere (weights that were "
+                "folded do so), so its activations can be neither seen nor changed"
+            )
+            stack.enter_context(attribute_set(owner, name, _Watched(getattr(owner, name), layer, see, needed)))
+            stack.callback(blocks_of(model)[layer].register_forward_hook(needed.check).remove)
         yield
 
 
@@ -81,7 +84,7 @@ def _block(model: Any, layer: int) -> Any:
     blocks = blocks_of(model)
     if not 0 <= layer < len(blocks):
         raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")
-    return getattr(blocks[layer], "original_component", None) or blocks[layer]
+    return unwrapped(blocks[layer])
 
 
 def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple[Any, str]]:
@@ -91,34 +94,22 @@ def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple
         parts = path.lower().split(".")
         if parts[-1] in _NAMES or any("attention" in part or "attn" in part for part in parts) or id(module) in inside:
             continue
-        for name in _WRAPPER_NAMES if _is_wrapper(module) else _NAMES:
+        for name in _NAMES if unwrapped(module) is module else _BRIDGE_NAMES:
             if callable(getattr(module, name, None)):
                 yield module, name
 
 
-def _is_wrapper(module: Any) -> bool:
-    """Whether a module is a bridge, which forwards the attributes of the module that it wraps."""
-    return getattr(module, "original_component", None) is not None
-
-
+@dataclass(frozen=True)
 class _Watched:
     """A nonlinearity that passes its input and output to a function."""
 
-    def __init__(self, original: Callable, layer: int, see: SeeActivations) -> None:
-        self.original, self.layer, self.see = original, layer, see
-        self.called = False
+    original: Callable[..., Any]
+    layer: int
+    see: SeeActivations
+    needed: Needed
 
     def __call__(self, pre: Float[Tensor, "*token d_mlp"], *args: Any, **kwargs: Any) -> Float[Tensor, "*token d_mlp"]:
-        self.called = True
+        self.needed.called = True
         post = self.original(pre, *args, **kwargs)
         made = self.see(self.layer, pre, post)
         return post if made is None else made
-
-    def check(self, block: Any, given: Any, out: Any) -> None:
-        """After the layer has run, raise an error if this was not called."""
-        if not self.called:
-            raise ModelError(
-                f"layer {self.layer} has run without its nonlinearity: its MLP computes it elsewhere (weights that "
-                "were folded do so), so its activations can be neither seen nor changed"
-            )
-        self.called = False

@@ -1,1 +1,1 @@
-"""Verification of a hooked model: the checks, their tolerances, and recorded facts about a model."""
+"""Verification of a hooked model: its checks, their tolerances, and the report."""

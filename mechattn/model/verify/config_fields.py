@@ -76,19 +76,22 @@ _WITH = {  # fields that matter only together with one of those
     "attention_chunk_size": ("floor_scale", "attn_scale"),
     "index_topk": ("index_head_dim", "index_n_heads", "indexer_types", "compress_rope_theta"),
 }
-_LENGTHS = ("chunked_attention",)  # the layer types for which attention_chunk_size matters
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with what is known about it."""
     found = {}
+    kinds = getattr(config, "layer_types", None)
+    idle = () if kinds is None or "chunked_attention" in kinds else ("attention_chunk_size",)
+    known = {*KNOWN, *idle, *(name for others in _WITH.values() for name in others)}
     for name, value in _fields(config):
-        if name in REFUSED:
-            what, off = REFUSED[name]
-            if not any(value is each or value == each for each in off) and not _is_idle(name, config):
-                found[name] = what
-        elif name not in KNOWN and not any(name in others for others in _WITH.values()) and not _is_off(value):
-            found[name] = "unknown effect on attention"
+        if name in known:
+            continue
+        if name not in REFUSED:
+            if value is not None and value is not False and value not in ("", [], {}, ()):
+                found[name] = "unknown effect on attention"
+        elif not any(value is each or value == each for each in REFUSED[name][1]):
+            found[name] = REFUSED[name][0]
     return found
 
 
@@ -119,15 +122,3 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{each}", said) for each, said in value.items() if each not in usual)
         elif name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name):
             yield name, value
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {}, ())
-
-
-def _is_idle(name: str, config: Any) -> bool:
-    """Whether a field has no effect in any layer of this model."""
-    if name != "attention_chunk_size":
-        return False
-    kinds = getattr(config, "layer_types", None)
-    return kinds is not None and not set(kinds) & set(_LENGTHS)

@@ -1,0 +1,295 @@
+"""What each head, the attention block and the MLP of each layer add to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
+from mechattn.errors import ModelError
+from mechattn.functional import updates as fn
+from mechattn.functional.focus import top_two
+from mechattn.functional.received import segment_mean
+from mechattn.functional.rows import for_each_head
+from mechattn.model.heads import output_weights, wide
+from mechattn.model.hooked import HookedModel
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Batch
+
+_MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
+_ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
+_UNITS = {
+    "magnitude": ("ratio", "|update| / |resid_pre|"),
+    "orientation": ("cosine", "cosine of update and resid_pre"),
+    "parallel": ("ratio", "part of the update along resid_pre, signed, / |resid_pre|"),
+    "orthogonal": ("ratio", "|part of the update across resid_pre| / |resid_pre|"),
+    "update_norm": ("residual norm", "|update|"),
+}
+_SIGNED = ("orientation", "parallel")
+_COUNTS = (
+    ("magnitude", ("head", "magnitude_bin"), " magnitude in the bin"),
+    ("orientation", ("head", "orientation_bin"), "n orientation in the bin"),
+    ("joint", ("magnitude_bin", "orientation_bin"), " magnitude and orientation in the bins, all heads"),
+)
+
+
+class _Updates(AnalysisBase):
+    """What the updates of whole heads and those of single targets have in common; both are dataclasses."""
+
+    name: ClassVar[str]
+    prefix: ClassVar[str] = ""
+    per_query: bool
+    weights: Any
+
+    @property
+    def coords(self) -> Mapping[str, Seq[object]]:
+        """Labels of the bins: their lower edges."""
+        return {"magnitude_bin": [0.0, *_MAGNITUDES], "orientation_bin": [float("-inf"), *_ORIENTATIONS]}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Means over the tokens of each segment, counts in bins, and each token's own with ``per_query``."""
+        no_null, prefix = "it depends on the values", self.prefix
+        made = {
+            f"{prefix}{name}": Quantity(
+                ("head", "segment"), units, f"{about}, mean over the tokens of the segment",
+                "difference" if name in _SIGNED else "ratio", no_null,
+            )
+            for name, (units, about) in _UNITS.items()
+        }  # fmt: skip
+        made |= {
+            f"{prefix}{name}_counts": Quantity(dims, "tokens", f"original tokens with a{about}", no_null=no_null)
+            for name, dims, about in _COUNTS
+        }
+        at = {name: _UNITS[name] for name in ("magnitude", "orientation") if self.per_query}
+        return made | {
+            f"{prefix}{name}_at": Quantity(("head", "key"), units, f"{about}, of each token", no_null=no_null)
+            for name, (units, about) in at.items()
+        }
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The residual stream before the block, and each head's output before W_O, which arrives after its rows."""
+        return ("hook_resid_pre", "attn.hook_z")
+
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """Prepare W_O of the layers and its factors."""
+        made = {layer: output_weights(model, layer) for layer in layers}
+        weights = {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
+        return replace(self, weights=weights)  # type: ignore[type-var]
+
+    def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
+        """Norms and products for each token, from what each head writes before W_O."""
+        weights, factor = self.weights[captures.layer]
+        w_o = wide(weights)
+        stream, z = captures.tensors["hook_resid_pre"].to(w_o.dtype), z.to(w_o.dtype)
+        return {
+            "norm": fn.update_norm(z, factor),
+            "product": fn.update_product(z, w_o, stream),
+            "stream": stream.norm(dim=-1)[:, None],
+        }
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments, and counts."""
+        norm, stream = sums["norm"], sums["stream"]
+        turned, magnitude = fn.orientation(sums["product"], norm, stream), norm / stream
+        each = {
+            "magnitude": magnitude,
+            "orientation": turned,
+            "parallel": sums["product"] / stream**2,
+            "orthogonal": magnitude * (1 - turned.nan_to_num() ** 2).sqrt(),
+            "update_norm": norm,
+        }
+        original, hidden = batch.origin >= 0, ~batch.real[:, None]
+        sizes, cosines = (torch.tensor(e, device=norm.device, dtype=norm.dtype) for e in (_MAGNITUDES, _ORIENTATIONS))
+        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        made |= {
+            "magnitude_counts": fn.counts_in_bins(magnitude, sizes, original),
+            "orientation_counts": fn.counts_in_bins(turned, cosines, original),
+            "joint_counts": fn.counts_in_pairs_of_bins(magnitude, turned, (sizes, cosines), original),
+        }
+        if self.per_query:
+            made |= {f"{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("magnitude", "orientation")}
+        return {f"{self.prefix}{name}": value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class HeadUpdates(_Updates):
+    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
+
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. The updates of
+    all heads of a layer and b_O add up to the attention output (before the norm that follows it in Gemma 2 and 3 and
+    OLMo 2). Gives means over the tokens of each segment, and counts of the original tokens in fixed bins, which can be
+    added over prompts.
+
+    Args:
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+    """
+
+    per_query: bool = False
+    weights: Any = field(
+        default=None, repr=False, compare=False
+    )  # of each layer, W_O [head d_head d_model], its factor
+
+    name = "head_updates"
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products for each token."""
+        sums |= self.measured(captures.by_head("attn.hook_z", len(self.weights[captures.layer][0])), captures)
+
+
+@dataclass(frozen=True)
+class TopTargetUpdates(_Updates):
+    """Measure the part of each head's update that comes from its strongest target, as :class:`HeadUpdates` does.
+
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. Interventions on z
+    (an ablated head) act later and have no effect on it.
+
+    Args:
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+    """
+
+    per_query: bool = False
+    weights: Any = field(default=None, repr=False, compare=False)
+
+    name = "top_target_updates"
+    prefix = "top_target_"
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Store what each query reads from its strongest target."""
+        if rows.v is None:
+            raise ModelError(
+                f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be measured"
+            )
+        first, _, at = top_two(rows.pattern)
+        v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(first.dtype)
+        read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]
+        if "read" not in sums:
+            sums["read"] = read.new_zeros((len(read), rows.batch.tokens.shape[1], *read.shape[1::2]))
+        sums["read"][:, rows.queries] = rearrange(read, "batch head query d_head -> batch query head d_head")
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products for each token."""
+        sums |= self.measured(sums.pop("read"), captures)
+
+
+BLOCKS = ("attention", "mlp")
+_AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
+_OUTS = ("hook_attn_out", "hook_mlp_out")
+_BEFORE_SCALING = ("attn.hook_out", "mlp.hook_out")
+_OF_BLOCKS = {
+    "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
+    "block_orientation": ("cosine", "cosine of the block's update and the residual stream before it"),
+    "block_norm": ("residual norm", "|update of the block|"),
+    "stream_norm": ("residual norm", "|residual stream before the block|"),
+}
+
+
+@dataclass(frozen=True)
+class BlockUpdates(AnalysisBase):
+    """Measure the magnitude and orientation of the updates by the attention block and the MLP of each layer.
+
+    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the block. In a layer
+    with parallel attention and MLP, both are compared with resid_pre. A multiplier of block outputs (Granite's residual
+    multiplier) is part of Δ. Means over the tokens of each segment.
+
+    Args:
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+    """
+
+    per_query: bool = False
+    sequential: bool = True
+    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # the hooks of the blocks' outputs
+    factor: float = field(default=1.0, repr=False, compare=False)  # multiplies what these hooks hold
+
+    name = "block_updates"
+
+    @property
+    def coords(self) -> Mapping[str, Seq[object]]:
+        """The two blocks of a layer."""
+        return {"block": list(BLOCKS)}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Quantities of each block."""
+        mean = ", mean over the tokens of the segment"
+        made = {
+            name: Quantity(("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio")
+            for name, (u, d) in _OF_BLOCKS.items()
+        }
+        if self.per_query:
+            for name in ("block_magnitude", "block_orientation"):
+                units, about = _OF_BLOCKS[name]
+                made[f"{name}_at"] = Quantity(("block", "key"), units, f"{about}, of each token")
+        return made
+
+    @property
+    def captures(self) -> Seq[str]:
+        """The residual stream around both blocks, and the output of each."""
+        return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
+
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
+
+        Raises:
+            ModelError: A layer has no hooks that give the outputs of its blocks.
+        """
+        named = model.hook_dict
+        sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
+        # A block that scales its update fires hook_attn_out only for functions that TransformerLens has added.
+        factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
+        outs = _OUTS if factor is None else _BEFORE_SCALING
+        for layer in layers:
+            if lacking := [name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named]:
+                raise ModelError(
+                    f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so the outputs of its blocks "
+                    f"cannot be separated"
+                )
+        return replace(self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor)
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products for each token."""
+        before, after = (captures.tensors[name].float() for name in _AROUND)
+        attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
+        if self.sequential:
+            middle = captures.tensors[_MIDDLE].float()
+            pairs = [(before, _added(before, attention, middle)), (middle, _added(middle, mlp, after))]
+        else:
+            pairs = [(before, attention), (before, mlp)]
+        sums["stream"] = torch.stack([stream.norm(dim=-1) for stream, _ in pairs], 1)
+        sums["norm"] = torch.stack([added.norm(dim=-1) for _, added in pairs], 1)
+        sums["product"] = torch.stack([torch.linalg.vecdot(stream, added) for stream, added in pairs], 1)
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over segments."""
+        each = {
+            "block_magnitude": sums["norm"] / sums["stream"],
+            "block_orientation": fn.orientation(sums["product"], sums["norm"], sums["stream"]),
+            "block_norm": sums["norm"],
+            "stream_norm": sums["stream"],
+        }
+        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        if self.per_query:
+            hidden = ~batch.real[:, None]
+            made |= {
+                f"{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("block_magnitude", "block_orientation")
+            }
+        return made
+
+
+def _added(
+    before: Float[Tensor, "batch pos d_model"],
+    out: Float[Tensor, "batch pos d_model"],
+    after: Float[Tensor, "batch pos d_model"],
+) -> Float[Tensor, "batch pos d_model"]:
+    """The block's output from its hook where that is the update (a difference of large numbers loses digits);
+    otherwise (BLOOM adds the residual first) the difference."""
+    change = after - before
+    return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

@@ -1,0 +1,198 @@
+"""Checkpoints and toys before their weights are read: their place, configuration, tokenizer and ends of answers."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from mechattn.errors import ModelError
+from mechattn.hub import asked_once, may_be_on_hub
+from mechattn.model.remote_code import as_trusted, refuse_own_code
+
+PREFIX = "toy:"
+RELAY = "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
+NO_LIMIT = 2**31
+_TOYS = Path(__file__).parent.parent / "toys"
+_LONGEST_REASON = 300  # characters: some errors list every architecture
+_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
+_LAYERS, _WIDTH = 10_000, 2**31 - 1  # far beyond any model; a config may contain anything
+
+
+def toy_names() -> list[str]:
+    """The toys that solve word problems, one per family, such as "toy:llama"."""
+    return sorted({PREFIX + config.parent.name for config in _TOYS.glob("*/config.json")} - {RELAY})
+
+
+def toy_folder(name: str) -> Path:
+    """The folder with the weights of a toy."""
+    if name not in (*toy_names(), RELAY):
+        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}")
+    return _TOYS / name.removeprefix(PREFIX)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a toy, from its tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(toy_folder(name))
+
+
+def model_place(name: str) -> str:
+    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet."""
+    place = str(toy_folder(name)) if name.startswith(PREFIX) else name
+    if os.path.isdir(place) and not (Path(place) / "config.json").exists():
+        raise ModelError(
+            f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
+        )
+    if not os.path.isdir(place) and not may_be_on_hub(place):
+        what = "a file, not the directory of a checkpoint" if os.path.exists(place) else "not a directory here"
+        raise ModelError(f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name")
+    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
+    return os.path.join(os.curdir, place) if os.path.isdir(place) and not os.path.dirname(place) else place
+
+
+def tokenizer_named(name: str) -> Any:
+    """The tokenizer of a model, without the model."""
+    if name.startswith(PREFIX):
+        return load_tokenizer(name)
+    place = model_place(name)
+    with asked_once(place), as_trusted(trust_remote_code=None, pickled_weights=False):
+        made = tokenizer_of(place, trust_remote_code=False)
+    if made is None:
+        raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
+    return made
+
+
+def tokenizer_of(place: str, **remote: Any) -> Any:
+    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an empty one)."""
+    from transformers import AutoTokenizer
+
+    if os.path.isdir(place) and not any(next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(place, **remote)
+    except Exception as error:
+        refuse_own_code(error, place)
+        raise ModelError(
+            f"{place} has no tokenizer that can be loaded ({reason(error)}); pass one to load_model(…, tokenizer=…)"
+        ) from error
+
+
+def lettered_tokenizer(size: int) -> Any:
+    """A tokenizer for token ids without meaning: its tokens are a, b, … z, aa, ab …, separated by spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def letters(number: int) -> str:
+        more, last = divmod(number, len(ascii_lowercase))
+        return (letters(more - 1) if more else "") + ascii_lowercase[last]
+
+    made = Tokenizer(models.WordLevel({letters(number): number for number in range(size)}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def prepends_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself starts a text with its BOS token."""
+    if tokenizer is None or tokenizer.bos_token_id is None:
+        return False
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def config_of_place(place: str, **remote: Any) -> Any:
+    """The config of a checkpoint, whose sizes are checked, as it may be anyone's file."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(place, **remote)
+    except Exception as error:
+        refuse_own_code(error, place)
+        if Path(place).is_dir():
+            raise ModelError(f"transformers cannot read {place}/config.json: {reason(error)}") from error
+        raise ModelError(
+            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
+            f"here, and loading it from the hub failed ({reason(error)})"
+        ) from error
+    text = config.get_text_config(decoder=True)
+    for part, most in (("num_hidden_layers", _LAYERS), ("hidden_size", _WIDTH), ("vocab_size", _WIDTH)):
+        size = getattr(text, part, None)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ModelError(
+                f"the config of {place} has {part} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
+            )
+    return config
+
+
+def text_config(name: str) -> Any:
+    """The config of a model (of its text part, in a multimodal model), without the weights."""
+    place = model_place(name)
+    with asked_once(place):
+        return config_of_place(place, trust_remote_code=False).get_text_config(decoder=True)
+
+
+def architecture_named(name: str) -> str:
+    """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
+    return next(iter(config_of_place(model_place(name), trust_remote_code=False).architectures or ()), "")
+
+
+def layers_and_heads(name: str) -> tuple[int, int] | None:
+    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
+    config = text_config(name)
+    layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
+    return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if unknown."""
+
+    model_name: str
+    d_vocab: int
+    n_ctx: int
+    default_prepend_bos: bool
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A tokenizer in place of a model: enough to make sequences, and to decode answers."""
+
+    tokenizer: Any
+    cfg: Any  # Sizes, or those of the loaded model
+    end: frozenset[int]  # the tokens that end an answer
+    loaded: Any = None  # the hooked model, if one was given
+
+
+def unloaded_named(name: str) -> UnloadedModel:
+    """The model of a name or directory, without its weights."""
+    from transformers import GenerationConfig
+
+    longest = getattr(text_config(name), "max_position_embeddings", None)
+    try:
+        settings = GenerationConfig.from_pretrained(model_place(name))
+    except OSError:  # there are no generation settings
+        settings = None
+    return unloaded_tokenizer(tokenizer_named(name), name, longest if isinstance(longest, int) else NO_LIMIT, settings)
+
+
+def unloaded_tokenizer(tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None) -> UnloadedModel:
+    """A tokenizer as an unloaded model with a name, a context length and generation settings."""
+    sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))
+    return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
+    found = getattr(generation_config, "eos_token_id", None)
+    found = found if isinstance(found, (list, tuple)) else [found]
+    return frozenset(int(token) for token in [*found, tokenizer.eos_token_id] if token is not None)
+
+
+def reason(error: Exception) -> str:
+    """An error's class and the first line of its text, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

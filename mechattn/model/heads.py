@@ -1,0 +1,140 @@
+"""What heads are made of: values, z, W_O and biases by head, whatever layout a bridge uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mechattn.errors import ModelError
+from mechattn.model.hooked import HookedModel, config_of, facts_of, unwrapped
+
+_EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
+
+
+def as_mixed(
+    model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
+) -> Float[Tensor, "*batch kv_head d_head"]:
+    """The values that the pattern mixes, from hook_v, after which the model may clip or norm them."""
+    limit, norm = clip_of(model, layer), norm_of_values(model, layer)
+    if limit is not None:
+        v = v.clamp(-limit, limit)
+    return v if norm is None else norm(v)
+
+
+def clip_of(model: HookedModel, layer: int) -> float | None:
+    """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT); usually None."""
+    module = attention_module(model, layer)
+    limit = getattr(module, "clip_qkv", None) or getattr(getattr(module, "config", None), "clip_qkv", None)
+    return float(limit) if limit else None
+
+
+def norm_before_output(model: HookedModel, layer: int) -> str | None:
+    """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most models."""
+    return next((name for name, _ in norms_of_output(model, layer)), None)
+
+
+def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
+    """The norms over all heads between the mixed values and W_O, by name."""
+    module = attention_module(model, layer)
+    width = int(model.cfg.n_heads) * int(model.cfg.d_head)
+    for name, part in [] if module is None else module.named_children():
+        norm = unwrapped(part)
+        weight = getattr(norm, "weight", None)
+        normed = "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
+        if normed and not name.startswith(_EARLIER):
+            yield name, norm
+
+
+def norm_of_values(model: HookedModel, layer: int) -> nn.Module | None:
+    """The norm of values after their hook, if a layer has one."""
+    return unwrapped(getattr(attention_module(model, layer), "v_norm", None))
+
+
+def attention_module(model: HookedModel, layer: int) -> Any:
+    """The transformers attention module of a layer; None if there is none behind the hooks."""
+    return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)
+
+
+def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
+    """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
+    if shown.ndim == 4 and shown.shape[2] == heads:
+        return shown
+    return rearrange(shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads)
+
+
+def kv_heads_of(model: HookedModel) -> int:
+    """How many heads of a layer have keys and values of their own."""
+    return int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
+
+
+def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """The tensor of hook_v as [batch pos kv_head d_head]; with latent attention, heads come before positions there."""
+    if v.ndim == 4 and is_latent(model, layer):
+        return rearrange(v, "batch head pos d_head -> batch pos head d_head")
+    return v
+
+
+def is_latent(model: HookedModel, layer: int) -> bool:
+    """Whether the keys and values of a layer are made from a latent of lower rank (DeepSeek's MLA)."""
+    return getattr(attention_module(model, layer), "kv_lora_rank", None) is not None
+
+
+def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O by head, in the stored dtype."""
+    attention: Any = model.blocks[layer].attn
+    if not is_latent(model, layer):
+        return attention.W_O.detach()
+    linear = unwrapped(attention.o)
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"the output projection is a {type(linear).__name__}")
+    return rearrange(
+        linear.weight.detach(), "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads)
+    )
+
+
+def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
+    facts = facts_of(model)
+    if facts is not None and facts.report is not None and "heads" in facts.report.limited:
+        raise ModelError(f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no separate updates")
+    if norm := norm_before_output(model, layer):
+        raise ModelError(
+            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
+            f"update depends on all others: heads have no separate updates"
+        )
+    try:
+        w_o = output_projection(model, layer)
+    except Exception as error:  # an adapter that does not declare its output weights
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
+    if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
+        raise ModelError(
+            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
+            f"have no separate updates"
+        )
+    # Granite: what reaches the residual stream.
+    factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
+    return w_o if factor == 1 else w_o * factor
+
+
+def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Convert to float32 at least."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def score_biases(
+    model: HookedModel, layer: int
+) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
+    """b_Q and b_K of each head; zeros if the model has none."""
+
+    def bias(name: str, heads: int) -> Float[Tensor, "head d_head"]:
+        found = getattr(model.blocks[layer].attn, name, None)
+        if found is None:
+            return torch.zeros(heads, int(model.cfg.d_head), device=next(model.parameters()).device)
+        return rearrange(found.detach().flatten(), "(head d_head) -> head d_head", head=heads).float()
+
+    return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))

@@ -1,0 +1,276 @@
+"""Views of one prompt: attention maps and their difference, text coloured by received attention, and an explorer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.markup import visible
+from mechattn.render.declared import check_heads
+from mechattn.render.draw import FONT, WITH, WITHOUT
+from mechattn.render.view import View, in_script, prompt_tokens
+from mechattn.render.words import model_caption
+from mechattn.results.result import Result
+
+DIGITS = 3
+MOST = 64  # heads: at 170 tokens they take 2.5 MB
+STEP = 0.003  # nats: probabilities are accurate to 0.15 %, down to 1e-43
+_RANKS = 8
+_KEY = (  # symbols of the marks on the map
+    "Marks: the strongest targets of each query that hold half of its attention, by rank "
+    "● 1 ■ 2 ◆ 3 ▲ 4 ★ 5 ✚ 6 ✖ 7 ⬟ 8; "
+    '<b data-part="key-itself">the query itself</b>, <b data-part="key-first">the first token</b>, '
+    '<b data-part="key-another">another</b>.'
+)
+_UNSEEN = -32768  # for a key outside the window, or masked
+
+
+def attention_pattern(
+    result: Result, layer: int, heads: Seq[int], condition: str = "baseline", prompt: int = 0
+) -> View:
+    """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover for numbers.
+
+    Args:
+        result: A result with an attention map.
+        layer: The layer, from 0.
+        heads: The heads, from 0.
+        condition: The condition of the prompt.
+        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
+
+    Raises:
+        OptionError: There is no such layer, head, condition or prompt.
+    """
+    maps, tokens = _map(result, layer, heads, condition, prompt)
+    caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
+    return _heads_view(maps, tokens, layer, heads, caption)
+
+
+def pattern_difference(
+    result: Result, layer: int, heads: Seq[int], condition: str | None = None, prompt: int = 0
+) -> View:
+    """Show attention between original tokens under a condition minus the baseline; orange is more, blue less.
+
+    Rows need not sum to 0, as attention to the inserted tokens is left out.
+
+    Args:
+        result: A result with an attention map.
+        layer: The layer, from 0.
+        heads: The heads, from 0.
+        condition: The condition; the first that isn't the baseline by default.
+        prompt: The prompt, from 0.
+
+    Raises:
+        OptionError: There is no such layer, head, condition or prompt.
+    """
+    condition = result.condition(condition)
+    without, tokens = _map(result, layer, heads, BASELINE, prompt)
+    with_them, _ = _map(result, layer, heads, condition, prompt)
+    origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
+    kept = np.flatnonzero(origin >= 0)
+    difference = with_them[:, kept][:, :, kept] - without
+    reach = float(np.nanmax(abs(difference))) or 1.0
+    caption = (
+        f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
+        f"baseline; orange: more, blue: less, at most {reach:.2f}"
+    )
+    colours = {"minValue": -reach, "maxValue": reach, "negativeColor": WITHOUT, "positiveColor": WITH}
+    return _heads_view(difference, tokens, layer, heads, caption, **colours)
+
+
+def received_text(
+    result: Result, layer: int, heads: Seq[int] | None = None, condition: str | None = None, prompt: int = 0
+) -> View:
+    """Show one prompt's text coloured by received attention, without and with the inserted tokens.
+
+    Both share one scale, which ends at the second largest value, because the first token often receives far more than
+    any other. Hover for the number.
+
+    Args:
+        result: A result with received attention of each prompt (``positions="prompts"``), or of one prompt.
+        layer: The layer, from 0.
+        heads: The heads whose mean is shown; all by default.
+        condition: The condition; by default the first that isn't the baseline, if there is one.
+        prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
+
+    Raises:
+        OptionError: There is no such layer, head, condition or prompt, or only means over prompts were kept.
+    """
+    condition, dataset = result.shown_condition(condition), result["received_attention"]
+    name = "received_per_prompt"
+    if name not in dataset and dataset.sizes["prompt"] > 1:
+        raise OptionError('the result has only means over prompts; run with positions="prompts" to see one prompt')
+    _check({"layer": (layer, dataset.layer.values), "prompt": (prompt, range(dataset.sizes["prompt"]))})
+    heads = list(range(dataset.sizes["head"]) if heads is None else heads)
+    check_heads(heads, dataset.sizes["head"])
+    received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
+    received = received.sel(layer=layer).isel(head=heads).mean("head")
+    lines = []
+    for of in dict.fromkeys((BASELINE, condition)):
+        tokens = prompt_tokens(result, of, prompt)
+        lines.append((of, tokens, received.sel(condition=of).values[: len(tokens)]))
+    every = np.concatenate([values for _, _, values in lines])
+    top = float(np.sort(every[np.isfinite(every)])[-2:].min())
+    which = f"heads {', '.join(map(str, heads))}" if len(heads) < dataset.sizes["head"] else "all heads"
+    of_what = f"{model_caption(result)}, layer {layer}, mean of {which}"
+    body = "".join(_text(f"{of_what}: attention received, “{of}”", tokens, values, top) for of, tokens, values in lines)
+    return View(body, 130 + 24 * sum(len(tokens) // 12 + 1 for _, tokens, _ in lines), None)
+
+
+def attention_explorer(
+    result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
+) -> View:
+    """Draw figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt, with controls for layer, head and rank.
+
+    Hover over the map for both tokens, the probability, the rank and the parts of the score. Marks show the strongest
+    targets of each query that together hold half of its attention (at most eight): green for the query itself, purple
+    for the first token, orange for another, with symbols by rank. If scores can be decomposed, a ternary plot shows
+    content, bias and ALiBi of the target of a rank, and a line plot bias and ALiBi over positions.
+
+    Args:
+        result: A result with ``AttentionMap``, and ``ScoreDecomposition`` where the model allows it; its prompt's own
+            positions (``positions="prompts"``) are needed for the latter.
+        condition: The condition of the prompt.
+        prompt: The prompt, from 0; tokens are shown as text for the first prompt and as ids for others.
+        heads: The heads of each layer, from 0; all by default.
+        note: A sentence for the caption.
+
+    Raises:
+        OptionError: There is no map, no such condition, prompt or head, or there are more than 64 heads.
+    """
+    maps = result["attention_map"].attention
+    chosen = list(range(maps.sizes["head"]) if heads is None else heads)
+    check_heads(chosen, maps.sizes["head"])
+    maps = maps.isel(head=chosen)
+    _check({"condition": (condition, result.conditions), "prompt": (prompt, range(maps.sizes["prompt"]))})
+    check_count(maps.sizes["layer"], maps.sizes["head"])
+    here, tokens = maps.sel(condition=condition).isel(prompt=prompt), prompt_tokens(result, condition, prompt)
+    length = len(tokens)
+    square = here.values[..., :length, :length].reshape(-1, length, length)
+    low = np.tril_indices(length)
+    with np.errstate(divide="ignore"):
+        logs = np.clip(np.log(square[:, low[0], low[1]]) / STEP, -32767, 0)
+    logs[square[:, low[0], low[1]] == 0] = _UNSEEN
+    names = [(int(n), int(h)) for n in here.layer.values for h in here["head"].values]
+    data = {
+        "tokens": tokens,
+        "heads": [{"layer": n, "head": h, "name": f"layer {n}, head {h}"} for n, h in names],
+        "step": STEP,
+        "logs": _packed(np.rint(logs), "<i2"),
+        "parts": _parts(result, condition, prompt, length, chosen),
+        "font": FONT,
+    }
+    caption = f"{model_caption(result)}, condition “{condition}”, {length} tokens{'; ' * bool(note)}{note}"
+    return View(_body(data, caption), 1850, "plotly")
+
+
+def check_count(layers: int, heads: int) -> None:
+    """Refuse more maps than a page can show."""
+    if layers * heads > MOST:
+        per = max(1, MOST // heads)
+        raise OptionError(
+            f"{layers} layers × {heads} heads are {layers * heads} maps, but a page shows at most {MOST}: choose "
+            f"heads, or fewer layers, such as layers=range({per})"
+        )
+
+
+def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str:
+    """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not escape tokens."""
+    red, green, blue = (int(WITH[at : at + 2], 16) for at in (1, 3, 5))
+    spans = []
+    for token, value in zip(tokens, values, strict=True):
+        strength = 0.0 if np.isnan(value) else min(1.0, float(value) / top)
+        number = "no counted query comes after it" if np.isnan(value) else f"{value:.4f}"
+        ink = "#fff" if strength > 0.6 else "inherit"
+        spans.append(
+            f'<span title="{number}" style="background:rgba({red},{green},{blue},{strength:.2f});color:{ink};'
+            f'padding:2px 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
+        )
+    text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
+    return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{text}</figure>'
+
+
+def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: int) -> tuple[np.ndarray, list[str]]:
+    """The map [head, query, key] of one prompt, and its tokens."""
+    dataset = result["attention_map"]
+    _check(
+        {
+            "layer": (layer, dataset.layer.values),
+            "condition": (condition, result.conditions),
+            "prompt": (prompt, range(dataset.sizes["prompt"])),
+        }
+    )
+    check_heads(heads, dataset.sizes["head"])
+    maps = dataset.attention.sel(layer=layer, condition=condition).isel(prompt=prompt, head=list(heads)).values
+    tokens = prompt_tokens(result, condition, prompt)
+    return maps[:, : len(tokens), : len(tokens)], tokens
+
+
+def _check(asked: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (value, known) in asked.items():
+        if value not in list(known):
+            raise OptionError(f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}")
+
+
+def _heads_view(
+    maps: np.ndarray, tokens: list[str], layer: int, heads: Seq[int], caption: str, **colours: Any
+) -> View:  # fmt: skip
+    """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
+    properties = {
+        "attention": [[[round(float(a), DIGITS) for a in row] for row in head] for head in maps],
+        "attentionHeadNames": [f"L{layer}H{head}" for head in heads],
+        "tokens": tokens,
+        **colours,
+        "maskUpperTri": True,
+    }
+    data = in_script(json.dumps(properties, separators=(",", ":")))
+    name = "view-" + hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()[:12]
+    return View(
+        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption><div id="{name}"></div></figure>'
+        f'<script>CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})</script>'
+    )
+
+
+def _parts(result: Result, condition: str, prompt: int, length: int, heads: list[int]) -> dict[str, str] | None:
+    """Bias and ALiBi of every key; the rest of the score is content."""
+    if "score_decomposition" not in result.datasets:
+        return None
+    found = {}
+    for name in ("bias", "alibi"):
+        variable = result["score_decomposition"].get(f"{name}_of_key_per_prompt")
+        if variable is None:
+            raise OptionError('the score parts of single prompts were not kept: run with positions="prompts"')
+        values = variable.sel(condition=condition).isel(prompt=prompt, head=heads).values[..., :length]
+        found[name] = _packed(values, "<f4")
+    return found
+
+
+def _packed(values: np.ndarray, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values.astype(kind)).tobytes()).decode()
+
+
+def _body(data: dict[str, Any], caption: str) -> str:
+    text = in_script(json.dumps(data, separators=(",", ":")))
+    name = "explorer-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+    ranks = "".join(f'<option value="{i}">{i + 1}</option>' for i in range(_RANKS))
+    hidden = "" if data["parts"] else ' style="display:none"'
+    script = files("mechattn.render").joinpath("explorer.js").read_text(encoding="utf-8")
+    return (
+        f'<figure class="explorer" id="{name}"><figcaption>{html.escape(caption)}</figcaption><p class="controls">'
+        '<label>layer <output data-part="layer-name"></output> <input type="range" data-part="layer" min="0" value="0">'
+        '</label> <label><select data-part="head"></select></label> '
+        f'<label{hidden}>target of rank <select data-part="rank">{ranks}</select></label></p>'
+        '<div data-part="map"></div>'
+        f"<p>{_KEY}</p>"
+        f'<div data-part="parts"{hidden}></div><div data-part="course"{hidden}></div></figure>'
+        f'<script>{script}\nmechattnExplorer(document.getElementById("{name}"), {text});</script>'
+    )

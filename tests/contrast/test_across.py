@@ -1,0 +1,78 @@
+"""Fillers as a sample: against the differences of single comparisons, and what is refused."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import mechattn as ma
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.table import with_equivalence
+from mechattn.errors import OptionError
+from mechattn.stats.crossed import crossed
+
+FILLERS = ["/", "-", "?", "*", "+", "="]
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {text: ma.MeaninglessTokens(text, count=12) for text in FILLERS}
+    return ma.run(toy, prompts, conditions | {"sentence": ma.RandomSentence(count=12)})
+
+
+def test_the_differences_are_those_of_single_comparisons(result):
+    table = result.across(FILLERS)
+    received = (
+        result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", "head", ...)
+    )
+    change = [np.log(received[name].astype(float)) for name in ("received_by_segment", "received_by_segment_uniform")]
+    moved = [log.sel(condition=FILLERS) - log.sel(condition="baseline") for log in change]
+    beyond = (
+        (moved[0] - moved[1])
+        .transpose("prompt", "condition", "layer", "head")
+        .values.reshape(len(received.prompt), 6, -1)
+    )
+    expected = crossed(beyond)
+    np.testing.assert_allclose(table["mean"], expected.mean, atol=1e-6)
+    np.testing.assert_allclose(table.low, expected.low, atol=1e-5)
+    assert table.attrs["tested"] == "uniform attention"
+    alone = result.compare("/").set_index(["layer", "head"])
+    wider = (table.high - table.low).values > (alone.beyond_high - alone.beyond_low).values
+    assert wider.mean() > 0.5, "other fillers may differ"
+
+
+def test_few_conditions_are_refused(result):
+    for wrong in (FILLERS[:5], "/", [*FILLERS, "/"]):
+        with pytest.raises(OptionError, match="at least 6 different"):
+            result.across(wrong)
+    with pytest.raises(OptionError, match="no condition 'dots'"):
+        result.across([*FILLERS, "dots"])
+
+
+def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):
+    other = ma.run(toy, prompts[:6], {"sentence": ma.RandomSentence(count=12)})
+    with pytest.raises(OptionError, match="different prompts"):
+        result.across(FILLERS, to="sentence", other=other)
+    longer = ma.run(toy, prompts, {**{text: ma.MeaninglessTokens(text, count=12) for text in FILLERS},
+                                   "long": ma.MeaninglessTokens("/", count=40)})  # fmt: skip
+    with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
+        longer.across(FILLERS, to="long")
+    with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
+        Contrast(longer, "/", to="long").stability(choose=3)
+
+
+def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():
+    """A mean of exactly 0 has an effect size of 0, which is no spread of 0."""
+    table = pd.DataFrame(dict(difference=[0.0, 0.0], beyond=[0.0, 0.0], beyond_low=[-3.8, 0.0], beyond_high=[3.8, 0.0]))
+    table = table.assign(scale="log-ratio", n=10, effect_size=[0.0, np.nan])
+    table.attrs["level"] = 0.95
+    assert (with_equivalence(table, 0.02).q_same < 0.05).tolist() == [False, True]
+
+
+def test_a_change_within_a_margin_is_the_same(result):
+    """Two one-sided tests by hand: within 50 % all heads are, within 0.001 % none."""
+    table = result.compare("/", margin=0.5)
+    assert (table.q_same < 0.05).all()
+    assert (result.compare("/", margin=1e-5).q_same > 0.5).all()
+    for wrong in (0, -0.1, True, "2 %"):
+        with pytest.raises(OptionError, match="margin="):
+            result.compare("/", margin=wrong)

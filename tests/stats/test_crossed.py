@@ -1,0 +1,57 @@
+"""Prompts crossed with conditions: against restricted maximum likelihood written out, and coverage for new conditions."""
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from mechattn.stats.crossed import crossed
+from mechattn.stats.intervals import t_interval
+
+
+def drawn(units, conditions, cells, generator, mean=0.0, unit=1.0, condition=0.5, rest=1.0):
+    """d [unit, condition, cell] with known standard deviations."""
+    return (
+        mean
+        + unit * generator.normal(size=(units, 1, cells))
+        + condition * generator.normal(size=(1, conditions, cells))
+        + rest * generator.normal(size=(units, conditions, cells))
+    )
+
+
+def restricted_likelihood(logs, d):
+    """Minus the restricted log-likelihood of the three variances, with the whole covariance matrix."""
+    units, conditions = d.shape
+    unit, condition, rest = np.exp(logs)
+    same_unit = np.kron(np.eye(units), np.ones((conditions, conditions)))
+    same_condition = np.kron(np.ones((units, units)), np.eye(conditions))
+    covariance = unit * same_unit + condition * same_condition + rest * np.eye(d.size)
+    inverse, ones, y = np.linalg.inv(covariance), np.ones(d.size), d.ravel()
+    information = ones @ inverse @ ones
+    away = y - (ones @ inverse @ y) / information
+    return (np.linalg.slogdet(covariance)[1] + np.log(information) + away @ inverse @ away) / 2
+
+
+def test_variances_and_mean_are_those_of_restricted_maximum_likelihood():
+    d = drawn(10, 7, 1, np.random.default_rng(0), mean=0.3)
+    made = crossed(d)
+    best = optimize.minimize(restricted_likelihood, np.zeros(3), args=(d[..., 0],), tol=1e-10).x
+    got = [float(getattr(made, name)[0]) ** 2 for name in ("unit_sd", "condition_sd", "rest_sd")]
+    np.testing.assert_allclose(got, np.exp(best), rtol=1e-3)
+    assert made.mean[0] == pytest.approx(d.mean())
+
+
+def test_intervals_cover_for_new_prompts_and_new_conditions():
+    """A t interval over prompts takes the conditions as the only ones there are, and covers far less."""
+    d = drawn(24, 6, 2000, np.random.default_rng(1), condition=0.8)
+    made, fixed = crossed(d), t_interval(d.mean(1))
+    assert 0.93 < np.mean((made.low < 0) & (made.high > 0)) < 0.985
+    assert np.mean((fixed.low < 0) & (fixed.high > 0)) < 0.85, "negative control"
+    new = drawn(1, 1, 2000, np.random.default_rng(2), condition=0.8)[0, 0]
+    assert 0.92 < np.mean((made.new_low < new) & (made.new_high > new)) < 0.99
+    assert np.mean(made.p < 0.05) < 0.07
+
+
+def test_no_variation():
+    made = crossed(np.full((5, 6, 2), 0.25))
+    np.testing.assert_array_equal((made.low, made.high), 0.25)
+    np.testing.assert_array_equal(made.p, 0.0)

@@ -1,0 +1,78 @@
+"""Shares near 0 and 1: coverage on simulated answers whose shares are known, beside the t interval's."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mechattn.stats.intervals import ratio_interval, shrunken, t_interval, wilson_interval
+from mechattn.stats.shares import share_difference, share_interval
+
+
+def answered(share, alike, n, samples, generator):
+    """The share of right answers of each of n problems, whose difficulties correlate answers by ``alike``."""
+    odds = generator.beta(share * (1 - alike) / alike, (1 - share) * (1 - alike) / alike, n)
+    return generator.binomial(samples, odds) / samples
+
+
+def coverage(interval, truth, draws):
+    ends = [interval(each) for each in draws]
+    return np.mean([low <= truth <= high for _, low, high in ends])
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.5, 20), (0.95, 20), (0.98, 20), (0.99, 60), (0.05, 24)])
+def test_intervals_of_shares_cover(share, n):
+    """At nominal 95 %; the binomial error of 600 draws is 0.9 points."""
+    generator = np.random.default_rng(n)
+    draws = [answered(share, 0.5, n, 8, generator) for _ in range(600)]
+    assert coverage(share_interval, share, draws) >= 0.93
+    if share != 0.5:
+        assert coverage(t_interval, share, draws) < 0.88, "negative control"
+
+
+def test_single_answers_have_wilsons_interval_and_all_right_is_no_point():
+    for right in (0, 3, 20):
+        made = share_interval(np.repeat([1.0, 0.0], [right, 20 - right]))
+        assert (made.low, made.high) == pytest.approx(wilson_interval(right, 20))
+    assert 0.8 < share_interval(np.ones(20)).low < 0.9
+
+
+def test_many_problems_have_the_t_interval():
+    values = answered(0.5, 0.3, 5000, 8, np.random.default_rng(0))
+    np.testing.assert_allclose(share_interval(values)[1:], t_interval(values)[1:], atol=2e-4)
+    difference = values - answered(0.6, 0.3, 5000, 8, np.random.default_rng(1))
+    np.testing.assert_allclose(share_difference(difference)[1:], t_interval(difference)[1:], atol=2e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.95, 0.95), (0.5, 0.6)])
+def test_intervals_of_differences_cover(first, second):
+    generator = np.random.default_rng(0)
+    draws = [answered(first, 0.7, 12, 8, generator) - answered(second, 0.7, 12, 8, generator) for _ in range(500)]
+    assert coverage(share_difference, first - second, draws) >= 0.92
+    if first == 0.98:
+        assert coverage(t_interval, first - second, draws) < 0.88, "negative control"
+    assert share_difference(np.zeros(12)).high > 0.1, "no difference anywhere is not a difference of 0 for sure"
+
+
+def test_a_ratio_of_means_has_the_ratios_that_a_t_test_keeps():
+    generator = np.random.default_rng(3)
+    below = generator.normal(2, 1, 20)
+    above = below[:, None] * [0.5, 0.0] + generator.normal(0, 0.4, (20, 2))
+    made = ratio_interval(above, below)
+    for cell in range(2):
+        tried = np.linspace(-1, 2, 6001)
+        kept = tried[stats.ttest_1samp(above[:, [cell]] - tried * below[:, None], 0).pvalue >= 0.05]
+        assert (made.low[cell], made.high[cell]) == pytest.approx((kept[0], kept[-1]), abs=1e-3)
+    assert np.isnan(ratio_interval(above, below - below.mean())).all(), "the mean below could be 0"
+
+
+def test_shrunken_estimates_of_the_largest_are_right_on_average():
+    """The largest of 64 measured values is too large by itself."""
+    generator, plain, ours = np.random.default_rng(0), [], []
+    for _ in range(300):
+        truth, error = generator.normal(0, 1, 64), np.full(64, 0.8)
+        measured = truth + error * generator.normal(size=64)
+        top = measured.argmax()
+        plain.append(measured[top] - truth[top])
+        ours.append(shrunken(measured, error)[top] - truth[top])
+    assert abs(np.mean(ours)) < 0.15
+    assert np.mean(plain) > 0.6, "negative control"
