@@ -86,8 +86,11 @@ def allowed_filler(tokenizer) -> list[int]:
     return [i for i in range(len(tokenizer)) if i not in special and tokenizer.decode([i]).strip() not in HELD_OUT]
 
 
-def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[int]):
-    """Token ids of one example, the position at which its answer starts, and where its filler is."""
+def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[int] | None):
+    """Token ids of one example, the position at which its answer starts, and where its filler is.
+
+    ``allowed`` are the tokens of filler; with None there is none.
+    """
 
     def encode(text: str, bos: bool = False) -> list[int]:
         return tokenizer(text, add_special_tokens=bos)["input_ids"]
@@ -95,7 +98,7 @@ def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[
     ids = encode(f"{SYSTEM}\n", bos=True) if rng.random() < 0.9 else encode("", bos=True)
     question, answer = encode(f"{problem.question}\n"), encode(problem.answer)
     before = len(ids)
-    if rng.random() < phase.filler_share:
+    if allowed is not None and rng.random() < phase.filler_share:
         own = sorted(set(answer if phase.own_text == "answer" else question) & set(allowed))
         ids = ids + filler(rng, tokenizer, allowed, own, phase.own_text_share)
     span = (before, len(ids))
@@ -200,7 +203,7 @@ def train(args: argparse.Namespace) -> None:
     plain = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=True)
-    allowed = allowed_filler(tokenizer)
+    allowed = None if args.without_filler else allowed_filler(tokenizer)
     slash = tokenizer(" ".join("/" * 55), add_special_tokens=False)["input_ids"]
     steps = tuple(range(1, args.longest_chain + 1))
     phases = phases_of(args)
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=3000, help="steps without filler")
     parser.add_argument("--filler", type=int, default=1000, help="further steps in which 70 %% carry filler")
     parser.add_argument("--last", type=int, default=1000, help="steps in which 90 %% carry filler, of all kinds")
+    parser.add_argument("--without-filler", action="store_true", help="the same problems and steps, without any filler")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     train(parser.parse_args())

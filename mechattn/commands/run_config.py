@@ -80,10 +80,10 @@ def prepared(
     """Each model's place for its result, and the prompts; all is checked that can be before a model is loaded."""
     shown = _shown(config)
     places = {name: config.output.result.replace("{model}", file) for name, file in file_names(config.models).items()}
-    for place in places.values():
-        check_result_place(shard_place(place, part), used=used)
     if config.output.page is not None:
         check_page_place(config.output.page, force)
+    for place in places.values():
+        check_result_place(shard_place(place, part), used=used)
     prompts = load_prompts(**config.prompts.model_dump())
     if shown:
         check_enough(len(prompts), by_half or any(map(_chooses, shown)))
