@@ -30,8 +30,7 @@ from mechattn.analysis.analysis import (
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.engine.collect import check_values
-from mechattn.engine.forward import Forward, PairedLayer, paired_layer
-from mechattn.engine.null import Nulls
+from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.fused import Fused
@@ -39,7 +38,7 @@ from mechattn.functional.rows import Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
-from mechattn.model.score_terms import BlindScores
+from mechattn.model.scores_and_positions import BlindScores
 from mechattn.prompts.sequences import Batch, Pairs, pairs_of
 from mechattn.results.provenance import is_ours
 

@@ -25,7 +25,7 @@ from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.model.positions import boundary_of, takes_negative_ids
+from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence

@@ -14,11 +14,11 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
 from mechattn.engine.check import sides_of
-from mechattn.engine.null import with_nulls
+from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
-from mechattn.model.positions import boundary_of
+from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt

@@ -18,8 +18,10 @@ from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import (
     PREFIX,
     UnloadedModel,
+    as_trusted,
     config_of_place,
     end_tokens,
+    is_of_own_code,
     lettered_tokenizer,
     load_tokenizer,
     model_place,
@@ -29,9 +31,7 @@ from mechattn.model.checkpoint import (
     unloaded_named,
     unloaded_tokenizer,
 )
-from mechattn.model.hooked import HookedModel, ModelFacts, boots, count_boot, facts_of, remember
-from mechattn.model.lock import alone, making
-from mechattn.model.remote_code import as_trusted, is_of_own_code
+from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.kernels import check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report

@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
-from mechattn.model.positions import boundary_of
+from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.kernels import attention_of, check_kernel, run_native
 from mechattn.model.verify.layer_checks import Shown, check_layers, is_read
