@@ -150,7 +150,7 @@ def runners(
                 focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see, max(windows))
-        assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
+        assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:
         measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()])

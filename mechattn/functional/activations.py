@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError, warn
+from mechattn.errors import OptionError
 
 
 def near_zero_share(x: Float[Tensor, "*token channel"], threshold: float) -> Float[Tensor, "*token"]:
@@ -123,7 +123,8 @@ def redistribute(
     Raises:
         OptionError: There is no such form.
     """
-    form = known_form(form)
+    if form not in get_args(Form):
+        raise OptionError(f"form={form!r}: choose one of {', '.join(map(repr, get_args(Form)))}")
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -142,20 +143,6 @@ def redistribute(
     moved = rows + drawn * bound if form == "paper" else drawn * bound
     moves = selected & (rows != 0) & (bound != 0)
     return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
-
-
-def known_form(form: str) -> Form:
-    """Check the form; "released" was the name of "released_llama" before there was another released one."""
-    if form == "released":
-        warn(
-            'form="released" is now "released_llama"; the code that was released for Qwen2 is "released_qwen2"',
-            DeprecationWarning,
-        )
-        return "released_llama"
-    known: tuple[Form, ...] = get_args(Form)
-    if form not in known:
-        raise OptionError(f"form={form!r}: choose one of {', '.join(map(repr, known))}")
-    return known[known.index(form)]
 
 
 def as_control(

@@ -90,16 +90,6 @@ def received_attention(
     return torch.where(queries > 0, 1.0, torch.nan)[:, None] * sums / queries.clamp(min=1)[:, None]
 
 
-def segment_mass(
-    columns: Float[Tensor, "batch head key"], member: Bool[Tensor, "batch segment key"]
-) -> Float[Tensor, "batch head segment"]:
-    """Column sums added up over the keys of each segment.
-
-    ``mass[s] = Σ_{k in s} Σ_q counted[q] · A[q, k]``; a query's own key counts.
-    """
-    return columns @ member.to(columns.dtype).mT
-
-
 def segment_mean(
     received: Float[Tensor, "batch head key"], member: Bool[Tensor, "batch segment key"]
 ) -> Float[Tensor, "batch head segment"]:

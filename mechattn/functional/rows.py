@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange, repeat
@@ -38,24 +37,6 @@ class EdgeMask:
     def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
         """The same for some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])
-
-
-@runtime_checkable
-class AnyRows(Protocol):
-    """One layer's attention, from which single rows can be requested: computed, or looked up in a pattern."""
-
-    @property
-    def v(self) -> Float[Tensor, "batch kv_head pos d_value"]:
-        """Values."""
-        ...
-
-    def of(self, sequences: Int[Tensor, " chosen"]) -> AnyRows:
-        """The same for some sequences of the batch."""
-        ...
-
-    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
-        """Probabilities of any queries of each sequence over the first keys, which include all keys that they see."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -98,10 +79,7 @@ class Attention:
         grouped = rearrange(asked, together, kv_head=self.k.shape[1])
         scores = grouped @ rearrange(self.k[:, :, :keys].to(self.wide), "batch kv_head key d -> batch kv_head d key")
         scores = rearrange(scores, _APART, query=queries.shape[1])
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.bias is not None:
-            scores = scores + self.bias[:, :, None, :keys]
+        _cap_and_bias(self, scores, slice(0, keys))
         distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
         unseen = distance < 0
         if self.window is not None:
@@ -128,6 +106,9 @@ class PatternRows:
         """Probabilities of any queries of each sequence over the first ``keys`` keys."""
         edge_mask = self.pattern[..., :keys]
         return edge_mask.gather(2, queries[:, None, :, None].expand(-1, edge_mask.shape[1], -1, keys))
+
+
+AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested
 
 
 @dataclass(frozen=True)
@@ -172,27 +153,25 @@ def attention_by_rows(
         count = end - first
         # The heads of a group are stacked as rows of one product, so their shared keys are read once and not repeated.
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
+        by_head, positions = s.view(batch, heads, rows, count), torch.arange(start, end, device=q.device)
         asked = queries[:, :, start:end].to(wide) * attention.scale
         torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
-        _cap_and_bias(attention, s.view(batch, heads, rows, count), slice(first, end))
-        by_head = s.view(n, groups, rows, count)
-        by_head[..., start - first :] += future[
-            :rows, :rows
-        ]  # all other keys are before the block, so no mask is needed
+        _cap_and_bias(attention, by_head, slice(first, end))
+        by_head[..., start - first :] += future[:rows, :rows]  # all other keys are before the block: no mask needed
         if window and end > window:
-            _mask_before_window(by_head, start, first, window)
+            hidden = torch.arange(first, min(first + rows, end), device=q.device) <= positions[:, None] - window
+            by_head[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
         if attention.edge_mask is not None:
-            positions = torch.arange(start, end, device=q.device).expand(batch, -1)
-            unseen = attention.edge_mask.unseen(positions, slice(first, end))
-            s.view(batch, heads, rows, count).masked_fill_(unseen[:, None], _MASKED)
+            unseen = attention.edge_mask.unseen(positions.expand(batch, -1), slice(first, end))
+            by_head.masked_fill_(unseen[:, None], _MASKED)
         # Before the softmax, which overwrites the scores; a sink takes its share of a row but has no value.
-        left = None if attention.sinks is None else _left_by_sinks(s.view(batch, heads, rows, count), attention.sinks)
+        left = None if attention.sinks is None else _left_by_sinks(by_head, attention.sinks)
         torch.softmax(s, -1, out=s)
         if left is not None:
-            s.view(batch, heads, rows, count).mul_(left)
+            by_head.mul_(left)
         out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
         if see is not None:
-            see(Rows(s.view(batch, heads, rows, count), slice(start, end), slice(first, end), attention))
+            see(Rows(by_head, slice(start, end), slice(first, end), attention))
     return out.transpose(1, 2)
 
 
@@ -215,16 +194,6 @@ def _left_by_sinks(
 ) -> Float[Tensor, "batch head query 1"]:
     """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
-
-
-def _mask_before_window(scores: Float[Tensor, "*batch query key"], start: int, first: int, window: int) -> None:
-    """Hide from each row the keys ``window`` or more positions before it."""
-    rows = scores.shape[-2]
-    hidden = first + torch.arange(rows, device=scores.device) <= start - window + torch.arange(
-        rows, device=scores.device
-    ).unsqueeze(-1)
-    hidden = hidden[:, : scores.shape[-1]]
-    scores[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
 
 
 def for_each_head(

@@ -55,8 +55,7 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "form", fn.known_form(self.form))
-        for name, known in (("scope", fn.Scope), ("control", fn.Control)):
+        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
             given = getattr(self, name)
             if given not in get_args(known) and not (name == "control" and given is None):
                 raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
