@@ -71,13 +71,15 @@ def measure_batch(
     again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
     try:
         with ExitStack() as stack:
-            mlps = _Mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees the result
+            mlps = _at_mlps(
+                one, sums
+            )  # made before interventions on the nonlinearities, entered after: sees the result
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
                 stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
             if read_first(intervention for intervention, _ in acting):
                 forward(model, placed, {}, rows.see, sums.last_layer)
-            stack.enter_context(mlps.looking())
+            stack.enter_context(mlps)
             stack.enter_context(_captured(one, sums))
             with suppress(_Enough):
                 forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
@@ -244,8 +246,15 @@ class _Rows:
 @contextmanager
 def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
     """Hooks that keep one layer's tensors until the last hook that an analysis asked for has fired."""
-    found = sums.looking_at("hooks")
-    named = one.model.hook_dict if found else {}
+    found, finals = sums.looking_at("hooks"), sums.looking_at("final")
+    named = one.model.hook_dict if found or finals else {}
+
+    def take_final(module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]) -> None:
+        for number, analysis in finals:
+            for layer in one.windows:
+                cast(FinalAnalysis, analysis).add_final(sums.of(number, layer), out.detach())
+                sums.seen(number, layer, "final")
+
     with ExitStack() as stack:
         for number, analysis in found:
             for layer in one.windows:
@@ -253,20 +262,9 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
                 for name in cast(CaptureAnalysis, analysis).captures:
                     take = partial(_take, one, sums, (number, layer), held, name)
                     stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
-        if finals := sums.looking_at("final"):
-            take_final = partial(_take_final, one, sums, [number for number, _ in finals])
-            name = f"blocks.{sums.last_layer}.hook_resid_post"
-            stack.callback(one.model.hook_dict[name].register_forward_hook(take_final).remove)
+        if finals:
+            stack.callback(named[f"blocks.{sums.last_layer}.hook_resid_post"].register_forward_hook(take_final).remove)
         yield
-
-
-def _take_final(
-    one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]
-) -> None:
-    for number in numbers:
-        for layer in one.windows:
-            cast(FinalAnalysis, sums.analyses[number]).add_final(sums.of(number, layer), out.detach())
-            sums.seen(number, layer, "final")
 
 
 def _take(
@@ -290,36 +288,23 @@ def _take(
     sums.after_rows(number, layer, reduce)
 
 
-class _Mlps:
-    """Receives the activations of the MLPs, layer by layer."""
+def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this call."""
+    taken, tokens = sums.looking_at("mlps"), one.placed.tokens
+    minimum = {n: minimum_of(plain_nonlinearity(one.model, n)) for n in (one.windows if taken else {})}
 
-    def __init__(self, one: _Pass, sums: _Sums) -> None:
-        self.one, self.sums, self.taken = one, sums, sums.looking_at("mlps")
-        layers = one.windows if self.taken else {}
-        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in layers}
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Watch every MLP inside a ``with`` block."""
-        return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
-
-    def see(self, layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
-        """Receive all activations of a layer."""
-        shape = (*self.one.placed.tokens.shape, pre.shape[-1])
-        if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
+    def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
+        if pre.numel() != pre.shape[-1] * tokens.numel():
             raise ModelError(
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
-        passed = Activations(
-            layer,
-            pre.detach().reshape(shape),
-            post.detach().reshape(shape),
-            self.minimum[layer],
-            self.one.placed,
-            cast(Pairs, self.one.pairs),
-        )
-        for number, analysis in self.taken:
-            cast(ActivationAnalysis, analysis).add_activations(self.sums.of(number, layer), passed)
-            self.sums.seen(number, layer, "mlps")
+        pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
+        passed = Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
+        for number, analysis in taken:
+            cast(ActivationAnalysis, analysis).add_activations(sums.of(number, layer), passed)
+            sums.seen(number, layer, "mlps")
+
+    return at_nonlinearity(one.model, dict.fromkeys(minimum, see))
 
 
 def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -78,16 +80,16 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analys
     return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
 
 
-def forward_fused(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
-    """Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute."""
-    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=True):
-        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
-
-
-def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
+def forward_in_blocks(
+    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int, fused: bool = False
+) -> None:
     """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the right."""
-    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last)):
+    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
+
+
+# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute.
+forward_fused = partial(forward_in_blocks, fused=True)
 
 
 def forward_through_hooks(
@@ -247,55 +249,47 @@ class Nulls:
             zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.edge_mask, sinks
         )
         paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
-        passes = {i: _Pass(a, a.start(self.batch, heads)) for i, a in enumerate(self.analyses) if self._wanted[i]}
+        started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
 
         def see(rows: Rows) -> None:
             block = AttentionRows(
                 layer, rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v, null=True
             )
-            for one in passes.values():
-                one.add(block, rows, paired)
+            for number, sums in started.items():
+                analysis = self.analyses[number]
+                with _saying_no_null(analysis):
+                    if isinstance(analysis, RowAnalysis):
+                        analysis.add(sums, block)
+                    if isinstance(analysis, PairAnalysis) and paired is not None:
+                        analysis.add_pairs(sums, paired.rows(rows))
 
         attention_by_rows(attention, see)
-        return {number: one.values(kind, here, window) for number, one in passes.items()}
+        return {i: _null_values(self.analyses[i], sums, kind, here, window) for i, sums in started.items()}
 
 
-@dataclass
-class _Pass:
-    """One analysis, running over the rows of a content-blind head."""
-
-    analysis: Analysis
-    sums: Sums
-
-    def add(self, block: AttentionRows, rows: Rows, paired: PairedLayer | None) -> None:
-        """Reduce a block of rows like any other."""
-        try:
-            if isinstance(self.analysis, RowAnalysis):
-                self.analysis.add(self.sums, block)
-            if isinstance(self.analysis, PairAnalysis) and paired is not None:
-                self.analysis.add_pairs(self.sums, paired.rows(rows))
-        except Exception as error:
-            raise self._no_null(error) from error
-
-    def values(self, kind: str, batch: Batch, window: int | None) -> Values:
-        """The nulls, named after their quantities; without a head dimension if all heads are equal."""
-        try:
-            values = self.analysis.values(self.sums, batch, window)
-        except Exception as error:
-            raise self._no_null(error) from error
-        given = self.analysis.quantities
-        named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
+def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None) -> Values:
+    """The nulls, named after their quantities; without a head dimension if all heads are equal."""
+    given = analysis.quantities
+    named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
+    with _saying_no_null(analysis):
+        values = analysis.values(sums, batch, window)
         if lacking := [name for name in named if name not in values]:
-            raise self._no_null(f"its values hold no {lacking[0]!r}")
-        if kind == UNIFORM:  # the same in every head
-            heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
-            values = {n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()}
-        return {name + kind: values[name] for name in named}
+            raise ValueError(f"its values hold no {lacking[0]!r}")
+    if kind == UNIFORM:  # the same in every head
+        heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
+        values = {n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()}
+    return {name + kind: values[name] for name in named}
 
-    def _no_null(self, why: object) -> ModelError:
-        reason = (str(why).splitlines() or [type(why).__name__])[0]
-        return ModelError(
-            f"{self.analysis.name} cannot be measured on the rows of a content-blind head, which give the null of its "
+
+@contextmanager
+def _saying_no_null(analysis: Analysis) -> Iterator[None]:
+    """Say of an analysis that raises an error on such rows how to declare a quantity without a null."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{analysis.name} cannot be measured on the rows of a content-blind head, which give the null of its "
             f"quantities ({reason}). If a quantity needs more than rows of attention, declare it: "
             'Quantity(…, no_null="it depends on the values")'
-        )
+        ) from error
