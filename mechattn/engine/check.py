@@ -25,7 +25,7 @@ from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids
+from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
@@ -193,7 +193,7 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
             f"would pass on tokens that attention cannot see: omit {', '.join(map(repr, hides))}"
         )
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
-    if kept and not hooks.takes_position_ids(model):
+    if kept and not takes_position_ids(model):
         raise OptionError(
             f"{model.cfg.model_name} takes no position ids (its attention computes positions itself, like ALiBi, or "
             f"has none), so the original tokens cannot keep theirs: omit {', '.join(map(repr, kept))}"

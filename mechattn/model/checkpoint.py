@@ -211,7 +211,8 @@ def reason(error: Exception) -> str:
 
 
 Forbidden = Literal["code", "pickles"]
-_forbidden: ContextVar[frozenset[Forbidden] | None] = ContextVar("forbidden", default=None)  # None outside our loads
+_Said = frozenset[Forbidden] | None  # None outside our loads
+_forbidden: ContextVar[_Said] = ContextVar("forbidden", default=None)
 _lock = Lock()
 
 
@@ -254,37 +255,28 @@ def _wrap_once() -> None:
     from transformers import PreTrainedModel, dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
+    def around(given: Callable[..., Any], allowed: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(given)(lambda *arguments, **options: allowed(given, _forbidden.get(), *arguments, **options))
+
     loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(_without_pickles(loads))  # type: ignore[method-assign,assignment]
+    PreTrainedModel.from_pretrained = classmethod(around(loads, _without_pickles))  # type: ignore[method-assign,assignment]
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(dynamic_module_utils, name, _without_code(getattr(dynamic_module_utils, name)))
+        setattr(dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code))
     for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
-        module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)  # type: ignore[attr-defined]
+        module.resolve_trust_remote_code = around(module.resolve_trust_remote_code, _without_a_question)  # type: ignore[attr-defined]
 
 
-def _without_pickles(given: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(given)
-    def load(*arguments: Any, **options: Any) -> Any:
-        only = {"use_safetensors": True} if "pickles" in (_forbidden.get() or ()) else {}
-        return given(*arguments, **(options | only))
-
-    return load
+def _without_pickles(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
+    return given(*arguments, **(options | ({"use_safetensors": True} if "pickles" in (forbidden or ()) else {})))
 
 
-def _without_code(given: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(given)
-    def run(*arguments: Any, **options: Any) -> Any:
-        if "code" in (_forbidden.get() or ()):
-            raise ModelError("the checkpoint has its own code, which is run only with trust_remote_code=True")
-        return given(*arguments, **options)
-
-    return run
+def _without_code(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
+    if "code" in (forbidden or ()):
+        raise ModelError("the checkpoint has its own code, which is run only with trust_remote_code=True")
+    return given(*arguments, **options)
 
 
-def _without_a_question(given: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(given)
-    def resolve(trust: bool | None, *arguments: Any, **options: Any) -> Any:
-        found = _forbidden.get()
-        return given("code" not in found if trust is None and found is not None else trust, *arguments, **options)
-
-    return resolve
+def _without_a_question(
+    given: Callable[..., Any], forbidden: _Said, trust: bool | None, *arguments: Any, **options: Any
+) -> Any:
+    return given("code" not in forbidden if trust is None and forbidden is not None else trust, *arguments, **options)

@@ -246,24 +246,6 @@ class Needed:
         self.called = False
 
 
-def takes_position_ids(model: HookedModel) -> bool:
-    """Whether the model's attention depends on the given position ids, tried on a few tokens."""
-    if original_of(model) is None:
-        return False
-    device = next(model.parameters()).device
-    tokens = torch.arange(5, 11, device=device)[None]
-    seen: list[Tensor] = []
-    for ids in (torch.arange(6, device=device)[None], 3 * torch.arange(6, device=device)[None]):
-        try:
-            layer = attention_layers(model)[-1]
-            forward_with_patterns(
-                model, tokens, torch.ones_like(tokens), [layer], lambda n, pattern, v: seen.append(pattern), None, ids
-            )
-        except (TypeError, ValueError):
-            return False
-    return not torch.equal(*seen)
-
-
 def _options_taken(model: HookedModel) -> set[str]:
     """The argument names of the inner transformers model's forward pass; none without such a model."""
     original = original_of(model)

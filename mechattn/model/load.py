@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,7 +258,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
     count_boot()
     try:
-        with _quiet(), classes_left_alone():
+        with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
             stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
@@ -272,20 +273,6 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     native, why = _native_twin(bridge)
     remember(bridge, ModelFacts(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
     return bridge
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for loading weights, which transformers shows even for a toy of one megabyte."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _native_twin(bridge: Any) -> tuple[Any | None, str]:
@@ -330,13 +317,16 @@ def _rebuilt(hooked: Any) -> Any:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795)."""
-    import importlib
+    """Undo what booting a model changes in classes of transformers (TransformerLens issue 1795); no progress bar."""
+    from transformers.utils import logging
 
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
-    before = [module.eager_attention_forward for module in modules]
+    before, shown = [module.eager_attention_forward for module in modules], logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     try:
         yield
     finally:
         for module, function in zip(modules, before, strict=True):
             module.eager_attention_forward = function
+        if shown:
+            logging.enable_progress_bar()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,24 +213,50 @@ def _boundary(scaling: Mapping[str, Any], config: Any) -> Boundary | None:
     return None
 
 
+def takes_position_ids(model: HookedModel) -> bool:
+    """Whether the model's attention depends on the given position ids, tried on a few tokens."""
+    if original_of(model) is None:
+        return False
+    ids = torch.arange(_SHIFT, device=next(model.parameters()).device)
+    try:
+        return not torch.equal(*_patterns_at(model, attention_layers(model)[-1], [ids, 3 * ids]))
+    except (TypeError, ValueError):
+        return False
+
+
 def takes_negative_ids(model: HookedModel) -> bool:
     """Whether attention depends only on differences of position ids, so that negative ids work like any others."""
-    layer = attention_layers(model)[0]
     parameter = next(model.parameters())
-    tokens = torch.arange(5, 5 + 2 * _SHIFT, device=parameter.device)[None]
-    seen: list[Tensor] = []
+    ids = torch.arange(2 * _SHIFT, device=parameter.device)
     try:
-        for moved in (0, _SHIFT, -_SHIFT):
-            ids = torch.arange(2 * _SHIFT, device=parameter.device)[None] + moved
-            with _NoNegativeRow():
-                forward_with_patterns(
-                    model, tokens, torch.ones_like(tokens), [layer], lambda n, p, v: seen.append(p.float()), None, ids,
-                    last=int(model.cfg.n_layers) - 1,
-                )  # fmt: skip
+        with _NoNegativeRow():
+            first, *others = _patterns_at(
+                model, attention_layers(model)[0], [ids, ids + _SHIFT, ids - _SHIFT], int(model.cfg.n_layers) - 1
+            )
     except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
         return False
     rounding = 1e-3 if parameter.dtype in (torch.float32, torch.float64) else 0.1
-    return all(float((other - seen[0]).abs().max()) <= rounding for other in seen[1:])
+    return all(float((other - first).abs().max()) <= rounding for other in others)
+
+
+def _patterns_at(
+    model: HookedModel, layer: int, position_ids: Sequence[Int[Tensor, " pos"]], last: int | None = None
+) -> list[Float[Tensor, "1 head query key"]]:
+    """A layer's pattern of the same few tokens at each of these positions, from a pass up to the layer ``last``."""
+    tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
+    seen: list[Tensor] = []
+    for ids in position_ids:
+        forward_with_patterns(
+            model,
+            tokens,
+            torch.ones_like(tokens),
+            [layer],
+            lambda n, p, v: seen.append(p.float()),
+            None,
+            ids[None],
+            last,
+        )
+    return seen
 
 
 class _NegativeRow(Exception):
