@@ -25,7 +25,7 @@ from mechattn.analysis.analysis import (
     WholeAnalysis,
 )
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import AnyRows, Attention, EdgeMask, PatternRows, Rows, attention_by_rows
+from mechattn.functional.rows import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
@@ -98,9 +98,7 @@ def forward_through_hooks(
     """Each layer's whole pattern as one block, after checking that it is a pattern."""
     every = slice(0, batch.tokens.shape[1])
 
-    def whole(
-        layer: int, pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head pos d_head"] | None
-    ) -> None:
+    def whole(layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None) -> None:
         window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
         hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
         if layer in windows:

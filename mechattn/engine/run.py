@@ -13,14 +13,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.engine.batch_values import LayerValues, measure_batch
-from mechattn.engine.check import (
-    check_captures,
-    check_read,
-    checked_sequences,
-    sides_of,
-    with_baseline,
-    with_names,
-)
+from mechattn.engine.check import check_captures, check_read, checked_sequences, sides_of, with_baseline, with_names
 from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
 from mechattn.engine.forward import (
     Engine,

@@ -9,15 +9,16 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.rows import mix
+from mechattn.functional.rows import Marked, Pattern, Tokens, mix
 
+Squares = Float[Tensor, "*batch query key"]
+PerQuery = Float[Tensor, "*batch query"]
+PerHead = Float[Tensor, "batch head query"]
 _CHUNK = 64  # keys
 _PIECE = 2**18  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
 
 
-def top_two(
-    pattern: Float[Tensor, "*batch query key"],
-) -> tuple[Float[Tensor, "*batch query"], Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
+def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch query"]]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
     ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless. The pattern is
@@ -43,7 +44,7 @@ def top_two(
     return first, second, at
 
 
-def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query"]:
+def entropy(pattern: Squares) -> PerQuery:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing."""
     tiny = torch.finfo(pattern.dtype).tiny
     squares = rearrange(pattern, "... query key -> (...) query key")
@@ -51,25 +52,19 @@ def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch
     return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(pattern.shape[:-1])
 
 
-def mean_distance(
-    pattern: Float[Tensor, "*batch query key"], first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "*batch query"]:
+def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> PerQuery:
     """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average."""
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=pattern.device)
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def previous_token(
-    pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "batch head query"]:
+def previous_token(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerHead:
     """``A[q, q − 1]`` of each query; 0 for the first, which has none, and if the key is not in this block."""
     return looking_back(pattern, 1, first_query, first_key)[0]
 
 
-def looking_back(
-    pattern: Float[Tensor, "batch head query key"], back: int, first_query: int = 0, first_key: int = 0
-) -> tuple[Float[Tensor, "batch head query"], slice]:
+def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> tuple[PerHead, slice]:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back
     found = pattern.diagonal(offset, -2, -1)
@@ -78,7 +73,7 @@ def looking_back(
     return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
 
 
-def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
+def half_mass_keys(pattern: Squares, share: float = 0.5) -> Int[Tensor, "*batch query"]:
     """The size of the smallest set of keys that holds a given fraction of a query's attention to keys.
 
     ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
@@ -90,9 +85,7 @@ def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.
 
 
 def shift(
-    pattern: Float[Tensor, "batch head query key"],
-    v: Float[Tensor, "batch kv_head key d_head"],
-    member: Bool[Tensor, "batch key"],
+    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"], member: Bool[Tensor, "batch key"]
 ) -> Float[Tensor, "batch head query d_head"]:
     """The part of each head's output that comes from the keys of a segment: Σσ in arXiv:2510.01032 for inserted ones.
 
@@ -102,12 +95,8 @@ def shift(
 
 
 def repeated_mass(
-    pattern: Float[Tensor, "batch head query key"],
-    tokens: Int[Tensor, "batch pos"],
-    after: int = 0,
-    first_query: int = 0,
-    first_key: int = 0,
-) -> Float[Tensor, "batch head query"]:
+    pattern: Pattern, tokens: Tokens, after: int = 0, first_query: int = 0, first_key: int = 0
+) -> PerHead:
     """Each query's attention to positions ``after`` tokens behind earlier occurrences of its own token.
 
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
@@ -123,16 +112,12 @@ def repeated_mass(
     return masked_mass(pattern, there) if pattern.is_cuda else looked_up_mass(pattern, there)
 
 
-def masked_mass(
-    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
-) -> Float[Tensor, "batch head query"]:
+def masked_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
     """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
     return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
 
 
-def looked_up_mass(
-    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
-) -> Float[Tensor, "batch head query"]:
+def looked_up_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
     """The same, by looking up only these keys: for a CPU, as there are few of them in a text."""
     row, query, key = there.nonzero(as_tuple=True)
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
@@ -140,7 +125,7 @@ def looked_up_mass(
     return mass.transpose(1, 2)
 
 
-def has_repeat(tokens: Int[Tensor, "batch pos"], after: int = 0) -> Bool[Tensor, "batch pos"]:
+def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
     places = torch.arange(tokens.shape[-1], device=tokens.device)
     ordered, order = tokens.sort(dim=-1, stable=True)
@@ -156,7 +141,7 @@ def band_edges(bands: int) -> tuple[int, ...]:
 
 
 def band_mass(
-    pattern: Float[Tensor, "*batch query key"], bands: int, first_query: int = 0, first_key: int = 0
+    pattern: Squares, bands: int, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "*batch query {bands}"]:
     """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4, ….
 
@@ -170,9 +155,7 @@ def band_mass(
     return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
 
 
-def near_best(
-    pattern: Float[Tensor, "*batch query key"], shares: Sequence[float]
-) -> Float[Tensor, "*batch query share"]:
+def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batch query share"]:
     """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
 
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.

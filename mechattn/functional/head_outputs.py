@@ -11,8 +11,13 @@ from torch import Tensor
 
 from mechattn.functional.rows import mix
 
+Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
+Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
+Weights = Float[Tensor, "head d_head d_model"]  # W_O
+Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
-def output_factor(w_o: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head rank d_head"]:
+
+def output_factor(w_o: Weights) -> Factor:
     """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers, not d_model.
 
     The Gram form ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small update.
@@ -20,18 +25,14 @@ def output_factor(w_o: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "h
     return torch.linalg.qr(rearrange(w_o, "head d_head d_model -> head d_model d_head"), mode="r").R
 
 
-def update_norm(
-    z: Float[Tensor, "batch pos head d_head"], factor: Float[Tensor, "head rank d_head"]
-) -> Float[Tensor, "batch head pos"]:
+def update_norm(z: Float[Tensor, "batch pos head d_head"], factor: Factor) -> Float[Tensor, "batch head pos"]:
     """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
     return (by_head @ rearrange(factor, "head rank d_head -> head d_head rank")).norm(dim=-1)
 
 
 def update_product(
-    z: Float[Tensor, "batch pos head d_head"],
-    w_o: Float[Tensor, "head d_head d_model"],
-    direction: Float[Tensor, "batch pos d_model"],
+    z: Float[Tensor, "batch pos head d_head"], w_o: Weights, direction: Float[Tensor, "batch pos d_model"]
 ) -> Float[Tensor, "batch head pos"]:
     """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is built."""
     seen = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
@@ -84,23 +85,23 @@ class Split:
     ``output = scale · before + shift + rerouting + new_values``
     """
 
-    output: Float[Tensor, "batch head query d_head"]  # the output with the inserted tokens, before W_O
-    before: Float[Tensor, "batch head query d_head"]  # the output of the same query without them
+    output: Outputs  # the output with the inserted tokens, before W_O
+    before: Outputs  # the output of the same query without them
     # What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``
     scale: Float[Tensor, "batch head query"]
-    shift: Float[Tensor, "batch head query d_head"]  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
+    shift: Outputs  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
     # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed
-    rerouting: Float[Tensor, "batch head query d_head"]
+    rerouting: Outputs
     # ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed
-    new_values: Float[Tensor, "batch head query d_head"]
+    new_values: Outputs
 
     @property
-    def dilution(self) -> Float[Tensor, "batch head query d_head"]:
+    def dilution(self) -> Outputs:
         """``(λ − 1) · before``: the part of the change due to dilution."""
         return (self.scale - 1).unsqueeze(-1) * self.before
 
     @property
-    def change(self) -> Float[Tensor, "batch head query d_head"]:
+    def change(self) -> Outputs:
         """``output − before``."""
         return self.output - self.before
 
@@ -109,9 +110,9 @@ def split(
     pattern: Float[Tensor, "batch head query key"],
     v: Float[Tensor, "batch kv_head key d_head"],
     inserted: Bool[Tensor, "batch key"],
-    aligned: Float[Tensor, "batch head query original"],
+    aligned: Aligned,
     v_aligned: Float[Tensor, "batch kv_head original d_head"],
-    baseline: Float[Tensor, "batch head query original"],
+    baseline: Aligned,
     v_baseline: Float[Tensor, "batch kv_head original d_head"],
 ) -> Split:
     """Split each query's output into four parts, from the same query with and without inserted tokens."""
@@ -129,18 +130,14 @@ def split(
 
 
 def total_variation(
-    aligned: Float[Tensor, "batch head query original"],
-    baseline: Float[Tensor, "batch head query original"],
-    scale: Float[Tensor, "batch head query"],
+    aligned: Aligned, baseline: Aligned, scale: Float[Tensor, "batch head query"]
 ) -> Float[Tensor, "batch head query"]:
     """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only diluted."""
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 
 
 def question_ratio(
-    aligned: Float[Tensor, "batch head query original"],
-    baseline: Float[Tensor, "batch head query original"],
-    question: Bool[Tensor, "batch original"],
+    aligned: Aligned, baseline: Aligned, question: Bool[Tensor, "batch original"]
 ) -> Float[Tensor, "batch head query"]:
     """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline has none there.
 

@@ -11,6 +11,9 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
+Tokens = Int[Tensor, "batch pos"]
+Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 _APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
@@ -115,15 +118,13 @@ AnyRows = Attention | PatternRows  # one layer's attention, from which single ro
 class Rows:
     """A block of query rows of one layer's attention. The pattern's memory is reused for the next block."""
 
-    pattern: Float[Tensor, "batch head query key"]  # attention probabilities, float32 or better; 0 for unseen keys
+    pattern: Pattern  # attention probabilities, float32 or better; 0 for unseen keys
     queries: slice  # the positions of these rows
     keys: slice  # the positions of the keys; none of these rows sees the others
     attention: AnyRows | None = None  # the source of other rows and of the values; None if not requested
 
 
-def mix(
-    pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head key d_head"]
-) -> Float[Tensor, "batch head query d_head"]:
+def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Float[Tensor, "batch head query d_head"]:
     """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
     together = "batch (kv_head group) query key -> batch kv_head (group query) key"
     mixed = rearrange(pattern, together, kv_head=v.shape[1]) @ v.to(pattern.dtype)
@@ -181,7 +182,7 @@ def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tenso
     return torch.full((block, block), _MASKED, dtype=dtype, device=device).triu(1)
 
 
-def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query key"], keys: slice) -> None:
+def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
     """Cap the scores and add the bias, in place."""
     if attention.softcap is not None:
         scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
@@ -189,9 +190,7 @@ def _cap_and_bias(attention: Attention, scores: Float[Tensor, "batch head query 
         scores += attention.bias[:, :, None, keys]
 
 
-def _left_by_sinks(
-    scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, " head"]
-) -> Float[Tensor, "batch head query 1"]:
+def _left_by_sinks(scores: Pattern, sinks: Float[Tensor, " head"]) -> Float[Tensor, "batch head query 1"]:
     """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 

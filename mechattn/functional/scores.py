@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.rows import for_each_head
+from mechattn.functional.rows import Pattern, for_each_head
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
@@ -36,9 +36,7 @@ def score_parts(
     b_q: Float[Tensor, "head d_head"],
     b_k: Float[Tensor, "kv_head d_head"],
     scale: float,
-) -> tuple[
-    Float[Tensor, "batch head query key"], Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]
-]:
+) -> tuple[Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]]:
     """Content, bias, and the rest, which depends only on the query; they add up to ``scale · q · k``.
 
     ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the scale. The rest drops
@@ -53,9 +51,7 @@ def score_parts(
     return content, bias, rest[..., None]
 
 
-def centred(
-    part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]
-) -> Float[Tensor, "batch head query key"]:
+def centred(part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]) -> Pattern:
     """A part minus its mean over the keys that the query sees, which the softmax ignores."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
     mean = (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
@@ -63,7 +59,7 @@ def centred(
 
 
 def ranked_target(
-    scores: Float[Tensor, "batch head query key"], visible: Bool[Tensor, "#batch 1 query key"], rank: int
+    scores: Pattern, visible: Bool[Tensor, "#batch 1 query key"], rank: int
 ) -> Int[Tensor, "batch head query"]:
     """The key with the largest score (rank 0), the second largest (1) … of each query [batch head query]."""
     hidden = scores.masked_fill(~visible, -torch.inf)

@@ -196,10 +196,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "GPT-NeoX": ("GPTNeoXConfig", _PLAIN),
     "GPT-J": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}),
-    "GPT-OSS": (
-        "GptOssConfig",
-        {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "GPT-OSS": ("GptOssConfig", {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "OPT": ("OPTConfig", {**_SIZE, **_POSITIONS, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "Phi": ("PhiConfig", _PLAIN),
     "Phi-3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.rows import EdgeMask, Marked, Pattern, Tokens
 from mechattn.model.architectures import particulars_of
 from mechattn.model.heads import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 
 _COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
-SeePattern = Callable[
-    [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
-]
+SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
 def pattern_hook(layer: int) -> str:
@@ -80,7 +78,7 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
 def check_pattern(
     model: HookedModel,
     layer: int,
-    pattern: Float[Tensor, "batch head query key"],
+    pattern: Pattern,
     real: Bool[Tensor, "batch query"],
     window: int | None,
     edge_mask: EdgeMask | None = None,
@@ -131,12 +129,12 @@ def count_parameters(model: Any) -> int:
 
 def forward_with_patterns(
     model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
-    real: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"],
+    tokens: Tokens,
+    real: Marked | Tokens,
     layers: list[int],
     see: SeePattern,
     edge_masks: Mapping[int, EdgeMask] | None = None,
-    position_ids: Int[Tensor, "batch pos"] | None = None,
+    position_ids: Tokens | None = None,
     last: int | None = None,
 ) -> None:
     """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern."""
@@ -147,7 +145,7 @@ def forward_with_patterns(
         def keep(v: Float[Tensor, ...], hook: Any) -> None:
             values[layer] = v.detach()
 
-        def reduce(pattern: Float[Tensor, "batch head query key"], hook: Any) -> None:
+        def reduce(pattern: Pattern, hook: Any) -> None:
             v = values.pop(layer, None)
             v = None if v is None else positions_first(model, layer, v)
             if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
@@ -174,7 +172,7 @@ def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
     """A hook that cuts edges of a layer before the softmax."""
     unseen = _unseen(edge_mask)[:, None]
 
-    def hide(scores: Float[Tensor, "batch head query key"], hook: Any) -> Float[Tensor, "batch head query key"]:
+    def hide(scores: Pattern, hook: Any) -> Pattern:
         return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
     return f"blocks.{layer}.attn.hook_attn_scores", hide
@@ -182,10 +180,10 @@ def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
 
 def forward_to(
     model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
+    tokens: Tokens,
     last: int,
     fwd_hooks: list[tuple[str, Callable]],
-    position_ids: Int[Tensor, "batch pos"] | None = None,
+    position_ids: Tokens | None = None,
     **options: Any,
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
@@ -206,7 +204,7 @@ def forward_to(
 
 
 def logits_and_values(
-    model: HookedModel, tokens: Int[Tensor, "batch pos"], names: Iterable[str]
+    model: HookedModel, tokens: Tokens, names: Iterable[str]
 ) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
     """The logits of a pass, and the values at the hooks of these names."""
     seen: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
+from mechattn.functional.rows import Pattern
 from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of, score_biases
@@ -53,10 +54,7 @@ class Scores:
     def parts(
         self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"]
     ) -> tuple[
-        Float[Tensor, "batch head query key"],
-        Float[Tensor, "batch head 1 key"],
-        Float[Tensor, "1 head 1 key"],
-        Float[Tensor, "batch head query 1"],
+        Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "1 head 1 key"], Float[Tensor, "batch head query 1"]
     ]:
         """Content, bias, alibi, rest."""
         by_head = "batch pos head d_head -> batch head pos d_head"

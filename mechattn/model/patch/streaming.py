@@ -23,6 +23,10 @@ from mechattn.model.heads import clip_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
 from mechattn.model.hooks import sinks_of
 
+Queries = Float[Tensor, "batch head pos d_head"]
+Keys = Float[Tensor, "batch kv_head pos d_head"]
+Values = Float[Tensor, "batch kv_head pos d_value"]
+Output = Float[Tensor, "batch head pos d_value"]
 See = Callable[[int, Rows | Fused], None]
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
@@ -48,14 +52,14 @@ class _Layer:
 
     def __call__(
         self,
-        q: Float[Tensor, "batch head pos d_head"],
-        k: Float[Tensor, "batch kv_head pos d_head"],
-        v: Float[Tensor, "batch kv_head pos d_value"],
+        q: Queries,
+        k: Keys,
+        v: Values,
         scale: float,
         bias: Float[Tensor, "#batch head pos"] | None = None,
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
-    ) -> Float[Tensor, "batch head pos d_value"]:
+    ) -> Output:
         """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no mask for it."""
         see = None if self.see is None else partial(self.see, self.number)
         special = (bias, softcap, sinks, self.window, self.edge_mask)
@@ -135,14 +139,7 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
         yield
 
 
-def _attention_function(
-    module: Any,
-    query: Float[Tensor, "batch head pos d_head"],
-    key: Float[Tensor, "batch kv_head pos d_head"],
-    value: Float[Tensor, "batch kv_head pos d_value"],
-    mask: Any,
-    **options: Any,
-) -> Any:
+def _attention_function(module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any) -> Any:
     """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale

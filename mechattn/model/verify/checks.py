@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.functional.rows import Tokens
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
@@ -171,7 +172,7 @@ def check_neighbours(
     return compare_positions("neighbours", beside[0], alone[0], tolerance, detail, remedy)
 
 
-def _logits_of(model: Any, tokens: Int[Tensor, "batch pos"], **options: Any) -> Float[Tensor, "batch pos d_vocab"]:
+def _logits_of(model: Any, tokens: Tokens, **options: Any) -> Float[Tensor, "batch pos d_vocab"]:
     with torch.no_grad():
         if hasattr(model, "hook_dict"):
             return model(tokens, return_type="logits", **options).float().cpu()

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from mechattn.functional.fused import Fused
-from mechattn.functional.rows import Rows
+from mechattn.functional.rows import Pattern, Rows, Tokens
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
@@ -44,9 +44,7 @@ def attention_of(native: Any) -> str:
     return str(getattr(native.config, "_attn_implementation", None) or "eager")
 
 
-def run_native(
-    native: Any, tokens: Int[Tensor, "batch pos"]
-) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Float[Tensor, "batch head query key"]], str]:
+def run_native(native: Any, tokens: Tokens) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
     """Logits of the model itself, the pattern of each of its attention calls, and how the patterns were obtained.
 
     If the model calls SDPA, the same call, with whichever kernel torch chooses, is repeated with blocks of identity
@@ -89,11 +87,7 @@ def _identity_like(value: Float[Tensor, "... key d_value"], start: int) -> Float
 
 
 def check_kernel(
-    model: HookedModel,
-    shown: dict[str, Tensor],
-    patterns: list[Float[Tensor, "batch head query key"]],
-    how: str,
-    dtype: torch.dtype,
+    model: HookedModel, shown: dict[str, Tensor], patterns: list[Pattern], how: str, dtype: torch.dtype
 ) -> Check:
     """Compare the pattern of each layer at the hooks with that of the model's own attention."""
     layers = hooks.attention_layers(model)
@@ -156,7 +150,7 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     return next((limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0])
 
 
-def _assembled(blocks: list[Rows]) -> Float[Tensor, "batch head query key"]:
+def _assembled(blocks: list[Rows]) -> Pattern:
     """The whole pattern, assembled from its blocks."""
     length = max(rows.keys.stop for rows in blocks)
     whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
@@ -165,7 +159,7 @@ def _assembled(blocks: list[Rows]) -> Float[Tensor, "batch head query key"]:
     return whole.cpu()
 
 
-def _sums(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head key 2"]:
+def _sums(pattern: Pattern) -> Float[Tensor, "batch head key 2"]:
     """What the keys receive from all queries, and from every second one."""
     turned = rearrange(pattern, "batch head query key -> batch head key query")
     return turned @ _groups(pattern.shape[-1])[:, None].to(pattern)
