@@ -30,7 +30,7 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
 from mechattn.model.scores_and_positions import BlindScores
-from mechattn.model.verify.kernels import check_fused, check_streaming
+from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.sequences import Batch, Pairs
 
 Engine = Literal["auto", "streaming", "fused", "hooks"]

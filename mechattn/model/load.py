@@ -33,8 +33,7 @@ from mechattn.model.checkpoint import (
     unloaded_tokenizer,
 )
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
-from mechattn.model.verify.checks import check_model
-from mechattn.model.verify.kernels import check_streaming
+from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]

@@ -200,7 +200,7 @@ def _why(model: HookedModel, layer: int) -> str:
 
 
 def _heads(shown: Shown) -> Check:
-    pairs, other = {}, ""
+    pairs = {}
     for layer, given in shown.each_layer("attn.hook_z"):
         z = _by_head(shown.model, given)
         parts = _sum_of_heads(shown.model, layer, z)
@@ -208,11 +208,9 @@ def _heads(shown: Shown) -> Check:
         outs = [shown.by_name.get(f"blocks.{layer}.{name}") for name in ("attn.hook_out", "hook_attn_out")]
         alike = [out for out in outs if out is not None and parts is not None and parts.shape == out.shape]
         if parts is None or not alike:
-            other = f"layer {layer}: z {list(z.shape)} and W_O do not give an output of the heads' shape"
-            continue
+            why = f"{_OUTPUT}: layer {layer}: z {list(z.shape)} and W_O do not give an output of the heads' shape"
+            return Check("heads", "limited", detail=why)
         pairs[layer] = (parts[0], min((out[0] for out in alike), key=lambda out: float((out - parts[0]).abs().max())))
-    if other:
-        return Check("heads", "limited", detail=f"{_OUTPUT}: {other}")
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
     return compare("heads", pairs, TOLERANCE[shown.dtype][1], _OUTPUT, remedy)
 
