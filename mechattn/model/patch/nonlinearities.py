@@ -26,10 +26,10 @@ _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activati
 # Of a bridge that splits a fused gate and up projection and runs it itself; it forwards the names of what it wraps.
 _BRIDGE_NAMES = ("_activation_fn",)
 
+Activity = Float[Tensor, "*token d_mlp"]
+Channels = Float[Tensor, "token channel"]  # of the experts that a token is routed to
 # Receives the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the latter
-SeeActivations = Callable[
-    [int, Float[Tensor, "*token d_mlp"], Float[Tensor, "*token d_mlp"]], Float[Tensor, "*token d_mlp"] | None
-]
+SeeActivations = Callable[[int, Activity, Activity], Activity | None]
 
 
 @contextmanager
@@ -53,10 +53,27 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 def mixture_of(model: Any, layer: int) -> Mixture | None:
     """The mixture of experts of a layer; None if it has an MLP instead."""
     block = _block(model, layer)
-    mixture = mixture_in(block, layer)
-    if mixture is not None and any(True for _ in _nonlinearities(block, beside=mixture)):
-        raise ModelError(f"layer {layer} has an MLP next to its mixture of experts, which is not supported")
-    return mixture
+    for whole in block.modules():
+        parts = getattr(whole, "_modules", {})
+        if parts.get("experts") is None or getattr(whole, "original_component", None) is not None:
+            continue
+        experts = unwrapped(parts["experts"])
+        shared = next((unwrapped(parts[name]) for name in _SHARED if parts.get(name) is not None), None)
+        stored = all(isinstance(getattr(experts, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
+        formed = all(hasattr(experts, name) for name in ("is_transposed", "is_concatenated"))
+        acts = hasattr(experts, "act_fn") or (hasattr(experts, "alpha") and hasattr(experts, "limit"))
+        alike = shared is None or all(hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down"))
+        other = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
+        if not (stored and formed and acts and alike) or other:
+            raise ModelError(
+                f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that mechattn does not "
+                f"know, so its activations cannot be measured"
+            )
+        mixture = Mixture(whole, experts, shared, parts.get("shared_expert_gate"))
+        if any(True for _ in _nonlinearities(block, beside=mixture)):
+            raise ModelError(f"layer {layer} has an MLP next to its mixture of experts, which is not supported")
+        return mixture
+    return None
 
 
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
@@ -115,7 +132,7 @@ class _Watched:
     see: SeeActivations
     needed: Needed
 
-    def __call__(self, pre: Float[Tensor, "*token d_mlp"], *args: Any, **kwargs: Any) -> Float[Tensor, "*token d_mlp"]:
+    def __call__(self, pre: Activity, *args: Any, **kwargs: Any) -> Activity:
         self.needed.called = True
         post = self.original(pre, *args, **kwargs)
         made = self.see(self.layer, pre, post)
@@ -179,7 +196,7 @@ class Mixture:
             return up
         return up.clamp(-self.experts.limit, self.experts.limit) + 1
 
-    def into(self, at: Given, second: bool) -> Float[Tensor, "token channel"]:
+    def into(self, at: Given, second: bool) -> Channels:
         """The gates (or, with ``second``, their factors) of each token's experts, and of the shared one."""
         made = at.x.new_empty((*at.experts.shape, self.width))
         for expert in at.experts.unique().tolist():
@@ -196,7 +213,7 @@ class Mixture:
             parts.append(unwrapped(self.shared.up_proj if second else self.shared.gate_proj)(at.x))
         return torch.cat([part.flatten(1) for part in parts], -1)
 
-    def weights(self, at: Given) -> Float[Tensor, "token channel"]:
+    def weights(self, at: Given) -> Channels:
         """The weight of each channel: the router's; for the shared expert its own gate, or 1."""
         made = at.weights.repeat_interleave(self.width, -1)
         if self.shared is None:
@@ -204,7 +221,7 @@ class Mixture:
         gate = made.new_ones(len(at.x), 1) if self.shared_gate is None else unwrapped(self.shared_gate)(at.x).sigmoid()
         return torch.cat([made, gate.to(made.dtype).expand(-1, unwrapped(self.shared.gate_proj).out_features)], -1)
 
-    def out(self, hidden: Float[Tensor, "token channel"], at: Given) -> Float[Tensor, "token d_model"]:
+    def out(self, hidden: Channels, at: Given) -> Float[Tensor, "token d_model"]:
         """The summed output of the experts from the product of activations and factors, without biases."""
         slots = at.experts.shape[1]
         routed = rearrange(hidden[:, : slots * self.width], "token (slot d) -> token slot d", slot=slots)
@@ -224,31 +241,6 @@ class Mixture:
         return 0.0 if bias is None else (bias[at.experts] * at.weights[..., None]).sum(1)
 
 
-def mixture_in(block: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None if it has none."""
-    for whole in block.modules():
-        parts = getattr(whole, "_modules", {})
-        if parts.get("experts") is None or getattr(whole, "original_component", None) is not None:
-            continue
-        experts = unwrapped(parts["experts"])
-        shared = next((unwrapped(parts[name]) for name in _SHARED if parts.get(name) is not None), None)
-        stored = all(isinstance(getattr(experts, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
-        formed = all(hasattr(experts, name) for name in ("is_transposed", "is_concatenated"))
-        acts = hasattr(experts, "act_fn") or (hasattr(experts, "alpha") and hasattr(experts, "limit"))
-        alike = shared is None or all(hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down"))
-        other = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
-        if not (stored and formed and acts and alike) or other:
-            raise ModelError(
-                f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that mechattn does not "
-                f"know, so its activations cannot be measured"
-            )
-        return Mixture(whole, experts, shared, parts.get("shared_expert_gate"))
-    return None
-
-
-See = Callable[[int, Float[Tensor, "token channel"], Float[Tensor, "token channel"]], Tensor | None]
-
-
 @dataclass
 class _WatchedMixture:
     """A mixture that passes its activations to functions, and adds the effect of their changes to its output."""
@@ -256,7 +248,7 @@ class _WatchedMixture:
     mixture: Mixture
     layer: int
     needed: Needed
-    sees: list[See] = field(default_factory=list)
+    sees: list[SeeActivations] = field(default_factory=list)
     given: Given | None = None
     agrees: bool = False
 
@@ -287,7 +279,7 @@ class _WatchedMixture:
         whole = whole + self.mixture.out(change.to(at.x.dtype), at).reshape(whole.shape).to(whole.dtype)
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
-    def compare(self, activations: Float[Tensor, "token channel"], whole: Tensor, at: Given) -> None:
+    def compare(self, activations: Channels, whole: Tensor, at: Given) -> None:
         """Refuse a mixture whose output does not follow from these activations, tried on the first token."""
         first = Given(at.x[:1], at.experts[:1], at.weights[:1])
         hidden = activations[:1] * self.mixture.into(first, second=True)
@@ -306,7 +298,7 @@ _watched: dict[int, _WatchedMixture] = {}  # by the id of the experts
 
 
 @contextmanager
-def watching(model: Any, mixture: Mixture, layer: int, see: See) -> Iterator[None]:
+def watching(model: Any, mixture: Mixture, layer: int, see: SeeActivations) -> Iterator[None]:
     """Call a function with the gates and the activations of a mixture; if nested, outer functions are called first."""
     key = id(mixture.experts)
     with ExitStack() as stack:

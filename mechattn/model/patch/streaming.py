@@ -31,11 +31,8 @@ See = Callable[[int, Rows | Fused], None]
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
 _HOOKS_ALONE = (
-    *(
-        f"attn.hook_{part}"
-        for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_normed", "k_normed", "q_gate")
-    ),
-    *(f"attn.{part}." for part in ("q_norm", "k_norm", "kv_b_proj")),
+    *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_gate")),
+    *(f"attn.{part}" for part in ("hook_q_normed", "hook_k_normed", "q_norm.", "k_norm.", "kv_b_proj.")),
 )
 
 
@@ -275,28 +272,17 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
 
 # By TransformerLens class. A subclass is not treated like its base class: it may select the keys that a query sees, and
 # the check on a short probe would not notice.
-_CALLS: Mapping[str, Call] = {
-    **dict.fromkeys(
-        (
-            "PositionEmbeddingsAttentionBridge",
-            "_BitNetAttentionBridge",
-            "_Cohere2AttentionBridge",
-            "_Exaone4AttentionBridge",
-            "_SmolLM3AttentionBridge",
-        ),
-        _delegated,
-    ),
-    "AttentionBridge": _plain,
-    "MLAAttentionBridge": _latent,
-    **dict.fromkeys(
-        (
-            "ALiBiJointQKVAttentionBridge",
-            "BloomAttentionBridge",
-            "JointQKVAttentionBridge",
-            "JointQKVPositionEmbeddingsAttentionBridge",
-            "MPTALiBiAttentionBridge",
-        ),
-        _fused,
-    ),
-    **dict.fromkeys(("Attention", "GroupedQueryAttention"), _in_parts),
+_CLASSES: Mapping[Call, str] = {
+    _delegated: """
+        PositionEmbeddingsAttentionBridge _BitNetAttentionBridge _Cohere2AttentionBridge _Exaone4AttentionBridge
+        _SmolLM3AttentionBridge
+    """,
+    _plain: "AttentionBridge",
+    _latent: "MLAAttentionBridge",
+    _fused: """
+        ALiBiJointQKVAttentionBridge BloomAttentionBridge JointQKVAttentionBridge
+        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge
+    """,
+    _in_parts: "Attention GroupedQueryAttention",
 }
+_CALLS: Mapping[str, Call] = {name: call for call, names in _CLASSES.items() for name in names.split()}

@@ -188,7 +188,7 @@ def _distances(hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: 
 def _with_figures(
     check: Check, hooked: Float[Tensor, ...], expected: Float[Tensor, ...], apart: Float[Tensor, " entry"]
 ) -> Check:
-    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones have equal digits)."""
+    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
     failed = cast(float, check.difference) > cast(float, check.tolerance)
     entry = int(apart.argmax() if failed else expected.argmax())
     figures = replace(check, hooked=float(hooked.flatten()[entry]), expected=float(expected.flatten()[entry]))
