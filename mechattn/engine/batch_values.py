@@ -29,6 +29,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
+from mechattn.engine.check import PARTS
 from mechattn.engine.collect import check_values
 from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
 from mechattn.errors import ModelError, OptionError, RowError
@@ -43,13 +44,6 @@ from mechattn.prompts.sequences import Batch, Pairs, pairs_of
 from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer
-_PARTS = {
-    "rows": RowAnalysis,
-    "pairs": PairAnalysis,
-    "mlps": ActivationAnalysis,
-    "hooks": CaptureAnalysis,
-    "final": FinalAnalysis,
-}
 
 
 def measure_batch(
@@ -139,7 +133,7 @@ class _Sums:
     def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         self.parts = [  # once, because isinstance is slow for a protocol
-            {part for part, protocol in _PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
+            {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}

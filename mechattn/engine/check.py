@@ -31,8 +31,14 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.prompts.templates import TokenizedModel
 
-_PARTS = ("name", "options", "quantities", "problem", "start", "values")
-_KINDS = (RowAnalysis, PairAnalysis, ActivationAnalysis, CaptureAnalysis, FinalAnalysis)
+_DECLARED = ("name", "options", "quantities", "problem", "start", "values")
+PARTS = {
+    "rows": RowAnalysis,
+    "pairs": PairAnalysis,
+    "mlps": ActivationAnalysis,
+    "hooks": CaptureAnalysis,
+    "final": FinalAnalysis,
+}  # of what an analysis may receive, by the protocol that declares it
 
 
 def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
@@ -80,9 +86,9 @@ def _check_analysis(given: Any) -> None:
             f"analyses holds {what}, which is not an analysis; give an instance such as ma.ReceivedAttention()"
         )
     name = type(given).__name__
-    if lacking := [part for part in _PARTS if not hasattr(given, part)]:
-        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_PARTS)}")
-    if not isinstance(given, _KINDS):
+    if lacking := [part for part in _DECLARED if not hasattr(given, part)]:
+        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_DECLARED)}")
+    if not isinstance(given, tuple(PARTS.values())):
         raise OptionError(
             f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
             f"add_activations, add_captures, add_final"

@@ -149,14 +149,8 @@ class Collector:
         return every
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
-        options = ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())
-        return {
-            "units": quantity.units,
-            "description": quantity.description,
-            "compared": quantity.compared,
-            "no_null": quantity.no_null,
-            "options": options,
-        }
+        about = {name: getattr(quantity, name) for name in ("units", "description", "compared", "no_null")}
+        return about | {"options": ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())}
 
 
 def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
@@ -208,7 +202,12 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
             )
 
 
-_UNITS = {"tokens": "token id", "origin": "position in the baseline", "segment_index": "index in segments"}
+# Each variable: the part of a sequence, and its unit.
+_OF_TOKENS = {
+    "tokens": ("tokens", "token id"),
+    "origin": ("origin", "position in the baseline"),
+    "segment_index": ("segment", "index in segments"),
+}
 
 
 def sequences_dataset(
@@ -221,27 +220,27 @@ def sequences_dataset(
     """The tokens that the model read, their segments and origins, the prompts' groups, and the first prompt's texts."""
     import xarray as xr
 
-    longest = max(len(s) for made in sequences for s in made.values())
-    shape = (len(prompts), len(conditions), longest)
-    arrays = {name: np.full(shape, -2, dtype=np.int32) for name in ("tokens", "origin", "segment_index")}
-    for i, made in enumerate(sequences):
-        for j, sequence in enumerate(made.values()):
-            arrays["tokens"][i, j, : len(sequence)] = sequence.tokens
-            arrays["origin"][i, j, : len(sequence)] = sequence.origin
-            arrays["segment_index"][i, j, : len(sequence)] = sequence.segment
-    texts = np.full(shape[1:], "", dtype=object)
-    for j, sequence in enumerate(sequences[0].values()):
+    def texts(values: Any) -> np.ndarray:
+        return np.array(values, dtype=object).astype(np.dtypes.StringDType())
+
+    dims, longest = ("prompt", "condition", "pos"), max(len(s) for made in sequences for s in made.values())
+    variables: dict[str, Any] = {}
+    for name, (part, unit) in _OF_TOKENS.items():
+        array = np.full((len(prompts), len(conditions), longest), -2, dtype=np.int32)
+        for i, made in enumerate(sequences):
+            for j, sequence in enumerate(made.values()):
+                array[i, j, : len(sequence)] = getattr(sequence, part)
+        variables[name] = (dims, array, {"units": unit})
+    shown = []
+    for sequence in sequences[0].values():
         ids = sequence.tokens.tolist()  # control characters are escaped, as NetCDF takes no NUL
-        texts[j, : len(ids)] = [str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids]
-    dims = ("prompt", "condition", "pos")
-    variables: dict[str, Any] = {name: (dims, array, {"units": _UNITS[name]}) for name, array in arrays.items()}
-    variables["first_prompt_text"] = (dims[1:], texts.astype(np.dtypes.StringDType()), {"units": "text"})
+        read = [str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids]
+        shown.append(read + [""] * (longest - len(ids)))
+    variables["first_prompt_text"] = (dims[1:], texts(shown), {"units": "text"})
     if sides := sides_of(model, sequences):
-        factors = np.array(sides, dtype=object).astype(np.dtypes.StringDType())
-        variables["rope_factors"] = (("prompt",), factors, {"units": "text"})
+        variables["rope_factors"] = (("prompt",), texts(sides), {"units": "text"})
     if all(prompt.group is not None for prompt in prompts):
-        groups = np.array([prompt.group for prompt in prompts], dtype=object).astype(np.dtypes.StringDType())
-        variables["group"] = (("prompt",), groups, {"units": "text"})
+        variables["group"] = (("prompt",), texts([prompt.group for prompt in prompts]), {"units": "text"})
     variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
     made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})

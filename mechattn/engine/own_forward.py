@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError
 from mechattn.functional import focus
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, Rows, attention_by_rows
+from mechattn.functional.rows import Attention, Rows, attention_by_rows, widened
 
 Statistic = Literal[
     "received", "mass", "entropy", "self_mass", "first_mass", "previous_mass", "largest", "target", "concentration",
@@ -57,7 +57,7 @@ class AttentionScores:
     ) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it."""
         length, width = q.shape[2:]
-        places = torch.arange(length, device=q.device, dtype=_wide(q))
+        places = torch.arange(length, device=q.device, dtype=widened(q))
         bias = None if self.alibi is None else (self.alibi.to(places.dtype)[:, None] * places)[None]
         sinks = None if self.sinks is None else self.sinks.to(places.dtype)
         scale = width**-0.5 if self.scale is None else float(self.scale)
@@ -109,7 +109,7 @@ def measure(
     _check_statistics(statistics, v, segments)
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
-    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=_wide(q))
+    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=widened(q))
     found: dict[str, list[Tensor]] = {name: [] for name in statistics if name not in ("received", "output")}
 
     def see(rows: Rows) -> None:
@@ -128,7 +128,7 @@ def measure(
 
     with torch.no_grad():
         out = attention_by_rows(scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see)
-    made = {name: torch.cat(blocks, 2).to(_wide(q)) for name, blocks in found.items()}
+    made = {name: torch.cat(blocks, 2).to(widened(q)) for name, blocks in found.items()}
     if "output" in statistics:
         made["output"] = out
     if "received" in statistics:
@@ -150,10 +150,6 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
     "distance": lambda rows: focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
     "half_mass_keys": lambda rows: focus.half_mass_keys(rows.pattern),
 }
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return q.dtype if q.dtype == torch.float64 else torch.float32
 
 
 def _real(q: Any, lengths: Any) -> Bool[Tensor, "batch pos"]:

@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.rows import Marked, Pattern, Tokens, mix
+from mechattn.functional.rows import Marked, Pattern, Tokens, mix, widened
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -149,7 +149,7 @@ def band_mass(
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     edges = torch.tensor(band_edges(bands), device=pattern.device)
-    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=_wide(pattern)), (1, 0))
+    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
     ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(0, pattern.shape[-1])
     at = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
     return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
@@ -161,9 +161,4 @@ def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batc
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
     """
     best = pattern.amax(-1, keepdim=True)
-    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(_wide(pattern))
-
-
-def _wide(pattern: Tensor) -> torch.dtype:
-    """Convert to float32 at least, for sums of many small numbers."""
-    return torch.promote_types(pattern.dtype, torch.float32)
+    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(widened(pattern))

@@ -19,6 +19,11 @@ _APART = "batch kv_head (group query) last -> batch (kv_head group) query last" 
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
+def widened(tensor: Tensor) -> torch.dtype:
+    """The dtype in which statistics and outputs are computed: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class EdgeMask:
     """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
@@ -62,11 +67,6 @@ class Attention:
     # The score of each head's learned sink, which keeps its share of every row to itself
     sinks: Float[Tensor, " head"] | None = None
 
-    @property
-    def wide(self) -> torch.dtype:
-        """Statistics and output are computed in float32 at least."""
-        return self.q.dtype if self.q.dtype in (torch.float32, torch.float64) else torch.float32
-
     def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
@@ -77,10 +77,13 @@ class Attention:
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
         heads, width = self.q.shape[1], self.q.shape[3]
-        asked = self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(self.wide) * self.scale
+        asked = (
+            self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(wide := widened(self.q))
+            * self.scale
+        )
         together = "batch (kv_head group) query d -> batch kv_head (group query) d"
         grouped = rearrange(asked, together, kv_head=self.k.shape[1])
-        scores = grouped @ rearrange(self.k[:, :, :keys].to(self.wide), "batch kv_head key d -> batch kv_head d key")
+        scores = grouped @ rearrange(self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key")
         scores = rearrange(scores, _APART, query=queries.shape[1])
         _cap_and_bias(self, scores, slice(0, keys))
         distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
@@ -136,7 +139,7 @@ def attention_by_rows(
 ) -> Float[Tensor, "batch head pos d_value"]:
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key] matrix is stored."""
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be copied.
-    q, k, v, wide, window = attention.q, attention.k, attention.v, attention.wide, attention.window
+    q, k, v, wide, window = attention.q, attention.k, attention.v, widened(attention.q), attention.window
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
     n = batch * k.shape[1]
