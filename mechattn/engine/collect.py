@@ -41,44 +41,61 @@ class Collector:
     """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
 
     def __init__(
-        self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
+        self, analysis: Analysis, coords: dict[str, list], widths: Mapping[str, int], positions: Positions
     ) -> None:
         self.analysis, self.quantities = analysis, with_nulls(analysis)
-        self.coords: dict[str, list] = {"prompt": prompts, "condition": conditions, "layer": layers}
+        self.coords = coords  # the prompts, conditions and layers
+        self.widths = widths  # the most positions of a sequence ("key"), and of a baseline ("original_key")
         self.positions = positions
-        self._scalars: dict[str, np.ndarray] = {}
-        self._rows: dict[tuple[str, int, int], list[tuple[int, np.ndarray]]] = {}
-        self._moments: dict[tuple[str, int, int], Moments] = {}
+        self._values: dict[str, np.ndarray] = {}  # of each prompt
+        self._moments: dict[tuple[str, int, int], Moments] = {}  # by variable, condition and layer
 
     def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Add the values of one batch, by layer; they are on the CPU."""
+        prompts = np.array([prompt for prompt, _ in batch.rows])
+        conditions = np.array([self.coords["condition"].index(condition) for _, condition in batch.rows])
         for layer, of_layer in values.items():
             at_layer = self.coords["layer"].index(layer)
             for name, value in of_layer.items():
-                array = value.numpy()
                 per_key = "key" in self.quantities[name].dims
-                if not per_key and name not in self._scalars:
-                    shape = (*(len(self.coords[dim]) for dim in _OUTER), *array.shape[1:])
-                    self._scalars[name] = np.full(shape, np.nan, dtype=np.promote_types(array.dtype, np.float32))
-                for row, (prompt, condition) in enumerate(batch.rows):
-                    at_condition = self.coords["condition"].index(condition)
-                    if per_key:
-                        self._add_positions(name, prompt, at_condition, at_layer, array[row], batch.origin[row].numpy())
-                    else:
-                        self._scalars[name][prompt, at_condition, at_layer] = array[row]
-            self._merge_rows()
+                made = self._by_position(name, value.numpy(), batch) if per_key else {name: value.numpy()}
+                for variable, array in made.items():
+                    if per_key and self.positions != "prompts":
+                        self._merge(variable, array, conditions, at_layer)
+                        continue
+                    if variable not in self._values:
+                        shape = (*(len(self.coords[dim]) for dim in _OUTER), *array.shape[1:])
+                        dtype = np.float32 if per_key else np.promote_types(array.dtype, np.float32)
+                        self._values[variable] = np.full(shape, np.nan, dtype=dtype)
+                    self._values[variable][prompts, conditions, at_layer] = array
+
+    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+        """Values of each position, and in the order of the baseline's tokens; NaN where a sequence has none."""
+        dtype = np.promote_types(array.dtype, np.float32)
+        here, by_origin = (np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values())
+        for row, origin in enumerate(batch.origin.numpy()):
+            real, original = origin >= -1, origin >= 0
+            here[row][..., : real.sum()] = array[row][..., real]
+            by_origin[row][..., origin[original]] = array[row][..., original]
+        return {name: here, name + BY_ORIGIN: by_origin}
+
+    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
+        """Reduce this batch's rows to moments, condition by condition."""
+        for condition in np.unique(conditions).tolist():
+            new, key = Moments.of(array[conditions == condition]), (variable, condition, layer)
+            self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions."""
         import xarray as xr
 
         variables: dict[str, Any] = {}
-        for name, array in self._scalars.items():
-            dims = (*_OUTER, *self.quantities[name].dims)
-            variables[name] = (dims, array, self._attributes(self.quantities[name]))
-        measured = {name for name, *_ in (*self._rows, *self._moments)}
+        measured = {*self._values, *(name for name, *_ in self._moments)}
+        for name, array in self._values.items():
+            if name in self.quantities and "key" not in (dims := self.quantities[name].dims):
+                variables[name] = ((*_OUTER, *dims), array, self._attributes(self.quantities[name]))
         for name, quantity in self.quantities.items():
-            if name in measured:
+            if name in measured and "key" in quantity.dims:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
@@ -90,34 +107,17 @@ class Collector:
                 made = made.assign_coords({dim: np.arange(made.sizes[dim])})
         return made.assign_attrs({"analysis": self.analysis.name})
 
-    def _add_positions(
-        self, name: str, prompt: int, condition: int, layer: int, row: np.ndarray, origin: np.ndarray
-    ) -> None:
-        real, original = origin >= -1, origin >= 0
-        by_origin = np.empty((*row.shape[:-1], int(original.sum())), dtype=row.dtype)
-        by_origin[..., origin[original]] = row[..., original]
-        self._rows.setdefault((name, condition, layer), []).append((prompt, row[..., real]))
-        self._rows.setdefault((name + BY_ORIGIN, condition, layer), []).append((prompt, by_origin))
-
-    def _merge_rows(self) -> None:
-        """Reduce this batch's rows to moments, unless the values of each prompt are kept."""
-        if self.positions == "prompts":
-            return
-        for key, rows in self._rows.items():
-            longest = max(row.shape[-1] for _, row in rows)
-            new = Moments.of(np.stack([_widened(row, longest, np.nan) for _, row in rows]))
-            self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
-        self._rows = {}
-
     def _position_variables(self, name: str, quantity: Quantity) -> dict:
         dim = "original_key" if name.endswith(BY_ORIGIN) else "key"
         dims = tuple(dim if d == "key" else d for d in quantity.dims)
         if self.positions == "prompts":
-            every = self._every_prompt(name)
-            made = {f"{name}_per_prompt": ((*_OUTER, *dims), every, self._attributes(quantity))}
-            moments = Moments.of(every)
+            made = {f"{name}_per_prompt": ((*_OUTER, *dims), self._values[name], self._attributes(quantity))}
+            moments = Moments.of(self._values[name])
         else:
-            made, moments = {}, self._all_moments(name)
+            layers, conditions = (range(len(self.coords[dim])) for dim in ("layer", "condition"))
+            cells = [[self._moments[name, condition, layer] for layer in layers] for condition in conditions]
+            parts = ([[getattr(cell, part) for cell in row] for row in cells] for part in ("n", "mean", "m2"))
+            made, moments = {}, Moments(*map(np.array, parts))
         over = {"over": "prompts"}
         for suffix, array in zip(MOMENTS, (moments.known_mean, moments.variance, moments.n), strict=True):
             attributes = self._attributes(quantity) | over
@@ -126,27 +126,6 @@ class Collector:
                 attributes |= {"units": "prompts" if suffix == "_n" else f"{quantity.units} squared"}
             made[name + suffix] = (("condition", "layer", *dims), array.astype(np.float64), attributes)
         return made
-
-    def _all_moments(self, name: str) -> Moments:
-        layers, conditions = (range(len(self.coords[dim])) for dim in ("layer", "condition"))
-        cells = [[self._moments[name, condition, layer] for layer in layers] for condition in conditions]
-        longest = max(cell.n.shape[-1] for row in cells for cell in row)
-        parts = []
-        for part in ("n", "mean", "m2"):
-            arrays = [[_widened(getattr(cell, part), longest, 0.0) for cell in row] for row in cells]
-            parts.append(np.stack([np.stack(row) for row in arrays]))
-        return Moments(*parts)
-
-    def _every_prompt(self, name: str) -> np.ndarray:
-        rows = {key: dict(value) for key, value in self._rows.items() if key[0] == name}
-        longest = max(row.shape[-1] for cell in rows.values() for row in cell.values())
-        some = next(iter(next(iter(rows.values())).values()))
-        outer = tuple(len(self.coords[dim]) for dim in _OUTER)
-        every = np.full((*outer, *some.shape[:-1], longest), np.nan, dtype=np.float32)
-        for (_, condition, layer), cell in rows.items():
-            for prompt, row in cell.items():
-                every[prompt, condition, layer, ..., : row.shape[-1]] = row
-        return every
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         about = {name: getattr(quantity, name) for name in ("units", "description", "compared", "no_null")}
@@ -168,11 +147,6 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
         for name, wanted in dims.items()
         if name not in dataset or dataset[name].dims != wanted or dataset[name].dtype.kind not in "fi"
     ]
-
-
-def _widened(array: np.ndarray, width: int, fill: float) -> np.ndarray:
-    missing = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
-    return np.pad(array, missing, constant_values=fill)
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:

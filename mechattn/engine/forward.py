@@ -118,12 +118,6 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
     return {layer: edge_mask for layer, edge_mask in edge_masks.items() if edge_mask is not None}
 
 
-def position_width(model: HookedModel) -> int:
-    """About how many numbers are in memory at the same time for each position of a sequence."""
-    cfg = model.cfg
-    return 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-
-
 @dataclass(frozen=True)
 class PairedLayer:
     """What the blocks of one layer have in common: the baselines' attention, and values."""

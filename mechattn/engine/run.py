@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
+from mechattn.axes import BASELINE
 from mechattn.engine.batch_values import LayerValues, measure_batch
 from mechattn.engine.check import check_captures, check_read, checked_sequences, sides_of, with_baseline, with_names
 from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
@@ -22,7 +23,6 @@ from mechattn.engine.forward import (
     forward_fused,
     forward_in_blocks,
     forward_through_hooks,
-    position_width,
 )
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import BLOCK
@@ -157,10 +157,14 @@ class Run:
 
         begun = time.monotonic()
         plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
-        square = self.forward is forward_through_hooks
-        cost = Cost(plan.model.cfg.n_heads, position_width(plan.model), square)
+        square, cfg = self.forward is forward_through_hooks, plan.model.cfg
+        # About how many numbers are in memory at the same time for each position of a sequence.
+        width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
+        cost = Cost(plan.model.cfg.n_heads, width, square)
         lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
-        collectors = [Collector(a, ids, list(plan.conditions), plan.layers, options.positions) for a in plan.analyses]
+        coords = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
+        widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
+        collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
         halved = []
         batches = batch_plan(lengths, cost, options.memory, sides)
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):  # one of several chunks goes

@@ -178,18 +178,6 @@ class UnloadedModel:
     loaded: Any = None  # the hooked model, if one was given
 
 
-def unloaded_named(name: str) -> UnloadedModel:
-    """The model of a name or directory, without its weights."""
-    from transformers import GenerationConfig
-
-    longest = getattr(text_config(name), "max_position_embeddings", None)
-    try:
-        settings = GenerationConfig.from_pretrained(model_place(name))
-    except OSError:  # there are no generation settings
-        settings = None
-    return unloaded_tokenizer(tokenizer_named(name), name, longest if isinstance(longest, int) else NO_LIMIT, settings)
-
-
 def unloaded_tokenizer(tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None) -> UnloadedModel:
     """A tokenizer as an unloaded model with a name, a context length and generation settings."""
     sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))

@@ -17,6 +17,7 @@ from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.hub import asked_once
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import (
+    NO_LIMIT,
     PREFIX,
     UnloadedModel,
     as_trusted,
@@ -28,8 +29,9 @@ from mechattn.model.checkpoint import (
     model_place,
     prepends_bos,
     reason,
+    text_config,
+    tokenizer_named,
     tokenizer_of,
-    unloaded_named,
     unloaded_tokenizer,
 )
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
@@ -177,8 +179,17 @@ def dtype_named(name: str) -> Dtype:
 
 def unloaded(model: Any) -> UnloadedModel:
     """A model without its weights; if the given model is loaded, it is included."""
+    from transformers import GenerationConfig
+
     if isinstance(model, (str, Path)):
-        return unloaded_named(str(model))
+        name = str(model)
+        longest = getattr(text_config(name), "max_position_embeddings", None)
+        longest = longest if isinstance(longest, int) else NO_LIMIT
+        try:
+            settings = GenerationConfig.from_pretrained(model_place(name))
+        except OSError:  # there are no generation settings
+            settings = None
+        return unloaded_tokenizer(tokenizer_named(name), name, longest, settings)
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
         return unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
     hooked = load_model(as_hooked(model))
@@ -269,8 +280,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     bridge.eval()
-    native, why = _native_twin(bridge)
-    remember(bridge, ModelFacts(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
+    _known_or_met(bridge).weights = "raw"
     return bridge
 
 
