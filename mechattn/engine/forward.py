@@ -199,12 +199,10 @@ def has_null(name: str, quantity: Quantity) -> bool:
 
 @dataclass
 class Nulls:
-    """The nulls of one batch, computed once for all layers whose queries see the same keys.
+    """The nulls of one batch, computed once for all layers whose queries see the same keys."""
 
-    Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score of
-    0. If the model adds something to its scores that does not depend on content, a second null (``_blind``) includes
-    it.
-    """
+    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score
+    # of 0. If the model adds something to its scores regardless of content, a second null (``_blind``) includes it.
 
     analyses: Seq[Analysis]
     batch: Batch  # on the device of the model

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import Pattern
-from mechattn.functional.scores import alibi_slopes, score_parts
+from mechattn.functional.rows import Pattern, alibi_slopes, score_parts
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of, original_of
