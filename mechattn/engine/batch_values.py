@@ -18,13 +18,9 @@ from mechattn.analysis.analysis import (
     Activations,
     Analysis,
     AttentionRows,
-    CaptureAnalysis,
     Captures,
-    FinalAnalysis,
     PairAnalysis,
-    RowAnalysis,
     Sums,
-    WholeAnalysis,
     WholeAttention,
 )
 from mechattn.analysis.received_attention import ReceivedAttention
@@ -145,8 +141,8 @@ class _Sums:
         """The last layer that has to be computed."""
         return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
 
-    def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
-        """The analyses that need a part, with their indices."""
+    def looking_at(self, part: str) -> list[tuple[int, Any]]:
+        """The analyses that need a part, and so have its protocol, with their indices."""
         return [(i, analysis) for i, analysis in enumerate(self.analyses) if part in self.parts[i]]
 
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
@@ -216,7 +212,7 @@ class _Rows:
         if isinstance(rows, Fused):
             whole = WholeAttention(layer, rows, one.placed, window)
             for number, analysis in self.by_row:
-                cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
+                analysis.add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
                 self.sums.seen(number, layer, "rows")
             return
         heads = rows.pattern.shape[1]
@@ -225,11 +221,11 @@ class _Rows:
         v = None if rows.attention is None else rows.attention.v
         block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
         for number, analysis in self.by_row:
-            cast(RowAnalysis, analysis).add(self.sums.of(number, layer, heads), block)
+            analysis.add(self.sums.of(number, layer, heads), block)
         if self.by_pair:
             both = self.paired[layer].rows(rows)
             for number, analysis in self.by_pair:
-                cast(PairAnalysis, analysis).add_pairs(self.sums.of(number, layer, heads), both)
+                analysis.add_pairs(self.sums.of(number, layer, heads), both)
         if rows.queries.stop == one.batch.tokens.shape[1]:
             self.paired.pop(layer, None)
             for part, looking in (("rows", self.by_row), ("pairs", self.by_pair)):
@@ -246,14 +242,14 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
     def take_final(module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]) -> None:
         for number, analysis in finals:
             for layer in one.windows:
-                cast(FinalAnalysis, analysis).add_final(sums.of(number, layer), out.detach())
+                analysis.add_final(sums.of(number, layer), out.detach())
                 sums.seen(number, layer, "final")
 
     with ExitStack() as stack:
         for number, analysis in found:
             for layer in one.windows:
                 held: dict[str, Tensor] = {}
-                for name in cast(CaptureAnalysis, analysis).captures:
+                for name in analysis.captures:
                     take = partial(_take, one, sums, (number, layer), held, name)
                     stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
         if finals:
@@ -266,7 +262,7 @@ def _take(
     module: Any, given: Any, out: Tensor,
 ) -> None:  # fmt: skip
     number, layer = where
-    analysis = cast(CaptureAnalysis, sums.analyses[number])
+    analysis: Any = sums.analyses[number]
     shape = one.placed.tokens.shape
     flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
     held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
@@ -295,7 +291,7 @@ def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
         pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
         passed = Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
         for number, analysis in taken:
-            cast(ActivationAnalysis, analysis).add_activations(sums.of(number, layer), passed)
+            analysis.add_activations(sums.of(number, layer), passed)
             sums.seen(number, layer, "mlps")
 
     return at_nonlinearity(one.model, dict.fromkeys(minimum, see))

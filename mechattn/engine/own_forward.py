@@ -104,8 +104,8 @@ def measure(
     Raises:
         OptionError: A shape, a statistic or an option is not allowed.
     """
-    real = _real(q, lengths)
     _check_shapes(q, k, v, scores, {"counted": counted, **(segments or {})})
+    real = _real(q, lengths)
     _check_statistics(statistics, v, segments)
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
@@ -152,10 +152,8 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
 }
 
 
-def _real(q: Any, lengths: Any) -> Bool[Tensor, "batch pos"]:
+def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
     """The positions that are not padding, from checked lengths."""
-    if not isinstance(q, Tensor) or q.ndim != 4:
-        raise OptionError(f"q is {_kind(q)}; give floating-point numbers [batch, head, pos, d_head]")
     batch, length = q.shape[0], q.shape[2]
     made = torch.full((batch,), length) if lengths is None else torch.as_tensor(lengths)
     if tuple(made.shape) != (batch,) or made.is_floating_point() or int(made.min()) < 1 or int(made.max()) > length:
@@ -170,10 +168,10 @@ def _kind(given: Any) -> str:
 def _check_shapes(
     q: Tensor, k: Tensor, v: Tensor | None, scores: AttentionScores, masks: Mapping[str, Tensor | None]
 ) -> None:
-    batch, heads, length, width = q.shape
     for name, given in (("q", q), ("k", k), ("v", k if v is None else v)):
         if not isinstance(given, Tensor) or given.ndim != 4 or not given.is_floating_point():
             raise OptionError(f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]")
+    batch, heads, length, width = q.shape
     if k.shape[0] != batch or k.shape[2:] != (length, width) or not k.shape[1] or heads % k.shape[1]:
         raise OptionError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "

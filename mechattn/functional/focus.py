@@ -102,8 +102,7 @@ def repeated_mass(
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
     ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
 
-    Source:
-        "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own position.
+    Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own key.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)

@@ -67,8 +67,7 @@ def fused_attention(attention: Attention) -> Fused:
     Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its logarithms cannot be
     computed this way; they are computed in rows (:func:`mechattn.functional.rows.attention_by_rows`).
 
-    Source:
-        "Received attention from two fused calls": the second call's weights are a softmax over queries.
+    Source: "Received attention from two fused calls": the second call's weights are a softmax over queries.
     """
     q, k, v, scale = attention.q, attention.k, attention.v, attention.scale
     k, v = (for_each_head(part, q.shape[1]) for part in (k, v))

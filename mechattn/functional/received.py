@@ -78,8 +78,7 @@ def received_attention(sums: PerKey, queries: Float[Tensor, "batch key"]) -> Per
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
-    Source:
-        "Average attention weight" in arXiv:2510.01032, section 2.
+    Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
     return torch.where(queries > 0, 1.0, torch.nan)[:, None] * sums / queries.clamp(min=1)[:, None]
 
@@ -146,8 +145,7 @@ def massive(
 ) -> dict[str, Float[Tensor, " batch"]]:
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their sequence.
 
-    Source:
-        Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
+    Source: Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
     """
     count, top, at = [], [], []
     for row, there in zip(stream, real, strict=True):

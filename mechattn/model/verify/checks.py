@@ -41,6 +41,10 @@ from mechattn.model.verify.verification import (
 )
 
 PADDED = 3
+_PADDING = (
+    "logits of a sequence padded on the right against those without padding",
+    "run prompts of one length together; padding changes this model",
+)
 # Input hooks that TransformerLens fires only if a flag of cfg is set.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
 
@@ -60,7 +64,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         check_config(model, facts.native),
         *_weights(facts, native, tolerance),
         *check_layers(Shown(model, seen, dtype, tokens.shape[1])),
-        _padding(logits, tolerance),
+        compare_positions("padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, *_PADDING),
         check_neighbours(model, facts.native, tokens, logits[:1] if native is None else native, tolerance),
         _bos(model),
         _hooks(model, fired),
@@ -126,12 +130,6 @@ def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, t
     remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
     detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", now[None], facts.probe_logits[None], tolerance, detail, remedy)]
-
-
-def _padding(logits: Float[Tensor, "two pos vocabulary"], tolerance: float) -> Check:
-    detail = "logits of a sequence padded on the right against those without padding"
-    remedy = "run prompts of one length together; padding changes this model"
-    return compare_positions("padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, detail, remedy)
 
 
 def check_neighbours(
