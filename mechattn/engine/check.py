@@ -32,7 +32,7 @@ from mechattn.prompts.sequences import Sequence
 from mechattn.prompts.templates import TokenizedModel
 
 _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
-PARTS = {
+PARTS: Mapping[str, Any] = {
     "rows": RowAnalysis,
     "pairs": PairAnalysis,
     "mlps": ActivationAnalysis,

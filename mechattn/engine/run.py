@@ -162,7 +162,7 @@ class Run:
         width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
         cost = Cost(plan.model.cfg.n_heads, width, square)
         lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
-        coords = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
+        coords: dict[str, list] = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
         widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
         collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
         halved = []
