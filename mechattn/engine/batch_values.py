@@ -13,16 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import (
-    ActivationAnalysis,
-    Activations,
-    Analysis,
-    AttentionRows,
-    Captures,
-    PairAnalysis,
-    Sums,
-    WholeAttention,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.engine.check import PARTS
@@ -53,7 +45,7 @@ def measure_batch(
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
     placed = batch.to(next(model.parameters()).device)
-    paired = any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
+    paired = any(isinstance(analysis, (protocols.PairAnalysis, protocols.ActivationAnalysis)) for analysis in analyses)
     pairs = pairs_of(placed, BASELINE) if paired else None
     one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
     sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
@@ -210,7 +202,7 @@ class _Rows:
         """Receive a block of a layer, or a whole layer."""
         one, window = self.one, self.one.windows[layer]
         if isinstance(rows, Fused):
-            whole = WholeAttention(layer, rows, one.placed, window)
+            whole = protocols.WholeAttention(layer, rows, one.placed, window)
             for number, analysis in self.by_row:
                 analysis.add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
                 self.sums.seen(number, layer, "rows")
@@ -219,7 +211,7 @@ class _Rows:
         if self.by_pair and layer not in self.paired:
             self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
         v = None if rows.attention is None else rows.attention.v
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
+        block = protocols.AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
         for number, analysis in self.by_row:
             analysis.add(self.sums.of(number, layer, heads), block)
         if self.by_pair:
@@ -268,7 +260,7 @@ def _take(
     held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
     if len(held) < len(analysis.captures):
         return
-    captures = Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
+    captures = protocols.Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
     held.clear()
 
     def reduce() -> None:
@@ -289,7 +281,7 @@ def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
         pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
-        passed = Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
+        passed = protocols.Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
         for number, analysis in taken:
             analysis.add_activations(sums.of(number, layer), passed)
             sums.seen(number, layer, "mlps")

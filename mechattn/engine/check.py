@@ -9,15 +9,8 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import Any, cast
 
-from mechattn.analysis.analysis import (
-    ActivationAnalysis,
-    Analysis,
-    CaptureAnalysis,
-    FinalAnalysis,
-    PairAnalysis,
-    Quantity,
-    RowAnalysis,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
@@ -33,11 +26,11 @@ from mechattn.prompts.templates import TokenizedModel
 
 _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
 PARTS: Mapping[str, Any] = {
-    "rows": RowAnalysis,
-    "pairs": PairAnalysis,
-    "mlps": ActivationAnalysis,
-    "hooks": CaptureAnalysis,
-    "final": FinalAnalysis,
+    "rows": protocols.RowAnalysis,
+    "pairs": protocols.PairAnalysis,
+    "mlps": protocols.ActivationAnalysis,
+    "hooks": protocols.CaptureAnalysis,
+    "final": protocols.FinalAnalysis,
 }  # of what an analysis may receive, by the protocol that declares it
 
 
@@ -88,7 +81,7 @@ def _check_analysis(given: Any) -> None:
     name = type(given).__name__
     if lacking := [part for part in _DECLARED if not hasattr(given, part)]:
         raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_DECLARED)}")
-    if not isinstance(given, tuple(PARTS.values())):
+    if not any(isinstance(given, protocol) for protocol in PARTS.values()):
         raise OptionError(
             f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
             f"add_activations, add_captures, add_final"
@@ -105,9 +98,9 @@ def _check_analysis(given: Any) -> None:
 
 def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
     """Refuse an analysis that captures a hook which a layer doesn't have."""
-    known = model.hook_dict if any(isinstance(analysis, CaptureAnalysis) for analysis in analyses) else {}
+    known = model.hook_dict if any(isinstance(analysis, protocols.CaptureAnalysis) for analysis in analyses) else {}
     for analysis in analyses:
-        for name in analysis.captures if isinstance(analysis, CaptureAnalysis) else ():
+        for name in analysis.captures if isinstance(analysis, protocols.CaptureAnalysis) else ():
             missing = [layer for layer in layers if f"blocks.{layer}.{name}" not in known]
             if missing:
                 prefix = f"blocks.{missing[0]}."

@@ -13,17 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import (
-    Analysis,
-    AttentionRows,
-    CaptureAnalysis,
-    PairAnalysis,
-    PairedRows,
-    Quantity,
-    RowAnalysis,
-    Sums,
-    WholeAnalysis,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.rows import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
@@ -33,6 +24,7 @@ from mechattn.model.scores_and_positions import BlindScores
 from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.sequences import Batch, Pairs
 
+_OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
@@ -42,7 +34,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
     analyses = list(analyses)
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-    captured = [name for analysis in analyses if isinstance(analysis, CaptureAnalysis) for name in analysis.captures]
+    captured = [name for a in analyses if isinstance(a, protocols.CaptureAnalysis) for name in a.captures]
     if silent := next((name for name in captured if not fires_while_streamed(name)), None):
         if engine != "auto":
             raise OptionError(
@@ -62,14 +54,14 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
 
 
 def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
-    rows = [a.name for a in analyses if isinstance(a, (RowAnalysis, PairAnalysis)) and not isinstance(a, WholeAnalysis)]
+    rows = [a.name for a in analyses if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)]
     if engine == "fused" and rows:
         raise OptionError(
             f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
             f"or measure analyses without rows in a separate run"
         )
     on_gpu = next(model.parameters()).device.type == "cuda"
-    whole = any(isinstance(analysis, WholeAnalysis) for analysis in analyses) and not rows
+    whole = any(isinstance(analysis, protocols.WholeAnalysis) for analysis in analyses) and not rows
     if engine == "streaming" or not whole or (engine == "auto" and not on_gpu):
         return forward_in_blocks, "its numbers are those of the hooks"
     check = check_fused(model)
@@ -180,7 +172,7 @@ Values = dict[str, Tensor]
 def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
     """The quantities of an analysis, each followed by its nulls; a quantity without one says why."""
     given = analysis.quantities
-    of_rows = isinstance(analysis, (RowAnalysis, PairAnalysis))
+    of_rows = isinstance(analysis, _OF_ROWS)
     made: dict[str, Quantity] = {}
     for name, quantity in given.items():
         made[name] = quantity if of_rows or quantity.no_null else replace(quantity, no_null=_NOT_OF_ROWS)
@@ -212,8 +204,7 @@ class Nulls:
 
     def __post_init__(self) -> None:
         self._wanted = [
-            isinstance(a, (RowAnalysis, PairAnalysis)) and any(has_null(*named) for named in a.quantities.items())
-            for a in self.analyses
+            isinstance(a, _OF_ROWS) and any(has_null(*named) for named in a.quantities.items()) for a in self.analyses
         ]
 
     def of(self, number: int, layer: int, window: int | None) -> Values:
@@ -242,15 +233,15 @@ class Nulls:
         started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
 
         def see(rows: Rows) -> None:
-            block = AttentionRows(
+            block = protocols.AttentionRows(
                 layer, rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v, null=True
             )
             for number, sums in started.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):
-                    if isinstance(analysis, RowAnalysis):
+                    if isinstance(analysis, protocols.RowAnalysis):
                         analysis.add(sums, block)
-                    if isinstance(analysis, PairAnalysis) and paired is not None:
+                    if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
                         analysis.add_pairs(sums, paired.rows(rows))
 
         attention_by_rows(attention, see)

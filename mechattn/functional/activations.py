@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from mechattn.errors import OptionError
 
 Channels = Float[Tensor, "*token channel"]
 PerToken = Float[Tensor, "*token"]
@@ -120,12 +118,7 @@ def redistribute(
         scope: Whether statistics and selection are over the channels of each token, or (as published) over the whole
             tensor, so that the result depends on batch and padding.
         strength: The fraction of the change to apply.
-
-    Raises:
-        OptionError: There is no such form.
     """
-    if form not in get_args(Form):
-        raise OptionError(f"form={form!r}: choose one of {', '.join(map(repr, get_args(Form)))}")
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

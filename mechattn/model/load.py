@@ -15,25 +15,9 @@ import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.hub import asked_once
+from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
-from mechattn.model.checkpoint import (
-    NO_LIMIT,
-    PREFIX,
-    UnloadedModel,
-    as_trusted,
-    config_of_place,
-    end_tokens,
-    is_of_own_code,
-    lettered_tokenizer,
-    load_tokenizer,
-    model_place,
-    prepends_bos,
-    reason,
-    text_config,
-    tokenizer_named,
-    tokenizer_of,
-    unloaded_tokenizer,
-)
+from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
 from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
@@ -92,10 +76,10 @@ def load_model(
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
-        with making, as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
+        with making, as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        own_code, place = options.get("trust_remote_code"), model_place(str(model))
+        own_code, place = options.get("trust_remote_code"), checkpoint.model_place(str(model))
         with making, as_trusted(own_code, pickled_weights, name=str(model)), asked_once(place):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
@@ -183,20 +167,20 @@ def unloaded(model: Any) -> UnloadedModel:
 
     if isinstance(model, (str, Path)):
         name = str(model)
-        longest = getattr(text_config(name), "max_position_embeddings", None)
-        longest = longest if isinstance(longest, int) else NO_LIMIT
+        longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+        longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
         try:
-            settings = GenerationConfig.from_pretrained(model_place(name))
+            settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
         except OSError:  # there are no generation settings
             settings = None
-        return unloaded_tokenizer(tokenizer_named(name), name, longest, settings)
+        return checkpoint.unloaded_tokenizer(checkpoint.tokenizer_named(name), name, longest, settings)
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        return unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
+        return checkpoint.unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
     hooked = load_model(as_hooked(model))
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
-    return UnloadedModel(hooked.tokenizer, hooked.cfg, end_tokens(settings, hooked.tokenizer), hooked)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked)
 
 
 def _known_or_met(model: Any) -> ModelFacts:
@@ -233,15 +217,15 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
 
 
 def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
-    is_toy = name.startswith(PREFIX)
-    place = model_place(name)
+    is_toy = name.startswith(checkpoint.PREFIX)
+    place = checkpoint.model_place(name)
     remote = {"trust_remote_code": False} | {k: options[k] for k in ("revision", "trust_remote_code") if k in options}
-    config = config_of_place(place, **remote)
+    config = checkpoint.config_of_place(place, **remote)
     if dtype == "auto":
         stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
-        tokenizer = load_tokenizer(name) if is_toy else tokenizer_of(place, **remote)
+        tokenizer = checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
 
@@ -270,14 +254,14 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     try:
         with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
-            stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
+            stand_in = checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}") from error
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
-    bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
+    bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     bridge.eval()
     _known_or_met(bridge).weights = "raw"

@@ -15,17 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mechattn.errors import ModelError
 from mechattn.functional.received import visible_keys
 from mechattn.functional.rows import Pattern, alibi_slopes, score_parts
+from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of, original_of
-from mechattn.model.hooks import (
-    attention_layers,
-    attention_window,
-    forward_with_patterns,
-    logits_and_values,
-    pattern_hook,
-    sinks_of,
-)
 
 Q, K = "attn.hook_q", "attn.hook_k"
 
@@ -90,8 +83,8 @@ class BlindScores:
 
 def blind_scores(model: HookedModel) -> BlindScores:
     """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few tokens."""
-    layers = attention_layers(model)
-    found = {layer: sinks for layer in layers if (sinks := sinks_of(model, layer)) is not None}
+    layers = hooks.attention_layers(model)
+    found = {layer: sinks for layer in layers if (sinks := hooks.sinks_of(model, layer)) is not None}
     alibi = None
     if layers and _slopes(model) is not None:
         try:
@@ -140,15 +133,16 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 def _errors(model: HookedModel, made: dict[int, Scores]) -> dict[int, float]:
     """The largest difference between the softmax of the parts and the pattern, for each layer."""
     tokens = torch.arange(5, 21, device=next(model.parameters()).device)[None]
-    names = [f"blocks.{layer}.{hook}" for layer in made for hook in (Q, K)] + [pattern_hook(layer) for layer in made]
+    of_layer = {n: (f"blocks.{n}.{Q}", f"blocks.{n}.{K}", hooks.pattern_hook(n)) for n in made}
+    names = [name for named in of_layer.values() for name in named]
     if lacking := [name for name in names if name not in model.hook_dict]:
         raise ModelError(f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be decomposed")
-    _, seen = logits_and_values(model, tokens, names)
+    _, seen = hooks.logits_and_values(model, tokens, names)
     found = {}
     for layer, scores in made.items():
-        q, k, pattern = (seen[name].float() for name in (*(f"blocks.{layer}.{h}" for h in (Q, K)), pattern_hook(layer)))
+        q, k, pattern = (seen[name].float() for name in of_layer[layer])
         total = sum(scores.parts(q, k))
-        visible = visible_keys(torch.arange(16, device=pattern.device), 16, attention_window(model, layer))
+        visible = visible_keys(torch.arange(16, device=pattern.device), 16, hooks.attention_window(model, layer))
         own = total.masked_fill(~visible, -torch.inf).softmax(-1)  # type: ignore[union-attr]
         found[layer] = float((own - pattern).abs().max())
     return found
@@ -216,7 +210,7 @@ def takes_position_ids(model: HookedModel) -> bool:
         return False
     ids = torch.arange(_SHIFT, device=next(model.parameters()).device)
     try:
-        return not torch.equal(*_patterns_at(model, attention_layers(model)[-1], [ids, 3 * ids]))
+        return not torch.equal(*_patterns_at(model, hooks.attention_layers(model)[-1], [ids, 3 * ids]))
     except (TypeError, ValueError):
         return False
 
@@ -228,7 +222,7 @@ def takes_negative_ids(model: HookedModel) -> bool:
     try:
         with _NoNegativeRow():
             first, *others = _patterns_at(
-                model, attention_layers(model)[0], [ids, ids + _SHIFT, ids - _SHIFT], int(model.cfg.n_layers) - 1
+                model, hooks.attention_layers(model)[0], [ids, ids + _SHIFT, ids - _SHIFT], int(model.cfg.n_layers) - 1
             )
     except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
         return False
@@ -243,7 +237,7 @@ def _patterns_at(
     tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
     seen: list[Tensor] = []
     for ids in position_ids:
-        forward_with_patterns(
+        hooks.forward_with_patterns(
             model,
             tokens,
             torch.ones_like(tokens),

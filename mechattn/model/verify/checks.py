@@ -23,22 +23,10 @@ from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import Shown, check_layers, is_read
-from mechattn.model.verify.verification import (
-    ANOTHER_VERSION,
-    AT_LOADING,
-    PROBABILITY,
-    PROBE,
-    TOLERANCE,
-    Check,
-    Report,
-    compare,
-    compare_positions,
-    dtype_of,
-    limited,
-    probe_tokens,
-)
+from mechattn.model.verify.verification import Check, Report, compare, compare_positions, limited
 
 PADDED = 3
 _PADDING = (
@@ -51,8 +39,8 @@ _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     """Compare a hooked model with the model behind it and with itself, on random tokens and their padded beginning."""
-    tokens, dtype = probe_tokens(model, length), dtype_of(model)
-    tolerance = TOLERANCE[dtype][0]
+    tokens, dtype = probe.probe_tokens(model, length), probe.dtype_of(model)
+    tolerance = probe.TOLERANCE[dtype][0]
     seen, logits, fired = _forward(model, tokens)
     native, kernel = None, Check("kernel", "not checked", detail=facts.why_not_native)
     if facts.native is not None:
@@ -116,7 +104,7 @@ def _logits(
     if native is None:
         return Check("logits", "not checked", detail=f"{facts.why_not_native}; give the transformers model as native=…")
     detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
-    remedy = f"the hooked model differs from the transformers model; {ANOTHER_VERSION}"
+    remedy = f"the hooked model differs from the transformers model; {probe.ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], tolerance, detail, remedy)
 
 
@@ -124,11 +112,11 @@ def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, t
     """Check that the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
-    now = native[0, AT_LOADING - 1]
+    now = native[0, probe.AT_LOADING - 1]
     if facts.probe_logits is None:
         facts.probe_logits = now.clone()
     remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
-    detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
+    detail = f"native logits of position {probe.AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", now[None], facts.probe_logits[None], tolerance, detail, remedy)]
 
 
@@ -285,7 +273,7 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     """Compare a pass without hooks with one through them, layer by layer: patterns, or with ``fused`` their sums."""
     if reason := why_not(model):
         return Check(name, "limited", detail=reason)
-    tokens = probe_tokens(model, PROBE).to(next(model.parameters()).device)
+    tokens = probe.probe_tokens(model, probe.PROBE).to(next(model.parameters()).device)
     windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
     expected, shown = hooks.logits_and_values(model, tokens, map(hooks.pattern_hook, windows))
     patterns = {layer: shown[hooks.pattern_hook(layer)].float().cpu() for layer in windows}
@@ -307,12 +295,14 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     if silent := [layer for layer in windows if layer not in found]:
         return Check(name, "limited", silent[0], detail="its attention function cannot be replaced")
     pairs = {n: (found[n], _sums(patterns[n]) if fused else patterns[n]) for n in windows if n in found}
-    dtype = dtype_of(model)
-    tolerance = (_STREAMED if dtype is torch.float32 else PROBABILITY[dtype]) * (tokens.shape[1] if fused else 1)
+    dtype = probe.dtype_of(model)
+    tolerance = (_STREAMED if dtype is torch.float32 else probe.PROBABILITY[dtype]) * (tokens.shape[1] if fused else 1)
     detail = f"{how} against the hooks"
     checks = (
         compare(name, pairs, tolerance, detail + ("" if fused else ": patterns"), "", scale=1.0),
-        compare_positions(name, got.cpu(), expected[0].float().cpu(), TOLERANCE[dtype][0], f"{detail}: logits", ""),
+        compare_positions(
+            name, got.cpu(), expected[0].float().cpu(), probe.TOLERANCE[dtype][0], f"{detail}: logits", ""
+        ),
     )
     return next((limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0])
 
