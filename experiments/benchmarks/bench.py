@@ -31,7 +31,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
-from mechattn.functional.rows import Rows
+from mechattn.functional.attention import Rows
 from mechattn.model import hooks
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.prompts.sequences import Batch

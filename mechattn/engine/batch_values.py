@@ -22,8 +22,7 @@ from mechattn.engine.collect import check_values
 from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
-from mechattn.functional.fused import Fused
-from mechattn.functional.rows import Rows
+from mechattn.functional.attention import Fused, Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity

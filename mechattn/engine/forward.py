@@ -16,7 +16,7 @@ from torch import Tensor
 from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
+from mechattn.functional.attention import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming

@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError
 from mechattn.functional import focus
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, Rows, attention_by_rows, widened
+from mechattn.functional.attention import Attention, Rows, attention_by_rows, widened
 
 Statistic = Literal[
     "received", "mass", "entropy", "self_mass", "first_mass", "previous_mass", "largest", "target", "concentration",

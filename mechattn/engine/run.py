@@ -25,7 +25,7 @@ from mechattn.engine.forward import (
     forward_through_hooks,
 )
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import BLOCK
+from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked

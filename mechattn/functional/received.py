@@ -7,8 +7,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, for_each_head
 from mechattn.functional.focus import looking_back
-from mechattn.functional.rows import EdgeMask, Marked, Pattern, for_each_head
 
 PerKey = Float[Tensor, "batch head key"]
 Counted = Bool[Tensor, "batch query"]

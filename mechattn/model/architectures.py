@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.rows import mpt_slopes
+from mechattn.functional.attention import mpt_slopes
 from mechattn.model.hooked import config_of, original_of
 
 Fault = Literal["alibi counted twice", "rotated in float32", "an empty rotary embedding"]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechattn.errors import ModelError
+from mechattn.functional.attention import Pattern, alibi_slopes, score_parts
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import Pattern, alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of, score_biases

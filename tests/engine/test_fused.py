@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import fused as functional
+from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.checks import check_fused

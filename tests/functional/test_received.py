@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, EdgeMask, attention_by_rows
+from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows
 
 
 def loop_over_queries(pattern, counted, window=None, include_self=False):

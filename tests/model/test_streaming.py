@@ -9,7 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.analysis.analysis import AnalysisBase, Quantity
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import rows as functional
+from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.patch import streaming as attention_calls

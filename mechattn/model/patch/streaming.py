@@ -15,8 +15,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.fused import Fused, fused_attention, why_not_fused
-from mechattn.functional.rows import BLOCK, Attention, EdgeMask, Rows, attention_by_rows
+from mechattn.functional.attention import (
+    BLOCK,
+    Attention,
+    EdgeMask,
+    Fused,
+    Rows,
+    attention_by_rows,
+    fused_attention,
+    why_not_fused,
+)
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from mechattn.functional.fused import Fused
-from mechattn.functional.rows import Pattern, Rows, Tokens
+from mechattn.functional.attention import Fused, Pattern, Rows, Tokens
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
