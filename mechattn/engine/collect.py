@@ -17,7 +17,7 @@ from mechattn.engine.check import sides_of
 from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
+from mechattn.model.hooked import ModelFacts, facts_of
 from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
@@ -30,6 +30,8 @@ from mechattn.stats.moments import Moments
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from mechattn.engine.run import Plan
 
 Positions = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
@@ -185,11 +187,7 @@ _OF_TOKENS = {
 
 
 def sequences_dataset(
-    model: HookedModel,
-    prompts: Seq[Prompt],
-    conditions: list[str],
-    sequences: Seq[Mapping[str, Sequence]],
-    places: Seq[int],
+    plan: Plan, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], places: Seq[int]
 ) -> xr.Dataset:
     """The tokens that the model read, their segments and origins, the prompts' groups, and the first prompt's texts."""
     import xarray as xr
@@ -197,6 +195,7 @@ def sequences_dataset(
     def texts(values: Any) -> np.ndarray:
         return np.array(values, dtype=object).astype(np.dtypes.StringDType())
 
+    model, conditions = plan.model, list(plan.conditions)
     dims, longest = ("prompt", "condition", "pos"), max(len(s) for made in sequences for s in made.values())
     variables: dict[str, Any] = {}
     for name, (part, unit) in _OF_TOKENS.items():
@@ -255,23 +254,16 @@ def _stored(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
 
 
-def described(
-    model: HookedModel,
-    prompts: Seq[Prompt],
-    named: Mapping[str, Condition],
-    made: Mapping[str, Sequence],
-    analyses: Seq[Analysis],
-    layers: list[int],
-    paths: bool = False,
-) -> dict[str, Any]:
+def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) -> dict[str, Any]:
     """The model, the prompts and the options, which determine the numbers; and when and where they were computed."""
+    model = plan.model
     parameters = next(model.parameters())
     facts = facts_of(model) or ModelFacts()
     boundary = boundary_of(model)
     return {
         "model": {
             "name": provenance.name_of(str(model.cfg.model_name)),
-            **({"path": str(model.cfg.model_name)} if paths else {}),
+            **({"path": str(model.cfg.model_name)} if plan.paths else {}),
             "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
             "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
             "heads": int(model.cfg.n_heads),
@@ -289,9 +281,9 @@ def described(
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
-        "conditions": {name: condition_data(condition, made[name]) for name, condition in named.items()},
-        "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
-        "measured_layers": layers,
+        "conditions": {name: condition_data(condition, made[name]) for name, condition in plan.conditions.items()},
+        "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
+        "measured_layers": plan.layers,
         "threads": torch.get_num_threads(),
         "versions": provenance.versions(),
         "time": provenance.now(),

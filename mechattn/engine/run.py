@@ -174,8 +174,8 @@ class Run:
                 for collector, by_layer in zip(collectors, values, strict=True):
                     collector.add(batch, by_layer)
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
-        about = described(plan.model, prompts, plan.conditions, sequences[0], plan.analyses, plan.layers, plan.paths)
+        datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
+        about = described(plan, prompts, sequences[0])
         about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
