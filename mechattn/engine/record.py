@@ -23,7 +23,7 @@ from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.interventions.transplant import KeysValues
 from mechattn.model import hooks
 from mechattn.model.heads import is_latent
-from mechattn.model.hooked import HookedModel, alone, facts_of
+from mechattn.model.hooked import HookedModel, alone, limit_of
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.prompts.conditions import Baseline, Condition
@@ -57,8 +57,7 @@ def record_affine(
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(as_hooked(model))
-    about = facts_of(model)
-    if why := None if about is None or about.report is None else about.report.limited.get("values"):
+    if why := limit_of(model, "values"):
         raise ModelError(
             f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
         )

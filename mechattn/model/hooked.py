@@ -105,6 +105,12 @@ def facts_of(model: Any) -> ModelFacts | None:
     return getattr(model, "__dict__", {}).get(_NAME)
 
 
+def limit_of(model: Any, check: str) -> str:
+    """Why a check at the last verification limits what can be measured; "" if it does not."""
+    facts = facts_of(model)
+    return "" if facts is None or facts.report is None else facts.report.limited.get(check, "")
+
+
 def remember(model: Any, what: ModelFacts) -> ModelFacts:
     """Store ``what`` on the model."""
     setattr(model, _NAME, what)

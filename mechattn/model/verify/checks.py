@@ -27,6 +27,7 @@ from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import Shown, check_layers, is_read
 from mechattn.model.verify.verification import Check, Report, compare, compare_positions, limited
 
+Logits = Float[Tensor, "1 pos d_vocab"]
 PADDED = 3
 _PADDING = (
     "logits of a sequence padded on the right against those without padding",
@@ -94,12 +95,7 @@ def _forward(
     return {name: value.float().cpu() for name, value in captured.items()}, logits.detach().float().cpu(), fired
 
 
-def _logits(
-    facts: ModelFacts,
-    hooked: Float[Tensor, "1 pos d_vocab"],
-    native: Float[Tensor, "1 pos d_vocab"] | None,
-    tolerance: float,
-) -> Check:
+def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, tolerance: float) -> Check:
     if native is None:
         return Check("logits", "not checked", detail=f"{facts.why_not_native}; give the transformers model as native=…")
     detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
@@ -107,7 +103,7 @@ def _logits(
     return compare_positions("logits", hooked[0], native[0], tolerance, detail, remedy)
 
 
-def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, tolerance: float) -> list[Check]:
+def _weights(facts: ModelFacts, native: Logits | None, tolerance: float) -> list[Check]:
     """Check that the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
@@ -120,11 +116,7 @@ def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, t
 
 
 def check_neighbours(
-    model: HookedModel,
-    native: Any,
-    tokens: Int[Tensor, "1 pos"],
-    alone: Float[Tensor, "1 pos d_vocab"],
-    tolerance: float,
+    model: HookedModel, native: Any, tokens: Int[Tensor, "1 pos"], alone: Logits, tolerance: float
 ) -> Check:
     """Compare the probe alone with the probe beside a row half as long again and, if possible, at far positions."""
     asked: Any = native or model

@@ -154,7 +154,7 @@ def _number(value: float | None) -> str:
 
 
 def compare(
-    name: str, pairs: dict[Any, tuple[Tensor, Tensor]], tolerance: float, detail: str, remedy: str, scale: float = 0
+    name: str, pairs: dict[Any, tuple[Tensor, Tensor]], tolerance: float, detail: str, remedy: str, scale: float = 0.0
 ) -> Check:
     """The largest difference over layers; relative to the root mean square unless ``scale`` is given."""
     if not pairs:
