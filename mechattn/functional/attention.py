@@ -40,8 +40,8 @@ class EdgeMask:
     def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see."""
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
-        edge_mask = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
-        return edge_mask & (queries.unsqueeze(2) != positions)
+        cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
+        return cut & (queries.unsqueeze(2) != positions)
 
     def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
         """The same for some sequences of the batch."""
@@ -111,8 +111,8 @@ class PatternRows:
 
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys."""
-        edge_mask = self.pattern[..., :keys]
-        return edge_mask.gather(2, queries[:, None, :, None].expand(-1, edge_mask.shape[1], -1, keys))
+        index = queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, keys)
+        return self.pattern[..., :keys].gather(2, index)
 
 
 AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -157,7 +158,10 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
 
-    cutting = [_masking(layer, edge_mask) for layer, edge_mask in (edge_masks or {}).items()]
+    cutting = [
+        (f"blocks.{layer}.attn.hook_attn_scores", partial(_hide, _unseen(edge_mask)[:, None]))
+        for layer, edge_mask in (edge_masks or {}).items()
+    ]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
     forward_to(model, tokens, max(layers) if last is None else last, [*cutting, *looking], position_ids, **mask)
@@ -168,14 +172,9 @@ def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
     return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
 
 
-def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
-    """A hook that cuts edges of a layer before the softmax."""
-    unseen = _unseen(edge_mask)[:, None]
-
-    def hide(scores: Pattern, hook: Any) -> Pattern:
-        return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
-
-    return f"blocks.{layer}.attn.hook_attn_scores", hide
+def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any) -> Pattern:
+    """Cut edges of a layer before the softmax."""
+    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
 
 def forward_to(
@@ -258,15 +257,14 @@ def norms_once(model: Any) -> Iterator[None]:
     norms = [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
     with ExitStack() as stack:
         for norm in norms:
-            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, _once(norm, getattr(norm, _COMPUTED_TWICE))))
+            once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))
+            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, once))
         yield
 
 
-def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _once(
+    norm: Any, twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
+) -> Float[Tensor, "*batch channel"]:
     points = (norm.hook_scale, norm.hook_normalized)
-
-    def forward(x: Float[Tensor, "*batch channel"]) -> Float[Tensor, "*batch channel"]:
-        watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
-        return twice(x) if watched else norm.original_component(x).to(x.dtype)
-
-    return forward
+    watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
+    return twice(x) if watched else norm.original_component(x).to(x.dtype)
