@@ -212,11 +212,13 @@ class Nulls:
         if not self._wanted[number]:
             return {}
         found = self._values(UNIFORM, layer, window)[number]
-        return found | self._values(BLIND, layer, window)[number] if self.blind.differ(layer) else found
+        may_differ = self.blind.alibi is not None or layer in self.blind.sinks  # from uniform attention
+        return found | self._values(BLIND, layer, window)[number] if may_differ else found
 
     def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
         """The values of every analysis, cached by what determines them."""
-        key = (kind, window, self.batch.masked_in(layer), self.blind.key(layer) if kind == BLIND else None)
+        sinks = layer if kind == BLIND and layer in self.blind.sinks else None  # which differ by layer
+        key = (kind, window, self.batch.masked_in(layer), sinks)
         if key not in self._made:
             self._made[key] = self._measured(kind, layer, window)
         return self._made[key]

@@ -73,14 +73,14 @@ def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: i
     return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
 
 
-def half_mass_keys(pattern: Squares, share: float = 0.5) -> Int[Tensor, "*batch query"]:
-    """The size of the smallest set of keys that holds a given fraction of a query's attention to keys.
+def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
+    """The size of the smallest set of keys that holds half of a query's attention to keys.
 
-    ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
-    The share counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
+    ``min n: p(1) + … + p(n) ≥ Σ p / 2``, with probabilities in descending order (a learned sink takes the rest). Half
+    counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
     """
     ordered = pattern.sort(-1, descending=True).values
-    enough = share * ordered.sum(-1, keepdim=True) - 1e-6
+    enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
     return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
 
 

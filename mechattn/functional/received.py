@@ -14,13 +14,10 @@ PerKey = Float[Tensor, "batch head key"]
 Counted = Bool[Tensor, "batch query"]
 
 
-def visible_keys(
-    queries: Int[Tensor, " query"], keys: int, window: int | None = None, include_self: bool = True
-) -> Bool[Tensor, "query key"]:
+def visible_keys(queries: Int[Tensor, " query"], keys: int, window: int | None = None) -> Bool[Tensor, "query key"]:
     """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these."""
     distance = queries[:, None] - torch.arange(keys, device=queries.device)
-    visible = distance >= (0 if include_self else 1)
-    return visible if window is None else visible & (distance < window)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def column_sums(pattern: Pattern, counted: Counted) -> PerKey:

@@ -63,14 +63,6 @@ class BlindScores:
     alibi: Scores | None = None  # how scores are computed in a model with ALiBi
     sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)  # each head's score, by layer
 
-    def differ(self, layer: int) -> bool:
-        """Whether a content-blind head of this layer may attend non-uniformly."""
-        return self.alibi is not None or layer in self.sinks
-
-    def key(self, layer: int) -> int | None:
-        """A key that distinguishes layers; None if all are the same."""
-        return layer if layer in self.sinks else None
-
     def scores(
         self, layer: int, keys: int, blind: bool
     ) -> tuple[Float[Tensor, "1 head key"] | None, Float[Tensor, " sink"] | None]:
