@@ -9,11 +9,13 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.functional.attention import mix
+from mechattn.functional.attention import Marked, mix
 
 Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
 Weights = Float[Tensor, "head d_head d_model"]  # W_O
+PerPart = Float[Tensor, "batch part pos"]  # of heads, or other parts of a layer
+Edges = Float[Tensor, " edge"]
 Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
 
@@ -47,9 +49,7 @@ def orientation(
     return (product / (size * stream)).clamp(-1, 1)
 
 
-def counts_in_bins(
-    value: Float[Tensor, "batch part pos"], edges: Float[Tensor, " edge"], counted: Bool[Tensor, "batch pos"]
-) -> Float[Tensor, "batch part bin"]:
+def counts_in_bins(value: PerPart, edges: Edges, counted: Marked) -> Float[Tensor, "batch part bin"]:
     """The number of counted tokens below the first edge, between each two edges, and at or above the last.
 
     Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
@@ -60,10 +60,7 @@ def counts_in_bins(
 
 
 def counts_in_pairs_of_bins(
-    one: Float[Tensor, "batch part pos"],
-    other: Float[Tensor, "batch part pos"],
-    edges: tuple[Float[Tensor, " edge"], Float[Tensor, " edge2"]],
-    counted: Bool[Tensor, "batch pos"],
+    one: PerPart, other: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
 ) -> Float[Tensor, "batch bin bin2"]:
     """The same for two values at once, over all parts together."""
     at = (
