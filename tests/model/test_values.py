@@ -121,7 +121,7 @@ def test_most_models_do_neither(tokenizer, toy):
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
     """As for a step that nobody has met yet."""
     nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
-    monkeypatch.setattr(heads if without == "norm_of_values" else layer_checks, without, nothing[without])
+    monkeypatch.setattr(layer_checks if without == "_GATES" else heads, without, nothing[without])
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 
