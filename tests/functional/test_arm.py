@@ -95,6 +95,7 @@ def test_bfloat16_moves_what_float32_moves():
         torch.testing.assert_close(got, same.bfloat16(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_more_entries_than_torch_quantile_takes():
     """Against numpy's own sorting, in one piece."""
     n = 2**24 + 5
