@@ -33,7 +33,6 @@ from .model.load import verify_model as verify_model
 from .model.weights import random_weights as random_weights
 from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
-from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch

@@ -14,7 +14,6 @@ import numpy as np
 from mechattn.analysis import ANALYSES
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.figure_sections import time_words
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
@@ -252,6 +251,12 @@ def strip_words(result: Result) -> str:
     parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
     parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
     return " · ".join([*parts, time_words(result)])
+
+
+def time_words(result: Result) -> str:
+    """When the numbers were computed; a range if several runs were merged."""
+    time = result.provenance["time"]
+    return time if isinstance(time, str) else " to ".join(time)
 
 
 @contextmanager
