@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
-from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
 from mechattn.errors import ModelError

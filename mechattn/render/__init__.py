@@ -4,6 +4,9 @@ from mechattn.render.activation_figures import activation_histogram as activatio
 from mechattn.render.activation_figures import activation_metrics as activation_metrics
 from mechattn.render.activation_figures import agreement as agreement
 from mechattn.render.activation_figures import near_zero_by_class as near_zero_by_class
+from mechattn.render.activation_figures import update_by_position as update_by_position
+from mechattn.render.activation_figures import update_histogram as update_histogram
+from mechattn.render.activation_figures import update_map as update_map
 from mechattn.render.answer_figures import accuracy as accuracy
 from mechattn.render.answer_figures import accuracy_map as accuracy_map
 from mechattn.render.answer_figures import by_samples as by_samples
@@ -20,9 +23,6 @@ from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
-from mechattn.render.update_figures import update_by_position as update_by_position
-from mechattn.render.update_figures import update_histogram as update_histogram
-from mechattn.render.update_figures import update_map as update_map
 from mechattn.render.views import explorer as explorer
 from mechattn.render.views import pattern as pattern
 from mechattn.render.views import received_text as received_text

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.analysis.score_decomposition import ScoreDecomposition
+from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.functional import rows
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.verify.kernels import check_streaming

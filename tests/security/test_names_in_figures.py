@@ -81,7 +81,6 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
     others = {
         "received_by_model",
         "near_zero_by_class",
-        "by_layer",
         "update_by_position",
     }
     assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"
