@@ -28,13 +28,7 @@ VERDICT_COLUMNS = (
 
 @dataclass(frozen=True)
 class ShownModel:
-    """What a page shows of one model.
-
-    Args:
-        result: The result.
-        maps: A result with attention maps of a few prompts; ``result`` itself by default.
-        start: The layer and head that are shown first.
-    """
+    """What a page shows of one model: its result, maps of a few prompts (or its own), and the first layer and head."""
 
     result: Result
     maps: Result | None = None
@@ -113,7 +107,8 @@ def picture(rows: Seq[Change]) -> Picture | None:
     if not drawn:
         return None
     ends = np.array([(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float)
-    step = _step(float(ends.max() - ends.min()))
+    reach, steps = float(ends.max() - ends.min()), (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    step = next((step for step in steps if reach / step <= 6), 10.0)  # at most six marks cover the axis
     start, end = np.floor(ends.min() / step) * step, np.ceil(ends.max() / step) * step
     end = max(end, start + step)
 
@@ -142,12 +137,6 @@ def picture(rows: Seq[Change]) -> Picture | None:
     return Picture(marks, ticks, at(0.0), says)
 
 
-def _step(reach: float) -> float:
-    """A round distance between marks, so that at most six cover the axis."""
-    steps = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    return next((step for step in steps if reach / step <= 6), 10.0)
-
-
 def sentence(rows: Seq[Change]) -> str:
     """Describe the picture in one sentence: the first condition, a second one for comparison, uniform attention."""
     drawn = [row for row in rows if row.verdict is not None]
@@ -170,7 +159,8 @@ def sentence(rows: Seq[Change]) -> str:
 
 def _amount(found: Seq[Interval]) -> str:
     """How much more or less; with signs if the direction differs or an interval holds 0."""
-    words = _range([float(change.estimate) for change in found])
+    shown = list(dict.fromkeys(percent(v) for v in sorted((float(change.estimate) for change in found), key=abs)))
+    words = shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
     if all(change.high < 0 for change in found):
         return f"{words.replace('−', '')} less"
     if all(change.low > 0 for change in found):
@@ -183,12 +173,6 @@ def _unsure(found: Seq[Verdict]) -> str:
     count = sum(bool(v.change.low <= 0 <= v.change.high) for v in found)
     of = f" in {count} of them" if len(found) > 1 else ""
     return f", which cannot be distinguished from 0{of}" if count else ""
-
-
-def _range(values: Seq[float]) -> str:
-    """Percentages from the closest to 0 to the farthest."""
-    shown = list(dict.fromkeys(percent(v) for v in sorted(values, key=abs)))
-    return shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
 
 
 def _beside(found: Seq[Verdict]) -> str:

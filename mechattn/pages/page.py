@@ -6,7 +6,7 @@ import html
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +37,21 @@ from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
-Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, content, what it shows and how to read it.
-
-    Args:
-        title: The heading.
-        note: How to read what is shown.
-        says: The sentence with the main number below a figure.
-        figure: The figure as JSON that is safe in a script element.
-        height: The height of the figure in pixels.
-        view: HTML.
-        script: The library that the view needs.
-        tokens: The texts of tokens and their segments.
-        made: How a figure was made.
-        citation: How to cite it.
-    """
+    """A part of a page: its heading, how to read it, its main number in a sentence, and a figure, a view or tokens."""
 
     title: str
     note: str = ""
     says: str = ""
-    figure: str = ""
+    figure: str = ""  # as JSON that is safe in a script element
     height: int = 0
-    view: str = ""
-    script: str = ""
-    tokens: Seq[tuple[str, str]] = field(default_factory=list)
-    made: Seq[Row] = field(default_factory=list)
+    view: str = ""  # HTML
+    script: str = ""  # the library that the view needs
+    tokens: Seq[tuple[str, str]] = ()  # their texts and segments
+    made: Seq[tuple[str, str]] = ()
     citation: str = ""
 
     @property
@@ -77,14 +63,7 @@ class Section:
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of itself.
-
-    Args:
-        title: The title.
-        subtitle: What is measured, in one line.
-        command: The command that made it.
-        lead: A template, and what fills it, in place of the first screen.
-    """
+    """What a page says of itself, and a template with what fills it, in place of the first screen."""
 
     title: str
     subtitle: str
@@ -303,7 +282,7 @@ def view_section(view: View, title: str, note: str) -> Section:
     return Section(title, note, view=view.body, script=view.script or "")
 
 
-def _made_rows(result: Result, command: str = "") -> list[Row]:
+def _made_rows(result: Result, command: str = "") -> list[tuple[str, str]]:
     """How the numbers of a figure were made."""
     about, model = result.provenance, result.provenance["model"]
     rows = [("model", model_caption(result)), ("architecture", model["architecture"])]

@@ -102,9 +102,14 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
             "random tokens have no field, text or answer, and are drawn from the vocabulary of a model: "
             "ma.repeated_random(model)"
         )
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None:
+        _check_limit(limit, generated=source in (GENERATED, RECALL))
+
+
+def _check_limit(limit: Any, generated: bool) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
-    if source in (GENERATED, RECALL) and (limit or 0) > MOST:
+    if generated and limit > MOST:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
@@ -262,10 +267,7 @@ def repeated_random(
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
-    if limit > MOST:
-        raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
+    _check_limit(limit, generated=True)
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(

@@ -41,9 +41,14 @@ NAME = "received_attention"
 
 @declare(NAME, report=[{}])
 def received_attention(
-    result: Result, layer: int | Seq[int], heads: Seq[int] | None = None, condition: str | None = None, *,
-    choose: int | None = None, one_based: bool = False,
-) -> go.Figure:  # fmt: skip
+    result: Result,
+    layer: int | Seq[int],
+    heads: Seq[int] | None = None,
+    condition: str | None = None,
+    *,
+    choose: int | None = None,
+    one_based: bool = False,
+) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
     The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded.
@@ -138,9 +143,13 @@ class _Line(NamedTuple):
 
 @declare(NAME, compares=True)
 def received_by_model(
-    results: Seq[Result] | Result, layer: int = 0, heads: Seq[int] | int = 0,
-    conditions: tuple[str, str] = ("slash", "sentence"), *, one_based: bool = False,
-) -> go.Figure:  # fmt: skip
+    results: Seq[Result] | Result,
+    layer: int = 0,
+    heads: Seq[int] | int = 0,
+    conditions: tuple[str, str] = ("slash", "sentence"),
+    *,
+    one_based: bool = False,
+) -> go.Figure:
     """Plot received attention by position of the sequence under two conditions, for one head per model.
 
     Dotted lines are uniform attention.
@@ -308,9 +317,14 @@ def _map_height(table: pd.DataFrame) -> int:
 
 @declare(compares=True, report=[{}])
 def changes(
-    result: Result, conditions: Seq[str] | None = None, quantity: str = "received", segment: str = "question",
-    layer: int | None = None, *, over: str = "",
-) -> go.Figure:  # fmt: skip
+    result: Result,
+    conditions: Seq[str] | None = None,
+    quantity: str = "received",
+    segment: str = "question",
+    layer: int | None = None,
+    *,
+    over: str = "",
+) -> go.Figure:
     """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
 
     Of a condition and its variants: as inserted, tokens receive attention and move the others apart; masked, they only
