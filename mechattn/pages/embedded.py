@@ -34,13 +34,6 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
     return {"shape": list(scaled.shape), "kind": kind, "data": base64.b64encode(data).decode()}
 
 
-def unpacked(array: Packed) -> np.ndarray:
-    """Unpack an array as the page's script does."""
-    kind = array["kind"]
-    values = np.frombuffer(base64.b64decode(array["data"]), dtype=f"<{kind}").astype(np.float64)
-    return values.reshape(array["shape"]) / (SCALE if kind == "f2" else 1.0)
-
-
 def squeezed(text: str) -> str:
     """Compress text with gzip and base64, which a browser reads offline; the same text always gives the same output."""
     return base64.b64encode(gzip.compress(text.encode("utf-8"), 6, mtime=0)).decode()

@@ -10,7 +10,6 @@ import pytest
 import mechattn as ma
 from mechattn.commands.report import report
 from mechattn.contrast.means import at_positions
-from mechattn.pages.embedded import unpacked
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (
     head_curves,
@@ -21,7 +20,7 @@ from mechattn.pages.page_data import (
     instrument,
     model_data,
 )
-from tests.pages.read import data_of
+from tests.pages.read import data_of, unpacked
 
 
 @pytest.fixture(scope="module")
