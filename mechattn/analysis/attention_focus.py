@@ -125,9 +125,8 @@ class AttentionFocus(AnalysisBase):
             "distance": fn.mean_distance(pattern, start, first),
         }
         before, beyond = inserted_span(rows.batch)
-        if (
-            before < rows.keys.stop and beyond > first
-        ):  # heads and queries in one product: one product per head is five times as slow
+        # Heads and queries in one product: one product per head is five times as slow.
+        if before < rows.keys.stop and beyond > first:
             rows_of_all = rearrange(pattern, "batch head query key -> batch (head query) key")
             mass = torch.bmm(rows_of_all, inserted[..., None])
             made["inserted_mass"] = rearrange(mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1])

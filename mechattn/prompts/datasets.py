@@ -287,9 +287,8 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
     if model.tokenizer is None and size >= count:
         return draw.sample(range(size), count)
     found: dict[int, None] = {}
-    for _ in range(
-        200 if size >= count else 0
-    ):  # draws are with replacement, so a small vocabulary needs several rounds
+    # Draws are with replacement, so a small vocabulary needs several rounds.
+    for _ in range(200 if size >= count else 0):
         found |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
         if len(found) >= count:
             return list(found)[:count]
