@@ -319,7 +319,7 @@ class Evaluation:
         Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
 
         Args:
-            condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
+            condition: The condition with the :class:`~mechattn.interventions.recorded.Transplant`.
             donors: The donor of each problem's keys and values: ``KeysValues.donors``.
             without: The same condition without the transplant, which gives both reference answers.
             level: The level of the interval.
