@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from mechattn.analysis import ANALYSES
+from mechattn.contrast.contrast import Verdict
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.figure_sections import time_words
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
-from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
 VERDICT_COLUMNS = (

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import kept, layer_blocks
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import NULLS, variable_of
+from mechattn.contrast.quantities import NULLS, kept, layer_blocks, variable_of
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.embedded import packed, squeezed
 from mechattn.pages.first_screen import ShownModel, captions
 from mechattn.pages.head_curves import NAME, head_curves, head_patterns, head_texts
 from mechattn.render.words import quantity_words
 from mechattn.results.result import Result, memory_bytes
-from mechattn.stats.paired import RESAMPLES
+from mechattn.stats.resolution import RESAMPLES
 
 if TYPE_CHECKING:
     import xarray as xr
