@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import kept
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, flat, verdict_sentences
 from mechattn.pages.page import heads_options, results_page

@@ -26,7 +26,7 @@ from mechattn.prompts.sequences import Batch, Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity, kind_of
 from mechattn.shown import plain
-from mechattn.stats.moments import Moments
+from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:
     import xarray as xr

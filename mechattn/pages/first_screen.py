@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from mechattn.analysis import ANALYSES
+from mechattn.contrast.contrast import Verdict
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
-from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
 VERDICT_COLUMNS = (

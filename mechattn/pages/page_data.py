@@ -13,10 +13,9 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.contrast.blocks import kept, layer_blocks
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
-from mechattn.contrast.quantities import NULLS, variable_of
+from mechattn.contrast.quantities import NULLS, kept, layer_blocks, variable_of
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
@@ -24,7 +23,7 @@ from mechattn.pages.first_screen import ShownModel, captions
 from mechattn.render.views import prompt_tokens
 from mechattn.render.words import band_words, quantity_words
 from mechattn.results.result import Result, memory_bytes
-from mechattn.stats.paired import RESAMPLES
+from mechattn.stats.resolution import RESAMPLES
 
 NAME = "received_attention"
 PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page

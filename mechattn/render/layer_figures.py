@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mechattn.contrast.blocks import in_parts
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import by_layer as values_by_layer
-from mechattn.contrast.quantities import check_condition
+from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
 
-    from mechattn.stats.comparison import Verdict
+    from mechattn.contrast.contrast import Verdict
 
 
 def quantity_words(quantity: str, segment: str) -> str:

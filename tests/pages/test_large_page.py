@@ -12,7 +12,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.commands.report import figures_of, heads_table, report
-from mechattn.contrast.blocks import kept
+from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError
 from mechattn.pages import page_data
 from mechattn.pages.page import results_page
@@ -68,12 +68,11 @@ def expected(measured, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*left out")
 @pytest.mark.parametrize("memory", ["2GiB", SMALL])
 def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path, monkeypatch):
-    from mechattn.contrast import blocks as all_blocks
-    from mechattn.contrast import table
+    from mechattn.contrast import quantities, table
 
     blocks, held, threads = [], [], set()
     monkeypatch.setattr(
-        table, "layer_blocks", lambda *a, **k: blocks.append(all_blocks.layer_blocks(*a, **k)) or blocks[-1]
+        table, "layer_blocks", lambda *a, **k: blocks.append(quantities.layer_blocks(*a, **k)) or blocks[-1]
     )
     monkeypatch.setattr(
         page_data, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1]
