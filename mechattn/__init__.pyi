@@ -4,9 +4,9 @@ from . import conditions as conditions
 from . import interventions as interventions
 from . import render as render
 from .analysis.received_attention import ReceivedAttention as ReceivedAttention
+from .claims.evidence import ClaimSettings as ClaimSettings
 from .claims.judge import judge as judge
 from .claims.judge import paper as paper
-from .claims.settings import ClaimSettings as ClaimSettings
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.own_forward import AttentionScores as AttentionScores

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from mechattn.claims.evidence import Work, measured
+from mechattn.claims.evidence import ClaimSettings, Work, conditions_for, measured
 from mechattn.claims.register import PAPER, Register, read_register
 from mechattn.claims.rules import corrected, judged
-from mechattn.claims.settings import ClaimSettings, conditions_for
-from mechattn.claims.verdicts import OfModel, Verdicts
-from mechattn.claims.verdicts_page import write
+from mechattn.claims.verdicts import OfModel, Verdicts, write
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.chunks import WHOLE, parse_shard
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named

@@ -153,9 +153,9 @@ def claims(
     force: Force = False,
 ) -> None:
     """Test the claims of a register on your model, by rules that stand in it."""
+    from mechattn.claims.evidence import ClaimSettings
     from mechattn.claims.judge import judge
     from mechattn.claims.register import read_register
-    from mechattn.claims.settings import ClaimSettings
     from mechattn.jobs.executors import executor_named
 
     read = read_register(register)
