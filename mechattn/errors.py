@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-from mechattn.shown import shown
+from mechattn.markup import shown
 
 # Frames of these packages are passed over in the search of the user's line: run-time type checks put some between ours.
 _OURS = {"mechattn", "beartype", "jaxtyping"}

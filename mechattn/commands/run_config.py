@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.axes import BASELINE
-from mechattn.commands.config_file import Config, Figure, read_sections
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -32,7 +31,7 @@ from mechattn.render.declared import FIGURES as DECLARED
 from mechattn.render.declared import check_heads
 from mechattn.render.view import check_page_place
 from mechattn.results.provenance import command_of
-from mechattn.sections import near, no_such_key
+from mechattn.sections import Config, Figure, near, no_such_key, read_sections
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place

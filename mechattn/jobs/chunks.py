@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 
 from mechattn.errors import Interrupted, OptionError, OutputError
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
-from mechattn.jobs.job import Job
+from mechattn.jobs.job import Job, announced
 from mechattn.jobs.kept_chunks import Parts, discard_parts, explained, open_parts
-from mechattn.jobs.size_estimate import announced
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import move_whole, say, sweep
@@ -74,7 +73,12 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
     check_result_place(path, used=not fresh)
-    chunks = _of_shard(job, shard)
+    chunks = list(range(len(job.chunks)))[shard[0] - 1 :: shard[1]]
+    if not chunks:
+        raise OptionError(
+            f"shard {shard[0]}/{shard[1]} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
+            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
+        )
     if not fresh:
         _mend(job, path, chunks, executor.parts)
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
@@ -157,17 +161,6 @@ class ChunkStore:
             move_whole(Path(store.place), place)
         else:
             upload(store, place)
-
-
-def _of_shard(job: Job, shard: Shard) -> list[int]:
-    number, of = shard
-    chunks = list(range(len(job.chunks)))[number - 1 :: of]
-    if not chunks:
-        raise OptionError(
-            f"shard {number}/{of} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
-            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
-        )
-    return chunks
 
 
 def _compute(store: ChunkStore, executor: Executor) -> None:

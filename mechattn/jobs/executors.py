@@ -80,7 +80,9 @@ class Ray:
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
         """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
         ray = self._connected()
-        actors = _Actors(ray, replace(job, threads=job.threads or 1), self._count(ray, job, len(chunks)))
+        has, job = ray.cluster_resources(), replace(job, threads=job.threads or 1)
+        room = self.workers or int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
+        actors = _Actors(ray, job, max(1, min(room, len(chunks))))
         try:
             for _ in actors.each("check", chunks):
                 pass
@@ -95,25 +97,17 @@ class Ray:
             return loaded
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         try:
-            return _start_alone(quiet) if self.address is None else self._joined(quiet)
+            if self.address is None:
+                return _start_alone(quiet)
+            import ray
+
+            ray.init(address=self.address, **quiet)
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
-
-    def _joined(self, options: dict[str, Any]) -> Any:
-        import ray
-
-        try:
-            ray.init(address=self.address, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from None
         return ray
-
-    def _count(self, ray: Any, job: Job, chunks: int) -> int:
-        """The number of actors, at most one per chunk."""
-        has = ray.cluster_resources()
-        room = int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
-        return max(1, min(self.workers or room, chunks))
 
 
 @dataclass
@@ -138,13 +132,17 @@ class _Actors:
         waiting = list(reversed(chunks))
         while waiting or any(chunk is not None for _, chunk in self.busy.values()):
             while waiting and self.idle:
-                self._give(task, waiting.pop())
+                idle, given = self.idle.pop(0), waiting.pop()
+                self.busy[getattr(idle, task).remote(given)] = idle, given
             (come,), _ = self.ray.wait(list(self.busy), num_returns=1)
             actor, chunk = self.busy.pop(come)
             try:
                 made = self.ray.get(come)
             except self.ray.exceptions.RayActorError as error:
-                self._replace(chunk, error)
+                self.lost[chunk] += 1
+                if self.lost[chunk] >= TRIES:
+                    raise OutputError(_lost(self.job, chunk, error)) from error
+                self._start()
                 waiting += [] if chunk is None else [chunk]
                 continue
             except self.ray.exceptions.RayTaskError as error:
@@ -158,11 +156,6 @@ class _Actors:
         for actor in [*self.idle, *(actor for actor, _ in self.busy.values())]:
             self.ray.kill(actor)
 
-    def _give(self, task: _Task, chunk: int) -> None:
-        actor = self.idle.pop(0)
-        method = actor.check if task == "check" else actor.part
-        self.busy[method.remote(chunk)] = actor, chunk
-
     def _start(self) -> None:
         threads = self.job.threads or 1
         options: dict[str, Any] = {"num_cpus": 1 if self.gpu else threads, "num_gpus": 1 if self.gpu else 0}
@@ -170,12 +163,6 @@ class _Actors:
         made = self.ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment)
         actor = made.remote(self.stored)
         self.busy[actor.load.remote()] = actor, None
-
-    def _replace(self, chunk: int | None, error: Exception) -> None:
-        self.lost[chunk] += 1
-        if self.lost[chunk] >= TRIES:
-            raise OutputError(_lost(self.job, chunk, error)) from error
-        self._start()
 
 
 class _Actor:

@@ -43,7 +43,14 @@ class Parts:
         """The complete chunks; damaged ones are reported on stderr."""
         found = []
         for path, (chunk, checksum) in self.chunks().items():
-            if _checksum(chunk, _content(path)) == checksum:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise OutputError(
+                    f"{path} cannot be read ({error.strerror or error}); nothing was deleted. Run the same command "
+                    "again when it can be"
+                ) from error
+            if _checksum(chunk, content) == checksum:
                 found.append(chunk)
             else:
                 say(f"{path} is damaged (its checksum does not match); computing it again")
@@ -202,16 +209,6 @@ def _kept_job(parts: Parts) -> dict[str, Any] | None:
 
 def _strangers(folder: Path) -> list[str]:
     return sorted(name for name in files_in(folder) if not _OURS.fullmatch(name))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise OutputError(
-            f"{path} cannot be read ({error.strerror or error}); nothing was deleted. Run the same command again "
-            "when it can be"
-        ) from error
 
 
 def _short(value: Any) -> str:
