@@ -39,7 +39,6 @@ from mechattn.results import provenance
 from mechattn.results.merge import merge_results
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.sections import Condition as ConditionSection
 from mechattn.sections import InterventionSection
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import say, write_whole
@@ -114,7 +113,13 @@ class Conditions:
 def conditions_for(register: Register, model: str, architecture: str, tokenizer: Any) -> Conditions:
     """The conditions of a register, for a model of an architecture such as "Qwen2ForCausalLM"."""
     arm, said = _arm(register.arms, model, architecture)
-    sections = {name: _with_arm(section, arm) for name, section in register.conditions.items()}
+    sections = dict(register.conditions)
+    for name, section in sections.items():
+        acts = section.intervention
+        if arm and acts is not None and acts.kind == "ARM" and not {"c", "p1", "form"} & set(acts.options):
+            own: dict[str, Any] = {"form": arm.form, "c": arm.c, "p1": arm.p1, **acts.options}
+            update = {"intervention": InterventionSection(kind="ARM", **own)}
+            sections[name] = section.model_copy(update=update)
     made: dict[str, Any] = made_conditions(sections)
     deviations = [said] if said and any(section.intervention for section in sections.values()) else []
     try:
@@ -146,14 +151,6 @@ def _arm(arms: list[Arm], model: str, architecture: str) -> tuple[Arm | None, st
             return arm, f"ARM as for {family} (c = {arm.c:g}, p1 = {arm.p1:g}): the register has no values for {name}."
     rest = next((arm for arm in arms if not arm.model and not arm.architecture), None)
     return rest, f"ARM in the form {rest.form!r}: the register has no values for {family}." if rest else ""
-
-
-def _with_arm(section: ConditionSection, arm: Arm | None) -> ConditionSection:
-    acts = section.intervention
-    if acts is None or acts.kind != "ARM" or arm is None or {"c", "p1", "form"} & set(acts.options):
-        return section
-    own = {"form": arm.form, "c": arm.c, "p1": arm.p1, **acts.options}
-    return section.model_copy(update={"intervention": InterventionSection(kind="ARM", **own)})
 
 
 def _fitted(asked: Any, tokenizer: Any) -> Any:

@@ -132,15 +132,14 @@ def _checked(register: Register, models: Seq[str], out: Path, settings: ClaimSet
         tokens = unloaded(name)
         conditions = conditions_for(register, name, architecture_named(name), tokens.tokenizer)
         work = Work(name, out / files[name], register, settings, problems, conditions, executor_named("local"))
-        _check_length(tokens, work)
         works.append(work)
+        if any(run.prompts == "problems" for run in work.runs.values()):
+            _check_length(tokens, work)
     return works
 
 
 def _check_length(model: Any, work: Work) -> None:
     """Refuse problems that do not fit with the longest insertion and answer."""
-    if all(run.prompts != "problems" for run in work.runs.values()):
-        return
     longest = max(work.problems, key=lambda prompt: len(tokenize(prompt, model)))
     new = work.settings.new_tokens if any(run.answers for run in work.runs.values()) else 0
     inserted = max((getattr(one, "count", 0) for one in work.conditions.made.values()), default=0)

@@ -221,14 +221,7 @@ class Register(Section):
 
 
 def read_register(place: str | Path) -> Register:
-    """Read a register and check everything that can be checked without a model.
-
-    Args:
-        place: The path of a TOML file, or the name of a register that mechattn ships.
-
-    Raises:
-        OptionError: It is no register; names the claim, and what is wrong with it.
-    """
+    """Read a register, a TOML file or one by name that mechattn ships, and check all that can be without a model."""
     shipped = {path.stem: path for path in SHIPPED.glob("*.toml")}
     path = shipped.get(str(place), Path(place))
     if path.suffix != ".toml":

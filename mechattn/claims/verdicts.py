@@ -130,16 +130,15 @@ def markdown(stored: Mapping[str, Any]) -> str:
     for which, title in TABLES.items():
         if claims := [claim for claim in stored["claims"] if claim["table"] == which]:
             lines += [f"**{title}**", "", f"| claim | {' | '.join(heads)} |", "|---" * (1 + len(names)) + "|"]
-            lines += [_markdown_row(claim, names) for claim in claims] + [""]
+            for claim in claims:
+                cells = [claim["title"] + " (exploratory)" * bool(claim["exploratory"])]
+                for verdict in (claim["verdicts"][name] for name in names):
+                    told = f"**{verdict['verdict']}** {verdict['figures']}" if verdict["parts"] else verdict["verdict"]
+                    cells.append(told)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("")
     name, digest = stored["register"]["name"], stored["register"]["digest"][:16]
     return "\n".join([*lines, f"95 % intervals. {stored['family']} Register {name}, `{digest}`."])
-
-
-def _markdown_row(claim: Mapping[str, Any], names: Seq[str]) -> str:
-    cells = [claim["title"] + " (exploratory)" * bool(claim["exploratory"])]
-    for verdict in (claim["verdicts"][name] for name in names):
-        cells.append(f"**{verdict['verdict']}** {verdict['figures']}" if verdict["parts"] else verdict["verdict"])
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _verdict(one: Judged) -> dict[str, Any]:
@@ -148,6 +147,21 @@ def _verdict(one: Judged) -> dict[str, Any]:
         name = ", ".join([control.measure.replace("_", " "), *control.conditions])
         control_words = f"{name}: {with_interval(one.control, control.kind)}"
     figures = "; ".join(with_interval(part.estimate, part.part.kind) for part in one.parts)
+    parts = [
+        {
+            "name": part.part.name,
+            "kind": part.part.kind,
+            "rule": asdict(part.rule),
+            **asdict(part.estimate),
+            "random": None if part.chance is None else asdict(part.chance),
+            "attainable": part.attainable,
+            "told": part.outcome.told,
+            "verdict": part.outcome.word,
+            "why": part.outcome.why,
+            "words": part_words(part),
+        }
+        for part in one.parts
+    ]
     return {
         "verdict": one.outcome.word,
         "why": one.outcome.why,
@@ -155,24 +169,9 @@ def _verdict(one: Judged) -> dict[str, Any]:
         "q": one.q,
         "figures": figures or one.outcome.why,
         "short": _short(one),
-        "parts": [_part(part) for part in one.parts],
+        "parts": parts,
         "control": None if one.control is None else asdict(one.control),
         "control_words": control_words,
-    }
-
-
-def _part(part: JudgedPart) -> dict[str, Any]:
-    return {
-        "name": part.part.name,
-        "kind": part.part.kind,
-        "rule": asdict(part.rule),
-        **asdict(part.estimate),
-        "random": None if part.chance is None else asdict(part.chance),
-        "attainable": part.attainable,
-        "told": part.outcome.told,
-        "verdict": part.outcome.word,
-        "why": part.outcome.why,
-        "words": part_words(part),
     }
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,6 @@ from mechattn.store.reading import load_result
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
 COLUMNS = (
     "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
@@ -121,7 +121,14 @@ def summary(result: Result) -> str:
 
 def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
     """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why."""
-    _check_place(out)
+    if out.suffix != ".csv":
+        raise OptionError(f'"{out.name}" should end with .csv')
+    check_writable(out)
+    if out.exists():
+        with open(out, encoding="utf-8", errors="replace") if out.is_file() else StringIO() as there:
+            ours = there.readline().strip() == ",".join(COLUMNS)
+        if not ours:
+            raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
     result = load_result(place, memory=memory)
     table, missing = heads_table(result)
     write_whole(out, lambda new: table.to_csv(new, index=False))
@@ -142,20 +149,16 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
     import xarray as xr
 
     result = load_result(place)
-    tree = xr.DataTree.from_dict({f"/{name}": _with_texts(one) for name, one in result.datasets.items()})
+    datasets = {}
+    for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
+        texts = {n: v for n, v in one.variables.items() if v.dtype.kind in TEXT}
+        made = {n: (v.dims, v.values.astype(object), v.attrs) for n, v in texts.items()}
+        labels = {n: v for n, v in made.items() if n in one.coords}
+        datasets[f"/{name}"] = one.assign_coords(labels).assign({n: made[n] for n in made if n not in labels})
+    tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
     return out
-
-
-def _with_texts(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with texts of the kind that HDF5 takes."""
-    texts = {
-        n: (v.dims, v.values.astype(object), v.attrs) for n, v in dataset.variables.items() if v.dtype.kind in TEXT
-    }
-    return dataset.assign_coords({n: v for n, v in texts.items() if n in dataset.coords}).assign(
-        {n: v for n, v in texts.items() if n not in dataset.coords}
-    )
 
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
@@ -195,22 +198,6 @@ def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.Da
     return values.merge(changes, on=["layer", "head"], how="left")
 
 
-def _check_place(out: Path) -> None:
-    """Check in advance that the file can be written and that an existing file was written by mechattn."""
-    if out.suffix != ".csv":
-        raise OptionError(f'"{out.name}" should end with .csv')
-    check_writable(out)
-    if out.exists() and not _is_ours(out):
-        raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
-
-
-def _is_ours(out: Path) -> bool:
-    if not out.is_file():
-        return False
-    with open(out, encoding="utf-8", errors="replace") as there:
-        return there.readline().strip() == ",".join(COLUMNS)
-
-
 def make_figures(config: Config, command: str = "", force: bool = False, takes: str = "") -> Path:
     """Write a page with two panels of the paper's redistribution figure and an attention map per model.
 
@@ -230,7 +217,10 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
         chosen_layers(hooked, config.output.layer)
         check_heads(_heads(config), hooked.cfg.n_heads)
         looked.append(_looked_at(hooked, config, prompts, inserted, Path(place), command))
-    subtitle = _subtitle(looked, inserted, len(prompts), config.prompts.source)
+    tokens = " or ".join(map(str, sorted({one.count for one in looked})))
+    slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
+    what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
+    subtitle = f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
     about = About("mechattn: attention under meaningless tokens", subtitle, command)
     start = (config.output.layer or 0, _heads(config)[0])
     each = [ShownModel(one.result, one.maps, start) for one in looked]
@@ -271,32 +261,15 @@ def _looked_at(
     layer, heads = config.output.layer or 0, _heads(config)
     one = min(prompts, key=lambda prompt: len(prompt.question))
     maps, views = _of_one(hooked, result, one, fitted, layer, heads, config.seed)
-    return _Looked(result, maps, [*_of_all(result, layer, heads, command), *views], fitted.count)
-
-
-def _subtitle(looked: Seq[_Looked], inserted: MeaninglessTokens, prompts: int, source: str) -> str:
-    """The subtitle of the page."""
-    tokens = " or ".join(map(str, sorted({one.count for one in looked})))
-    slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
-    what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
-    return f"Attention when {what}, for {prompts} prompts of {name_of(source)}."
+    options: list[dict[str, Any]] = [{"choose": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
+    drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
+    title = f"{model_caption(result)}: attention received in the first prompt"
+    text = view_section(received_text(result, layer, heads), title, READ_TEXT)
+    return _Looked(result, maps, [prompt_section(result), *drawn, text, *views], fitted.count)
 
 
 def _name(inserted: MeaninglessTokens) -> str:
     return "slash" if inserted.text == "/" else "meaningless"
-
-
-def _of_all(result: Result, layer: int, heads: Seq[int], command: str) -> list[Section]:
-    """The figures over all prompts of one model."""
-    options: list[dict[str, Any]] = [
-        {"choose": min(3, int(result.provenance["model"]["heads"]))},
-        {"heads": list(heads)},
-    ]
-    drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
-    text = received_text(result, layer, heads)
-    name = model_caption(result)
-    title = f"{name}: attention received in the first prompt"
-    return [prompt_section(result), *drawn, view_section(text, title, READ_TEXT)]
 
 
 def _of_one(

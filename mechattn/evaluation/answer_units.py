@@ -95,19 +95,10 @@ def mediation(
             drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
         change = paired(part, level=level)
-        rows.append(
-            {
-                "path": path,
-                "condition": name,
-                "change": float(change.difference),
-                "change_low": float(change.low),
-                "change_high": float(change.high),
-                "share": share,
-                "low": float(low),
-                "high": float(high),
-            }
-        )
-    made = pd.DataFrame(rows)
+        figures: tuple[Any, ...] = (change.difference, change.low, change.high, share, low, high)
+        rows.append([path, name, *map(float, figures)])
+    columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
+    made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
     made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}
     return made
@@ -119,7 +110,10 @@ def follows(
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
     if evaluation.samples > 1:
         raise OptionError(f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)")
-    own, made = (_answers(evaluation, name) for name in (without, condition))
+    for name in (without, condition):
+        evaluation.right(name)  # raises an error if answers are missing
+    each = {(a.prompt, a.condition): a.answer for a in evaluation.answers}
+    own, made = ({p: each[p, name] for p in evaluation._problems()} for name in (without, condition))
     strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
     if strangers:
         raise OptionError(
@@ -148,12 +142,6 @@ def follows(
         "n": units.n,
         "alike": len(own) - len(apart),
     }
-
-
-def _answers(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
-    """The final answer to each problem under a condition."""
-    evaluation.right(condition)  # raises an error if answers are missing
-    return {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}
 
 
 def trend(

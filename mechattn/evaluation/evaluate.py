@@ -24,7 +24,7 @@ from mechattn.engine.check import (
     sides_of,
     with_baseline,
 )
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, check_counts
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import (
@@ -34,7 +34,6 @@ from mechattn.evaluation.generate import (
     Sampling,
     SamplingOptions,
     answers,
-    check_counts,
     check_grader,
     grade,
     grader_for,
@@ -227,19 +226,9 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
 
 def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     """An answer, graded."""
-    graded = grade(text, str(prompt.solution), grader)
-    return GradedAnswer(
-        prompt=prompt.id,
-        condition=name,
-        sample=asked.sample,
-        text=text,
-        tokens=answer.tokens,
-        answer=graded.answer,
-        solution=str(prompt.solution),
-        right=graded.right,
-        finished=answer.finished,
-        logprob=answer.logprob,
-    )
+    solution = str(prompt.solution)
+    both = vars(answer) | vars(grade(text, solution, grader))
+    return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:

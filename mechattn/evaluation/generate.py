@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
@@ -66,13 +66,6 @@ def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
             f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
         )
     return Sampling(new_tokens, samples, float(temperature), seed)
-
-
-def check_counts(**counts: Any) -> None:
-    """Refuse anything but whole numbers from 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def served(
     with connected(server, at_once) as connection:
         if connection.longest is not None:
             check_room(prompts, sequences, sampling.new_tokens, connection.longest, f"the server at {server.address}")
-        ids, texts = tuple(next(iter(sequences[0].values())).tokens.tolist()), None
+        ids = tuple(next(iter(sequences[0].values())).tokens.tolist())
+        texts: dict[tuple[str, str], str] | None = None
         try:
             connection.all([Asked(ids, len(ids), 1, model)])
         except Refused as error:  # it takes no token ids

@@ -66,16 +66,10 @@ class Local:
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one.
+    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one."""
 
-    Args:
-        address: The address of a running cluster ("auto", "ray://host:10001"); by default one is started on this
-            machine, which no other machine can reach.
-        workers: The number of actors; by default the number of GPUs, or cores, of the cluster.
-    """
-
-    address: str | None = None
-    workers: int | None = None
+    address: str | None = None  # "auto", "ray://host:10001"; else one is started here that no other machine can reach
+    workers: int | None = None  # the number of actors; by default that of the GPUs, or cores, of the cluster
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
         """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
@@ -100,10 +94,10 @@ class Ray:
             if self.address is None:
                 return _start_alone(quiet)
             import ray
-
-            ray.init(address=self.address, **quiet)
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
+        try:
+            ray.init(address=self.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from None
@@ -203,11 +197,14 @@ def _start_alone(options: Mapping[str, Any]) -> Any:
     with _set(_ONE_MACHINE | _token()):
         import ray
 
-        with _one_machine(ray):
-            try:
-                ray.init(address="local", include_dashboard=False, **options)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise OptionError(f"no Ray cluster can be started here: {str(error).splitlines()[0]}") from error
+        constants = ray._private.ray_constants  # of a Ray that was imported earlier and has read its environment
+        before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise OptionError(f"no Ray cluster can be started here: {str(error).splitlines()[0]}") from error
+        finally:
+            constants.ENABLE_RAY_CLUSTER = before
     address = ray.util.get_node_ip_address()
     if address not in _LOOPBACK:
         ray.shutdown()
@@ -238,15 +235,3 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _one_machine(ray: Any) -> Iterator[None]:
-    """Do the same for a Ray that was imported earlier and has already read its environment."""
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before

@@ -20,7 +20,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.engine.check import with_baseline, with_names
 from mechattn.engine.null import BLIND, with_nulls
 from mechattn.engine.run import Run, RunOptions, Sequences, make_plan
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.model.checkpoint import layers_and_heads
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import stored_hash
@@ -88,9 +88,7 @@ class Job:
                 f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was "
                 "given; save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
             )
-        for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+        check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
         if self.threads is not None and self.threads > _THREADS:
             raise OptionError(f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower")
         if self.values not in ("float32", "float16"):
