@@ -42,7 +42,7 @@ from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSent
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.declared import FIGURES, check_heads
-from mechattn.render.views import check_page_place, received_text
+from mechattn.render.views import check_page_place, pattern, received_text
 from mechattn.render.words import model_caption
 from mechattn.results.arrays import TEXT
 from mechattn.results.provenance import name_of
