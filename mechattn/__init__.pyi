@@ -35,6 +35,7 @@ from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
 from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
+from .patching.edges import edges as edges
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch
 from .patching.sites import Sites as Sites
@@ -42,6 +43,7 @@ from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
+from .prompts.pairs import pairs as pairs
 from .prompts.prompt import Prompt as Prompt
 from .prompts.repeated import repeated_random as repeated_random
 from .prompts.sweeps import sweep as sweep

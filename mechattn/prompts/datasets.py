@@ -17,7 +17,7 @@ from mechattn.prompts.problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
-_FIELDS = ("answer", "group")
+_FIELDS = ("answer", "group", "counterpart", "other_answer")
 _WITHOUT_LIMIT = 64  # generated prompts
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
@@ -43,13 +43,15 @@ def load_prompts(
         limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
         field: The field with the question.
         system: The text before each question; by default that of the word problems, and none before other questions.
-        template: "plain" or "chat".
+        template: "plain", "joined" or "chat", as for :class:`Prompt`.
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset, or "train" / "test" of generated prompts.
         seed: The seed of generated word problems and recall questions.
         fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
             ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
             groups as the unit. No group by default for a file or dataset; word problems use their template.
+            ``counterpart``: the one with the question's other version, for ``Counterpart()``. ``other_answer``: the one
+            with the answer that this version calls for, for ``metric="answers"``; the model then reads the answer.
 
     Raises:
         PromptError: The source, field or prompt doesn't exist.
@@ -63,6 +65,8 @@ def load_prompts(
     source = os.fspath(source)
     _check_options(source, limit, fields)
     answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
+    further = {name: fields[name] for name in ("counterpart", "other_answer") if fields.get(name)}
+    with_answer = with_answer or "other_answer" in further
     if source in (GENERATED, RECALL):
         rows = _generated(source, split, limit, seed, (field, answer_field))
     else:
@@ -82,6 +86,7 @@ def load_prompts(
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
                 solution=None if (known := row.get("solution", answer)) is None else str(known),
+                **{name: _text(row, of or "", source, index, name) for name, of in further.items()},
             )
         )
     if not prompts:
