@@ -38,6 +38,7 @@ from .pages.page import browse as browse
 from .patching.edges import edges as edges
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch
+from .patching.paths import paths as paths
 from .patching.sites import Sites as Sites
 from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
