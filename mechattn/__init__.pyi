@@ -35,6 +35,8 @@ from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
 from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
+from .patching.circuit import Circuit as Circuit
+from .patching.circuit import circuit as circuit
 from .patching.edges import edges as edges
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch

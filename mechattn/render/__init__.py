@@ -15,6 +15,7 @@ from mechattn.render.change_figures import change_map as change_map
 from mechattn.render.change_figures import patching_map as patching_map
 from mechattn.render.change_figures import sweep as sweep
 from mechattn.render.change_figures import two_by_two as two_by_two
+from mechattn.render.circuit_figures import circuit_map as circuit_map
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
