@@ -28,6 +28,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
+from mechattn.stats.selection_overlap import jaccard, jaccard_by_chance, largest
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ class Circuit:
             found[f"CPR{name}"] = float(np.trapezoid(values, share))
             found[f"CMD{name}"] = float(np.trapezoid(abs(1 - values), share))
         return found
+
+    def stability(self, size: int | None = None) -> tuple[float, float]:
+        """Jaccard index of the first edges of both halves of the ranking prompts, and its expectation by chance."""
+        values = self.edges.units.means(self.edges.effects.effect.values[:, self.graph.exists])
+        count = self.size() if size is None else size
+        one, other = (largest(values[start::2], count) for start in (0, 1))
+        return jaccard(one, other), jaccard_by_chance(count, count, values.shape[1])
 
     def size(self, faithfulness: float = _ENOUGH) -> int:
         """The smallest size on the curve with at least this faithfulness."""
@@ -116,11 +124,14 @@ class Circuit:
 
     def __str__(self) -> str:
         about, areas = self.about, self.areas
+        same, chance = self.stability()
         lines = [
             f"{about['metric']}; edges ranked on {about['ranked_on']}, {about['method']}; what is outside gets the "
             f"{about['ablation']}'s outputs, on {about['reported_on']}",
             self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
             ", ".join(f"{name.replace('_', ' of ')} {value:.3f}" for name, value in areas.items()),
+            f"stability: the first {self.size()} edges of two halves of the ranking prompts share {same:.2f} "
+            f"(Jaccard index; {chance:.2f} by chance)",
         ]
         return "\n".join(lines)
 

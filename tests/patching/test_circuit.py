@@ -108,6 +108,15 @@ def test_areas_by_hand(found):
     assert made.size(0.9) == 1
 
 
+def test_stability_by_hand(found):
+    values = found.edges.effects.effect.values[:, found.graph.exists]
+    one, other = (set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in ([0, 2], [1, 3]))
+    same, chance = found.stability(20)
+    assert same == pytest.approx(len(one & other) / len(one | other))
+    assert 0 < chance < same
+    assert f"share {found.stability()[0]:.2f} (Jaccard index" in str(found)
+
+
 def test_edges_that_lead_nowhere_are_dropped(found):
     graph = found.graph
     kept = np.zeros(graph.exists.shape, dtype=bool)
