@@ -261,6 +261,17 @@ patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
 
 # %% [markdown]
+# Through which edges does it pass? Between two versions of a prompt, [edges](how-to/which-circuit.md) are ranked on one
+# half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
+
+# %%
+from mechattn.known_answers.known_circuits import known_circuits
+
+known = known_circuits()[0]
+circuit = ma.circuit(known.model(), known.prompts(12, 0), ma.conditions.Counterpart())
+ma.render.circuit_map(circuit, size=8)
+
+# %% [markdown]
 # ## Everything in one page
 #
 # Which head is worth a closer look? Click on any. `result.page("llama.html")` writes the same to a file.

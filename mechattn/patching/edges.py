@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,9 +180,8 @@ class EdgePair:
         total = torch.zeros(len(mine), len(self.graph.readers), mine.shape[-1], dtype=torch.float64, device=mine.device)
         for some in at.split(max(1, 2**11 // len(mine))):
             between = some.to(mine)[:, None, None] * (put - mine)[:, 0]
-            logits, _ = run_edges(
-                self.model, self.graph, self.pair.receiver, len(some), reading, lambda x, step=between: x + step, True
-            )
+            embedded = partial(torch.add, other=between)
+            logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading, embedded, True)
             value = self.pair.measure(logits, base).sum()
             for place, each in zip(added, torch.autograd.grad(value, list(added.values())), strict=True):
                 total[:, self.graph.places[place]] += each.double().sum(0) / steps

@@ -59,7 +59,8 @@ def graph_of(model: HookedModel) -> Graph:
     if len(attention_layers(model)) < len(layers) or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
     counts = {"q": int(cfg.n_heads), "k": kv_heads_of(model), "v": kv_heads_of(model)}
-    parallel, writers, readers = bool(getattr(cfg, "parallel_attn_mlp", False)), ["embedding"], []
+    parallel, writers = bool(getattr(cfg, "parallel_attn_mlp", False)), ["embedding"]
+    readers: list[str] = []
     before: list[int] = []
     places: dict[tuple[str, int], slice] = {}
 

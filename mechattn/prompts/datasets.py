@@ -65,8 +65,8 @@ def load_prompts(
     source = os.fspath(source)
     _check_options(source, limit, fields)
     answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
-    further = {name: fields[name] for name in ("counterpart", "other_answer") if fields.get(name)}
-    with_answer = with_answer or "other_answer" in further
+    counterpart, other = (fields.get(name) for name in ("counterpart", "other_answer"))
+    with_answer = with_answer or bool(other)
     if source in (GENERATED, RECALL):
         rows = _generated(source, split, limit, seed, (field, answer_field))
     else:
@@ -86,7 +86,8 @@ def load_prompts(
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
                 solution=None if (known := row.get("solution", answer)) is None else str(known),
-                **{name: _text(row, of or "", source, index, name) for name, of in further.items()},
+                counterpart=_text(row, counterpart, source, index, "counterpart") if counterpart else "",
+                other_answer=_text(row, other, source, index, "other_answer") if other else "",
             )
         )
     if not prompts:
