@@ -5,4 +5,4 @@
 """
 
 BASELINE = "baseline"  # the condition that every other is compared with
-SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer")
+SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer", "changed")
