@@ -76,7 +76,16 @@ export const percentTicks = (low, high) =>
     .map(Math.log1p)
     .filter((at) => at >= low && at <= high);
 
-/** The note beside the mouse; none without words.
+/** Steps of an axis of log-ratios that are round as multiples.
+ * @param {number} low
+ * @param {number} high */
+export const multipleTicks = (low, high) =>
+  ticks(Math.exp(low), Math.exp(high))
+    .filter((at) => at > 0)
+    .map(Math.log)
+    .filter((at) => at >= low && at <= high);
+
+/** The note beside the mouse, or at the foot of a phone's screen (page.css); none without words.
  * @param {string} words
  * @param {MouseEvent} [event] */
 export function tip(words, event) {
