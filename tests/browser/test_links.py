@@ -112,7 +112,7 @@ def test_without_scripts_nothing_is_empty(browser, place):
     assert page.locator(".picture").is_visible()
     for gone in ("#condition", "#room", "#theme", "#loading", "#heads-csv"):
         assert not page.locator(gone).is_visible(), gone
-    assert page.get_by_text("drawn by scripts, which this browser does not run").is_visible()
+    assert page.locator("noscript p", has_text="drawn by scripts, which this browser does not run").is_visible()
     context.close()
 
 

@@ -78,12 +78,14 @@ export function narrowed({ data, layout }, width) {
   const letters = Math.floor(width / LETTER),
     { count, annotations } = placed(layout, letters),
     text = wrapped(layout.title?.text ?? "", letters - 2),
-    top = 34 + 17 * text.split("<br>").length,
+    lines = (words) => words.split("<br>").length,
+    top = 26 + 17 * (lines(text) + Math.max(1, ...annotations.map((note) => lines(note.text)))),
     height = count > 1 ? count * PANEL + top + 60 : Math.max(layout.height ?? 450, 380);
-  const container = { x: 0, xref: "container", y: 1, yref: "container", yanchor: "top", pad: { t: 8, l: 4 } };
+  const container = { x: 0, xref: "container", y: 1, yref: "container", yanchor: "top", pad: { t: 14, l: 4 } };
   const below = { orientation: "h", x: 0, xref: "paper", y: -64 / (height - top - 60), yref: "paper", yanchor: "top" };
   const margin = { l: 62, r: 12, t: top, b: 60 },
     thin = (trace) => (trace.colorbar ? { ...trace, colorbar: { ...trace.colorbar, thickness: 10 } } : trace);
   const rest = { title: { ...layout.title, text, ...container }, legend: { ...layout.legend, ...below } };
+  layout.sliders?.forEach((slider) => (slider.pad = { t: 96 }));
   return { data: data.map(thin), layout: { ...layout, annotations, height, margin, ...rest } };
 }

@@ -15,6 +15,7 @@ const FEW = 12;
 const PICKED =
   "A head picked as the largest on these prompts has an interval that is too optimistic " +
   '(select="half" in result.compare avoids this).';
+const MULTIPLE = " 2 × uniform: the tokens leave twice as much of it as they would if the head attended uniformly.";
 /** @type {any[]} */
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
@@ -124,7 +125,7 @@ function draw() {
     },
   };
   part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
-  part("about").textContent = `${quantity().about} (${quantity().units}).`;
+  part("about").textContent = `${quantity().about} (${quantity().units}).${made?.scale === "ratio" ? MULTIPLE : ""}`;
   part("map-name").textContent = other ? model().name : "";
   if (made) {
     drawMap(part("map"), model(), made, on);
