@@ -274,6 +274,7 @@ async function start() {
   try {
     drawHeads(JSON.parse(await squeezed("data")).models);
   } catch (error) {
+    part("loading").hidden = false;
     part("loading").textContent = `The numbers of this page cannot be shown: ${error}. A newer browser may help.`;
     throw error;
   }
