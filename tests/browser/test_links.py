@@ -35,6 +35,8 @@ def test_a_link_to_a_head_goes_to_its_room(opened, place):
     assert seen(page, "#room h3")
     assert page.locator("#room h3").inner_text() == "Layer 3, head 7"
     assert page.locator("#refused").inner_text() == ""
+    follow(page, place, "head=L2H5")
+    assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
     follow(page, place, "")
     assert not seen(page, "#room h3"), "where nothing is asked for, the page starts at its top (control)"
 

@@ -15,11 +15,11 @@ let walking = false;
  * @param {{quantity: string, condition: string, show: string}} measure */
 export const key = (measure) => [measure.quantity, measure.condition, measure.show].join(" · ");
 
-/** What an address asks for.
+/** What an address asks for; a head may be written as in the tables, L1H2.
  * @param {string} hash
  * @returns {Asked} */
 export function asked(hash) {
-  const given = new URLSearchParams(hash.slice(1));
+  const given = new URLSearchParams(hash.slice(1).replace(/head=L(\d+)H(\d+)/, "layer=$1&head=$2"));
   return /** @type {any} */ (Object.fromEntries(NAMES.map((name) => [name, given.get(name) ?? ""])));
 }
 
