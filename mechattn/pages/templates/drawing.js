@@ -68,22 +68,15 @@ export function ticks(low, high) {
   return found;
 }
 
-/** Steps of an axis of log-ratios that are round as percentages.
- * @param {number} low
- * @param {number} high */
-export const percentTicks = (low, high) =>
-  ticks(Math.expm1(low), Math.expm1(high))
-    .map(Math.log1p)
+/** Steps of an axis of log-ratios that are round as percentages, or as multiples.
+ * @param {(at: number) => number} shown
+ * @param {(at: number) => number} back */
+const logTicks = (shown, back) => (/** @type {number} */ low, /** @type {number} */ high) =>
+  ticks(shown(low), shown(high))
+    .map(back)
     .filter((at) => at >= low && at <= high);
-
-/** Steps of an axis of log-ratios that are round as multiples.
- * @param {number} low
- * @param {number} high */
-export const multipleTicks = (low, high) =>
-  ticks(Math.exp(low), Math.exp(high))
-    .filter((at) => at > 0)
-    .map(Math.log)
-    .filter((at) => at >= low && at <= high);
+export const percentTicks = logTicks(Math.expm1, Math.log1p);
+export const multipleTicks = logTicks(Math.exp, Math.log);
 
 /** The note beside the mouse, or at the foot of a phone's screen (page.css); none without words.
  * @param {string} words
