@@ -33,7 +33,6 @@ from .model.load import verify_model as verify_model
 from .model.weights import random_weights as random_weights
 from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
-from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch
@@ -42,8 +41,8 @@ from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
+from .prompts.datasets import repeated_random as repeated_random
 from .prompts.prompt import Prompt as Prompt
-from .prompts.repeated import repeated_random as repeated_random
 from .prompts.sweeps import sweep as sweep
 from .results.merge import merge_results as merge_results
 from .results.result import Result as Result

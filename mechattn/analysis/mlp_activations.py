@@ -21,8 +21,7 @@ from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
-from mechattn.model.patch.experts import Routing, routing_now
-from mechattn.model.patch.nonlinearities import at_nonlinearity, mixture_of
+from mechattn.model.patch.nonlinearities import Routing, at_nonlinearity, mixture_of, routing_now
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
@@ -32,6 +31,11 @@ from mechattn.prompts.templates import TOKEN_CLASSES, vocabulary_classes
 Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite
 _METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "change")
+_OF_CHANGES = {
+    "change_product": "sum over the question's tokens of <change, change in the other condition>, from the baseline",
+    "change_within": "sum of squared changes of the question's tokens, over the entries that the other condition "
+    "changes",
+}
 _CALIBRATION = 16  # prompts
 _CALIBRATION_SEED = 977  # of the calibration problems: not the default seed, so they are not the measured ones
 _TOKENS = 64  # tokens at a time, in all conditions of a prompt
@@ -49,8 +53,8 @@ class MlpActivations(AnalysisBase):
     of the question's activations, and the change of each original token from the baseline.
 
     In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, with router
-    weight w, and of the shared expert (:mod:`mechattn.model.patch.experts`). Changes are over the channels of all
-    experts, which are 0 where a token is not routed to the expert.
+    weight w, and of the shared expert (:mod:`mechattn.model.patch.nonlinearities`). Changes are over the channels of
+    all experts, which are 0 where a token is not routed to the expert.
 
     "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on calibration prompts in the
     baseline condition, and recorded. The rule gives one number per prompt; the threshold is their median:
@@ -124,18 +128,10 @@ class MlpActivations(AnalysisBase):
                 ("token_class",), "share", f"{near}, mean over the question's tokens of the class"
             ),
             "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
-            "change_product": Quantity(
-                ("other_condition",),
-                "activation squared",
-                "sum over the question's tokens of <change, change in the other condition>, from the baseline",
-                "difference",
-            ),
-            "change_within": Quantity(
-                ("other_condition",),
-                "activation squared",
-                "sum of squared changes of the question's tokens, over the entries that the other condition changes",
-                "difference",
-            ),
+            **{
+                name: Quantity(("other_condition",), "activation squared", about, "difference")
+                for name, about in _OF_CHANGES.items()
+            },
         }
 
     def problem(self, sequence: Sequence) -> str | None:

@@ -31,9 +31,8 @@ from mechattn.jobs.kinds import made_analyses
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import random_weights
 from mechattn.prompts.conditions import Condition
-from mechattn.prompts.datasets import REPEATED, load_prompts
+from mechattn.prompts.datasets import LONGEST, REPEATED, SHORTEST, load_prompts, repeated_random
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.repeated import LONGEST, SHORTEST, repeated_random
 from mechattn.results import provenance
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result

@@ -25,7 +25,7 @@ from mechattn.model.checkpoint import architecture_named, layers_and_heads, toy_
 from mechattn.model.load import check_device, dtype_named, unloaded
 from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
 from mechattn.prompts.templates import tokenize
-from mechattn.render.view import check_page_place
+from mechattn.render.views import check_page_place
 from mechattn.render.words import model_caption
 from mechattn.results import provenance
 from mechattn.results.result import Result

@@ -11,9 +11,8 @@ from typing import Any
 from mechattn.claims.register import Claim, Register
 from mechattn.claims.verdicts import TABLES, Verdicts, counted, rows, said, table_of
 from mechattn.errors import OptionError
-from mechattn.pages.figure_sections import Section, drawn_section
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, heads_options, write_page
+from mechattn.pages.page import About, Section, drawn_section, heads_options, write_page
 from mechattn.render.declared import FIGURES
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole

@@ -17,14 +17,13 @@ from mechattn.jobs.kinds import made_conditions
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import check_device, dtype_named, load_model
-from mechattn.pages.figure_sections import Section, drawn_section, prompt_section, view_section
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, write_page
+from mechattn.pages.page import About, Section, drawn_section, prompt_section, view_section, write_page
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
+from mechattn.render.attention_figures import received_attention
 from mechattn.render.declared import check_heads
-from mechattn.render.prompt_views import attention_pattern, pattern_difference, received_text
-from mechattn.render.received_figures import received_attention
+from mechattn.render.views import pattern, received_text
 from mechattn.render.words import model_caption
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
@@ -148,8 +147,8 @@ def _of_one(
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
     one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed)
     note = f"The shortest prompt with {what}, so that single cells are visible. Click a head to enlarge it."
-    map_of_one = attention_pattern(one, layer, heads, _name(few))
-    difference = pattern_difference(one, layer, heads)
+    map_of_one = pattern(one, layer, heads, _name(few))
+    difference = pattern(one, layer, heads, difference=True)
     what_differs = "The same prompt: attention between original tokens, with minus without the inserted tokens."
     return one, [
         view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import kept
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, flat, verdict_sentences
-from mechattn.pages.map_data import head_quantities
 from mechattn.pages.page import heads_options, results_page
+from mechattn.pages.page_data import head_quantities
 from mechattn.render.declared import FIGURES, check_heads
-from mechattn.render.view import check_page_place
+from mechattn.render.views import check_page_place
 from mechattn.results.arrays import TEXT
 from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import check_writable, write_whole

@@ -30,7 +30,7 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.declared import FIGURES as DECLARED
 from mechattn.render.declared import check_heads
-from mechattn.render.view import check_page_place
+from mechattn.render.views import check_page_place
 from mechattn.results.provenance import command_of
 from mechattn.sections import near, no_such_key
 from mechattn.stats.intervals import FEWEST
@@ -191,14 +191,13 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
     for layer in _shown_layers(section):
         if layer not in layers:
             raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
-    options = shown_options(section)
-    named, given = [options["head"]] if "head" in options else [], options.get("heads") or []
-    check_heads([*named, *([] if isinstance(given, int) else given)] or [0], heads)
+    given = shown_options(section).get("heads") or []
+    check_heads(([given] if isinstance(given, int) else given) or [0], heads)
 
 
 def _shown_layers(section: Figure) -> list[int]:
-    options = shown_options(section)
-    return [layer for layer in (options.get("layer"), *(options.get("layers") or [])) if layer is not None]
+    layer = shown_options(section).get("layer")
+    return layer if isinstance(layer, list) else [] if layer is None else [layer]
 
 
 def _chooses(section: Figure) -> bool:
@@ -250,12 +249,11 @@ def _check_figures(config: Config) -> None:
         where = f"figures[{i}]"
         _check_names(figure, where)
         shown = shown_options(figure)
-        for name in ("layers", "conditions"):
-            if not isinstance(shown.get(name, []) or [], (list, tuple)):
-                raise OptionError(f"{where}.{name} = {shown[name]!r}: give a list")
-        for name in ("layer", "head"):
-            if not isinstance(shown.get(name, 0) or 0, int):
-                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
+        if not isinstance(shown.get("conditions", []) or [], (list, tuple)):
+            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give a list")
+        several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
+        if not all(isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])):
+            raise OptionError(f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}")
         for name in ("condition", "reading"):
             if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")

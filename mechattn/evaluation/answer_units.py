@@ -10,10 +10,10 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.stats.accuracy import paired_accuracy
+from mechattn.stats.accuracy import deviation, paired_accuracy, share_difference, share_interval
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import detectable_size, paired
-from mechattn.stats.shares import deviation, share_difference, share_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.resolution import detectable_size
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:

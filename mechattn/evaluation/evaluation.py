@@ -15,9 +15,8 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k
-from mechattn.stats.random_draws import false_discovery
-from mechattn.stats.shares import share_interval
+from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share_interval
+from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
 
@@ -319,7 +318,7 @@ class Evaluation:
         Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
 
         Args:
-            condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
+            condition: The condition with the :class:`~mechattn.interventions.recorded.Transplant`.
             donors: The donor of each problem's keys and values: ``KeysValues.donors``.
             without: The same condition without the transplant, which gives both reference answers.
             level: The level of the interval.

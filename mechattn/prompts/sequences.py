@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn import markup
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ConditionError
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.attention import EdgeMask
 
 INSERTED = -1
 
@@ -130,6 +130,11 @@ class Batch:
     def inserted(self) -> Bool[Tensor, "batch pos"]:
         """Which positions a condition inserted."""
         return self.origin == INSERTED
+
+    @property
+    def after_inserted(self) -> Bool[Tensor, "batch pos"]:
+        """The original tokens that come after an inserted one."""
+        return (self.inserted.cumsum(-1) > 0) & (self.origin >= 0)
 
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
         """Which positions belong to the segment ``name``."""

@@ -443,7 +443,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
         ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; the conditions are slash"),
         ({"figures": [{"kind": "scale_by_layer"}]}, r"shows AffineShift, which is not among the analyses"),
-        ({"figures": [{"kind": "two_by_two"}]}, r"two_by_two needs conditions"),
+        ({"figures": [{"kind": "by_layer"}]}, r"by_layer needs quantity"),
         ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
         ({"model": []}, r"give at least one model"),
     ],

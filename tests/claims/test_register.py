@@ -61,8 +61,8 @@ def test_a_register_of_ones_own(tmp_path):
     (claim,) = register.claims
     assert (claim.key, claim.parts[0].rule_of()) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
     assert not register.about.known
-    figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "shift_rank"')
-    assert read(tmp_path, figure).claims[0].figure == "shift_rank", "whatever a report can show"
+    figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "scale_by_layer"')
+    assert read(tmp_path, figure).claims[0].figure == "scale_by_layer", "whatever a report can show"
     inferred = GOOD.replace(
         'quote = "it falls"\nsource = "paper"\nwhere = "section 1"\norigin = "stated"',
         'origin = "inferred"\nsays = "ours"',
