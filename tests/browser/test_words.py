@@ -98,6 +98,14 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
     assert heads(lambda table: table.beyond)[:12] != heads(lambda table: np.expm1(table.difference))[:12]  # control
 
 
+def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
+    page = opened(place)
+    table = result.compare("slash")
+    most, least = (table.loc[getattr(table.beyond.abs(), f"idx{end}")()] for end in ("max", "min"))
+    assert page.locator("#room h3").inner_text() == f"Layer {most.layer:.0f}, head {most['head']:.0f}"
+    assert (most.layer, most["head"]) != (0, 0) != (least.layer, least["head"])  # control: no head is first by chance
+
+
 def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
     page = opened(place)
     show = page.locator("#show")

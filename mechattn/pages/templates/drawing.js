@@ -1,18 +1,8 @@
 // @ts-check
 // Colours, elements of SVG, and the note beside the mouse.
 
-const GROUNDS = {
-  light: [
-    [244, 244, 242],
-    [0, 114, 178],
-    [213, 94, 0],
-  ],
-  dark: [
-    [38, 43, 49],
-    [86, 180, 233],
-    [255, 154, 77],
-  ],
-};
+/** @type {any} */
+export const COLOURS = /*COLOURS*/ {};
 
 /** An element of SVG with attributes and children.
  * @param {string} name
@@ -41,7 +31,9 @@ export function html(name, properties = {}, ...children) {
  * @param {number} share */
 export function colour(share) {
   if (Number.isNaN(share)) return "none";
-  const [ground, less, more] = GROUNDS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
+  const [ground, less, more] = COLOURS.map[document.documentElement.dataset.theme === "dark" ? "dark" : "light"].map(
+    (/** @type {string} */ hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)),
+  );
   const end = share < 0 ? less : more,
     weight = Math.min(1, Math.abs(share));
   return `rgb(${ground.map((from, i) => Math.round(from + weight * (end[i] - from))).join(",")})`;

@@ -2,10 +2,10 @@
 // The other figures of a page, by plotly, and views: drawn when they are opened, light or dark; CSV and SVG of each.
 
 import { squeezed } from "./data.js";
+import { COLOURS } from "./drawing.js";
 import { narrowed } from "./narrow.js";
 import { fileName, saveCsv } from "./words.js";
 
-const DARK = /*COLOURS*/ {};
 const NARROW = 620; // pixels, below which panels don't fit beside each other
 const CONFIG = { displaylogo: false, responsive: true };
 /** @type {Record<string, Promise<void>>} */
@@ -27,7 +27,9 @@ const plotly = () => /** @type {any} */ (window).Plotly;
 
 /** A figure from its JSON, its colours those of a dark ground where it is dark. */
 function spec(text, dark) {
-  const made = JSON.parse(dark ? Object.entries(DARK).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text);
+  const made = JSON.parse(
+    dark ? Object.entries(COLOURS.figures).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text,
+  );
   if (!dark) return made;
   const { layout } = made;
   Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });

@@ -3,7 +3,7 @@
 
 import { indexOf, measured, row } from "./data.js";
 import { drawCurves, linesOf, saveCurves } from "./curves.js";
-import { html } from "./drawing.js";
+import { COLOURS, html } from "./drawing.js";
 import { patterns } from "./patterns.js";
 import { chance, endsOf, fileName, save, shown } from "./words.js";
 
@@ -66,8 +66,8 @@ function files(curves, model, layer, head, condition) {
 function standalone(drawing) {
   const copy = drawing.cloneNode(true),
     light = {
-      "--with": "#d55e00",
-      "--without": "#0072b2",
+      "--with": COLOURS.map.light[2],
+      "--without": COLOURS.map.light[1],
       "--line": "#d8d8d4",
       "--quiet": "#555",
       "--ink": "#1c1c1c",
