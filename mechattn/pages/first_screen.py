@@ -163,7 +163,7 @@ def picture(rows: Seq[Change]) -> Picture | None:
 
 
 def sentence(rows: Seq[Change]) -> str:
-    """Describe the picture in one sentence: the first condition, a second one for comparison, uniform attention."""
+    """Describe the picture in one sentence: the first condition, a control or second one, uniform attention."""
     drawn = [row for row in rows if row.verdict is not None]
     if not drawn:
         return next((f"{row.model}: {row.problem}." for row in rows), "")
@@ -179,10 +179,8 @@ def sentence(rows: Seq[Change]) -> str:
     null = _amount([v.null for v in here])
     would = "be" if null.endswith(("less", "more")) else "change by"
     beside = f" With “{others[0]}”: {_amount([v.change for v in control])}." if control else ""
-    return (
-        f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
-        f"{_against(drawn)}"
-    )
+    beside = _against(drawn) or beside
+    return f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
 
 
 def _against(rows: Seq[Change]) -> str:
@@ -194,8 +192,8 @@ def _against(rows: Seq[Change]) -> str:
         percent_words(change) + f" in {row.model.partition(' (')[0]}" * (len(found) > 1) for row, _, change in found
     ]
     more, less = sum(bool(change.low > 0) for *_, change in found), sum(bool(change.high < 0) for *_, change in found)
-    by = ", ".join(each) if len(each) <= 4 else f"more than 0 in {more} and less than 0 in {less} of {len(each)} models"
-    return f" Compared with “{found[0][1]}”, which is as long, “{found[0][0].condition}” changes it by {by}."
+    many = f"more in {more}, less in {less} of {len(each)} models"
+    return f" Compared with “{found[0][1]}”, which is as long: {', '.join(each) if len(each) <= 4 else many}."
 
 
 def _amount(found: Seq[Interval]) -> str:

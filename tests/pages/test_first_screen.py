@@ -129,7 +129,7 @@ def test_the_first_condition_stands_against_its_control(controlled):
     np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_loop(controlled, "slash", "baseline")
     assert abs(wrong[0] - float(found.estimate)) > 1e-3, "the loop would notice another condition"
-    words = f"Compared with “sentence”, which is as long, “slash” changes it by {percent_words(found)}."
+    words = f"Compared with “sentence”, which is as long: {percent_words(found)}."
     assert sentence([row, other]).endswith(words)
 
 
@@ -144,9 +144,9 @@ def test_a_control_in_several_models():
     beside = [("sentence", Interval(*map(np.float64, ends))) for ends in (LESS, (0.1, 0.05, 0.2), UNSURE)]
     rows = [replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)]
     each = ["−20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%] in m0", "+10.0\u00a0% [+5.0\u00a0%, +20.0\u00a0%] in m1"]
-    assert f"changes it by {each[0]}, {each[1]}, +0.3\u00a0%" in sentence(rows)
+    assert f"which is as long: {each[0]}, {each[1]}, +0.3\u00a0%" in sentence(rows)
     many = sentence([replace(one, model=f"{one.model}{i}") for i in range(2) for one in rows])
-    assert many.endswith("“x” changes it by more than 0 in 2 and less than 0 in 2 of 6 models.")
+    assert many.endswith("which is as long: more in 2, less in 2 of 6 models.")
 
 
 def test_the_premise_stands_beside_the_toys_that_have_it(controlled, tmp_path):
