@@ -4,9 +4,9 @@ from . import conditions as conditions
 from . import interventions as interventions
 from . import render as render
 from .analysis.received_attention import ReceivedAttention as ReceivedAttention
+from .claims.evidence import ClaimSettings as ClaimSettings
 from .claims.judge import judge as judge
 from .claims.judge import paper as paper
-from .claims.settings import ClaimSettings as ClaimSettings
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.own_forward import AttentionScores as AttentionScores
@@ -19,7 +19,7 @@ from .engine.run import run as run
 from .engine.run import run_random as run_random
 from .errors import MechattnError as MechattnError
 from .evaluation.answer_file import load_evaluation as load_evaluation
-from .evaluation.dose_trend import trend as trend
+from .evaluation.answer_units import trend as trend
 from .evaluation.evaluate import baseline_noise as baseline_noise
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation

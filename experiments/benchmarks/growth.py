@@ -13,7 +13,7 @@ from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.jobs.size_estimate import stored_bytes
+from mechattn.jobs.job import stored_bytes
 from mechattn.stats.units import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)

@@ -16,6 +16,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.engine.check import sides_of
 from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
+from mechattn.markup import plain
 from mechattn.model import hooks
 from mechattn.model.hooked import ModelFacts, facts_of
 from mechattn.model.scores_and_positions import boundary_of
@@ -25,7 +26,6 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity, kind_of
-from mechattn.shown import plain
 from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.shown import without_secrets
+from mechattn.markup import without_secrets
 
 if TYPE_CHECKING:
     from mechattn.results.result import Result

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.markup import table
+from mechattn.markup import shown, table
 from mechattn.results.provenance import Provenance
 from mechattn.results.questions import Questions
-from mechattn.shown import shown
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mechattn.errors import OutputError
-from mechattn.shown import plain
+from mechattn.markup import plain
 from mechattn.store.atomic_writes import flush, write_file
 
 SCHEMA = 6

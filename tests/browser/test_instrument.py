@@ -141,6 +141,7 @@ def test_a_pattern_says_its_numbers(opened, place, result):
 
 def test_arrows_walk_over_heads(opened, place):
     page = opened(place)
+    at(page, 0, 0).click()
     page.locator("#map svg").focus()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
         page.keyboard.press(key)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from mechattn.claims import rules
+from mechattn.claims.evidence import conditions_for
 from mechattn.claims.measures import MEASURES
 from mechattn.claims.register import LONGEST_QUOTE, PAPER, SHIPPED, read_register
-from mechattn.claims.settings import conditions_for
 from mechattn.claims.verdicts import register_markdown
 from mechattn.errors import ConditionError, OptionError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.report import report
+from mechattn.commands.pages import report
 from mechattn.contrast.means import at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (

@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.commands.report import figures_of, heads_table, report
+from mechattn.commands.pages import figures_of, heads_table, report
 from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError
 from mechattn.pages import page_data

@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.commands.report import figures_of
+from mechattn.commands.pages import figures_of
 from mechattn.render import declared
 
 DATASETS = {make().name for make in ANALYSES}

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.commands.report import figures_of
+from mechattn.commands.pages import figures_of
 from mechattn.commands.run_config import FIGURES
 from mechattn.pages.page import results_page
 from mechattn.render.declared import with_plain_names
