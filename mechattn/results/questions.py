@@ -40,7 +40,12 @@ class Questions:
     """The methods of a result."""
 
     def verdict(
-        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+        self,
+        condition: str | None = None,
+        segment: str = "question",
+        *,
+        unit: Literal["auto", "prompt"] = "auto",
+        margin: float | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
@@ -48,11 +53,13 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             segment: A segment that every prompt has.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
+            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
+                change as under uniform attention, to within ± margin.
 
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
-        return self._contrast(condition, segment=segment, unit=unit).verdict()
+        return self._contrast(condition, segment=segment, unit=unit).verdict(margin=margin)
 
     def compare(
         self,
@@ -74,12 +81,12 @@ class Questions:
         is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
 
         Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
-        bootstrap-t and simultaneous intervals; null; and for the tested difference effect_size (d_z), skewness, p (the
-        larger of a sign-flip test's, p_flip, and from 10 prompts on of a bootstrap-t test's, which allows for
-        skewness), p_family (adjusted for the probability of any false finding), q (Benjamini-Hochberg over the table)
-        and detectable (what q finds with 80 % power if no other head has an effect); n. ``table.attrs`` has the unit
-        that n counts, the family of tests, the null, the smallest reachable q, and "skewed": where sign flips alone
-        would say more. The p are for a number of prompts fixed beforehand: if you look, and then run more prompts
+        bootstrap-t and simultaneous intervals; null; and for the tested difference effect_size (d_z), skewness, p
+        (two-sided: the larger of a sign-flip test's, p_flip, and from 10 prompts on of a bootstrap-t test's, which
+        allows for skewness), p_family (adjusted for the probability of any false finding), q (Benjamini-Hochberg over
+        the table) and detectable (what q finds with 80 % power if no other head has an effect); n. ``table.attrs`` has
+        the unit that n counts, the family of tests, the null, the smallest reachable q, and "skewed": where sign flips
+        alone would say more. The p are for a number of prompts fixed beforehand: if you look, and then run more prompts
         because of what you saw, they are too small.
 
         Args:
@@ -146,6 +153,7 @@ class Questions:
         by: str = "segment",
         *,
         select: Literal["half"] | None = None,
+        draws: int | None = None,
         q: float = 0.05,
         **options: Unpack[Options],
     ) -> Resolution:
@@ -159,13 +167,17 @@ class Questions:
             quantity: As for :meth:`compare`.
             by: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show: 3 of them nothing in one
+                head alone.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, by=by, **options).resolution(select=select, q=q)
+        return self._contrast(condition, quantity=quantity, by=by, **options).resolution(
+            select=select, draws=draws, q=q
+        )
 
     def heads(
         self,
