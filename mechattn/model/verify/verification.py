@@ -165,13 +165,18 @@ def compare(
     detail: str,
     remedy: str,
     scale: float | None = None,
+    overall: bool = False,
 ) -> Check:
-    """The largest difference over layers; relative to the root mean square unless ``scale`` is given."""
+    """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
+
+    With ``overall``, a layer's difference is the root mean square of its entries', not the largest of them.
+    """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
     apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
-    worst = max(apart, key=lambda layer: float(apart[layer].max()))
-    difference = float(apart[worst].max())
+    sizes = {layer: float(each.square().mean().sqrt() if overall else each.max()) for layer, each in apart.items()}
+    worst = max(sizes, key=lambda layer: sizes[layer])
+    difference = sizes[worst]
     passed = difference <= tolerance
     layer = list(pairs)[-1] if passed else worst
     hooked, expected = pairs[layer]
