@@ -11,6 +11,7 @@ part that fails or is cut short leaves a line that says so, and the same command
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -63,10 +64,13 @@ def run_parts(args: argparse.Namespace, names: list[str]) -> None:
     seconds = sum(PARTS[name].seconds for name in names)
     command = [sys.executable, __file__, "--measure", *names, "--device", args.device, "--out", str(args.out)]
     command += ["--small"] if args.small else []
+    quiet = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     log = args.out / f"{names[0]}.log"
     with open(log, "w", encoding="utf-8") as written:
         try:
-            code = subprocess.run(command, stdout=written, stderr=subprocess.STDOUT, timeout=seconds + GRACE).returncode
+            code = subprocess.run(
+                command, env=quiet, stdout=written, stderr=subprocess.STDOUT, timeout=seconds + GRACE
+            ).returncode
             how = f"failed: its process ended with exit status {code}, see {log.name}"
         except subprocess.TimeoutExpired:
             how = f"stopped after {seconds + GRACE:.0f} s: the same command goes on with what is missing"

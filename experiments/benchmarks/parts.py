@@ -92,8 +92,7 @@ def received(shape: str, kv_heads: int, cells: Cells, device: str, small: bool) 
     ways = runners(bridge, nnsight=not small)
     spent: dict[str, float] = {}  # seconds of a run for each token and key, at the last column
     for length, sequences in columns:
-        if sequences == 1 or cells.left() > 0:
-            _column(cells, ways, batch_of(length, device, sequences), spent)
+        _column(cells, ways, batch_of(length, device, sequences), spent)
 
 
 def _column(cells: Cells, ways: dict[str, Callable], batch: Batch, spent: dict[str, float]) -> None:
