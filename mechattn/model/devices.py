@@ -1,0 +1,91 @@
+"""Models on several devices, as accelerate dispatches them: where a part lies, and weights that are offloaded."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mechattn.errors import OptionError
+from mechattn.model.hooked import original_of
+
+_WRAPPED = re.compile(r"\._?original_component")  # in the name of a module that TransformerLens has wrapped
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is invalid or absent, before a model is read for it."""
+    if device is None:
+        return
+    try:
+        kind, number = torch.device(device).type, torch.device(device).index or 0
+    except (RuntimeError, TypeError):
+        raise OptionError(f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"') from None
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind)
+    if kind == "meta" or (there is not None and number >= there):
+        found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
+        raise OptionError(f"device={str(device)!r} is not on this machine ({kind} devices here: {found})")
+
+
+def device_of(part: Any) -> torch.device:
+    """Where a model takes its tokens, or a layer its input: with its first weights, or where these are brought to."""
+    for module in (original_of(part) or part).modules():
+        if (parameter := next(module.parameters(recurse=False), None)) is None:
+            continue
+        return torch.device(_hook_of(module).execution_device) if parameter.is_meta else parameter.device
+    return torch.device("cpu")
+
+
+def is_spread(model: Any) -> bool:
+    """Whether the parts of a model lie on several devices, or some are offloaded."""
+    return len({parameter.device for parameter in model.parameters()}) > 1
+
+
+def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
+    """A parameter or buffer of this name; if it is offloaded, what is stored of it."""
+    if not tensor.is_meta:
+        return tensor
+    owner, _, own = name.rpartition(".")
+    made: Tensor = _hook_of(model.get_submodule(owner)).weights_map[own]
+    return made
+
+
+@contextmanager
+def weights_here(part: Any) -> Iterator[None]:
+    """Inside a ``with`` block, the offloaded weights of a part of a model can be read; tensors taken then remain."""
+    from accelerate.utils import align_module_device
+
+    with ExitStack() as stack:
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if "_hf_hook" in vars(module):
+                stack.enter_context(align_module_device(module))
+        yield
+
+
+def dispatched_like(twin: Any, model: Any) -> Any:
+    """The twin, with its activations moved and its weights brought from where they are offloaded as the model's are."""
+    from accelerate.hooks import add_hook_to_module
+
+    parts = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        plain = _WRAPPED.sub("", name)
+        if (hook := vars(module).get("_hf_hook")) is not None and plain in parts:
+            add_hook_to_module(parts.pop(plain), _copied(hook))
+    return twin
+
+
+def _copied(hook: Any) -> Any:
+    made = copy.copy(hook)
+    if hasattr(hook, "hooks"):
+        made.hooks = tuple(map(_copied, hook.hooks))
+    return made
+
+
+def _hook_of(module: Any) -> Any:
+    """The hook of accelerate that places a module's weights."""
+    hook = vars(module)["_hf_hook"]
+    return next((each for each in getattr(hook, "hooks", ()) if getattr(each, "offload", False)), hook)
