@@ -11,24 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mechattn.errors import OptionError
 from mechattn.model.hooked import original_of
 
 _WRAPPED = re.compile(r"\._?original_component")  # in the name of a module that TransformerLens has wrapped
-
-
-def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is invalid or absent, before a model is read for it."""
-    if device is None:
-        return
-    try:
-        kind, number = torch.device(device).type, torch.device(device).index or 0
-    except (RuntimeError, TypeError):
-        raise OptionError(f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"') from None
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind)
-    if kind == "meta" or (there is not None and number >= there):
-        found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
-        raise OptionError(f"device={str(device)!r} is not on this machine ({kind} devices here: {found})")
 
 
 def device_of(part: Any) -> torch.device:
