@@ -59,9 +59,9 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
         for variable, values in dataset.items():
             if {"prompt", "condition", "layer", "head"} == set(values.dims):
                 for scale in ("log-ratio", "difference"):
-                    asked = ma.Contrast(result, "slash", quantity=str(variable), scale=scale)
+                    asked = ma.Contrast(result, "slash", quantity=str(variable), scale=scale, resamples=999)
                     try:
-                        yield f"compare.{variable}.{scale}", asked.table(resamples=999)
+                        yield f"compare.{variable}.{scale}", asked.table()
                     except ma.MechattnError as error:
                         yield f"compare.{variable}.{scale}.refused", pd.DataFrame({"words": [len(str(error))]})
     for condition in result.conditions[1:]:

@@ -19,7 +19,7 @@ from ways import SHAPES, new_model
 
 import mechattn as ma
 from mechattn.evaluation.generate import Request, answers
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.attention import EdgeMask
 from mechattn.model.checkpoint import load_tokenizer, toy_names
 from mechattn.prompts.sequences import Sequence
 

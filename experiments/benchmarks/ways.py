@@ -15,7 +15,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
-from mechattn.functional.rows import Rows
+from mechattn.functional.attention import Rows
 from mechattn.model import hooks
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.prompts.sequences import Batch
@@ -138,7 +138,7 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
                 focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see, max(windows))
-        assert len([received.segment_mass(s, batch.members()) for s in sums.values()]) == len(windows)
+        assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:
         measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums, zeros
 from mechattn.axes import SEGMENTS
-from mechattn.functional import affine as fn
+from mechattn.functional import head_outputs as fn
 from mechattn.functional.received import segment_mean
 from mechattn.prompts.sequences import Batch
 
@@ -30,9 +30,9 @@ class AffineShift(AnalysisBase):
     """Test per head whether attention with inserted tokens equals ``λ · output + Σσ`` (arXiv:2510.01032, section 3).
 
     The exact decomposition in every layer is ``output' = λ · output + Σσ + re-routing + new values``
-    (``functional.affine.Split``). The published form leaves out the last two terms. This is correct only in layer 0,
-    and only where the distances between the original tokens have not changed. All outputs are those of single heads,
-    before W_O.
+    (``functional.head_outputs.Split``). The published form leaves out the last two terms. This is correct only in
+    layer 0, and only where the distances between the original tokens have not changed. All outputs are those of single
+    heads, before W_O.
 
     Args:
         per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm and share at each

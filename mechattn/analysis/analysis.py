@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional.fused import Fused
+from mechattn.functional.attention import Fused
 from mechattn.functional.received import segment_mean, visible_keys
 from mechattn.model.heads import split_heads
 from mechattn.model.hooked import HookedModel

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, zeros
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import sinks as fn
-from mechattn.functional.affine import effective_rank, spectrum
+from mechattn.functional import received as fn
+from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
 from mechattn.functional.received import column_sums, received_attention, seeing_queries
-from mechattn.functional.updates import output_factor, update_norm
 from mechattn.model.heads import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt

@@ -15,9 +15,9 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, seen_keys, zeros
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
+from mechattn.functional.attention import for_each_head
+from mechattn.functional.head_outputs import update_product
 from mechattn.functional.received import segment_mean
-from mechattn.functional.rows import for_each_head
-from mechattn.functional.updates import update_product
 from mechattn.model.heads import output_weights, split_heads, wide
 from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding

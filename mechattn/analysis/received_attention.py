@@ -16,7 +16,7 @@ from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Su
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
-from mechattn.functional.rows import for_each_head
+from mechattn.functional.attention import for_each_head
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 
 Queries = Literal["original", "all", "question", "answer"]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, Quantity, Sums, seen_keys, zeros
 from mechattn.errors import OptionError
+from mechattn.functional.attention import BLOCK, centred, ranked_target
 from mechattn.functional.received import segment_mean, visible_counts
-from mechattn.functional.rows import BLOCK
-from mechattn.functional.scores import centred, ranked_target
 from mechattn.model.hooked import HookedModel
-from mechattn.model.score_terms import K, Q, scores_of
+from mechattn.model.scores_and_positions import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
 from mechattn.errors import ModelError
-from mechattn.functional import updates as fn
+from mechattn.functional import head_outputs as fn
+from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean
-from mechattn.functional.rows import for_each_head
 from mechattn.model.heads import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt

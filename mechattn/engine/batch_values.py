@@ -13,44 +13,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import (
-    ActivationAnalysis,
-    Activations,
-    Analysis,
-    AttentionRows,
-    CaptureAnalysis,
-    Captures,
-    FinalAnalysis,
-    PairAnalysis,
-    RowAnalysis,
-    Sums,
-    WholeAnalysis,
-    WholeAttention,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
+from mechattn.engine.check import PARTS
 from mechattn.engine.collect import check_values
-from mechattn.engine.forward import Forward, PairedLayer, paired_layer
-from mechattn.engine.null import Nulls
+from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
-from mechattn.functional.fused import Fused
-from mechattn.functional.rows import Rows
+from mechattn.functional.attention import Fused, Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
-from mechattn.model.score_terms import BlindScores
+from mechattn.model.scores_and_positions import BlindScores
 from mechattn.prompts.sequences import Batch, Pairs, pairs_of
 from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer
-_PARTS = {
-    "rows": RowAnalysis,
-    "pairs": PairAnalysis,
-    "mlps": ActivationAnalysis,
-    "hooks": CaptureAnalysis,
-    "final": FinalAnalysis,
-}
 
 
 def measure_batch(
@@ -64,7 +44,7 @@ def measure_batch(
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
     placed = batch.to(next(model.parameters()).device)
-    paired = any(isinstance(analysis, (PairAnalysis, ActivationAnalysis)) for analysis in analyses)
+    paired = any(isinstance(analysis, (protocols.PairAnalysis, protocols.ActivationAnalysis)) for analysis in analyses)
     pairs = pairs_of(placed, BASELINE) if paired else None
     one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
     sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
@@ -72,13 +52,15 @@ def measure_batch(
     again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
     try:
         with ExitStack() as stack:
-            mlps = _Mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees the result
+            mlps = _at_mlps(
+                one, sums
+            )  # made before interventions on the nonlinearities, entered after: sees the result
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
                 stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
             if read_first(intervention for intervention, _ in acting):
                 forward(model, placed, {}, rows.see, sums.last_layer)
-            stack.enter_context(mlps.looking())
+            stack.enter_context(mlps)
             stack.enter_context(_captured(one, sums))
             with suppress(_Enough):
                 forward(model, placed, windows if rows.wanted else {}, rows.see, sums.last_layer)
@@ -138,7 +120,7 @@ class _Sums:
     def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         self.parts = [  # once, because isinstance is slow for a protocol
-            {part for part, protocol in _PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
+            {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
@@ -150,8 +132,8 @@ class _Sums:
         """The last layer that has to be computed."""
         return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
 
-    def looking_at(self, part: str) -> list[tuple[int, Analysis]]:
-        """The analyses that need a part, with their indices."""
+    def looking_at(self, part: str) -> list[tuple[int, Any]]:
+        """The analyses that need a part, and so have its protocol, with their indices."""
         return [(i, analysis) for i, analysis in enumerate(self.analyses) if part in self.parts[i]]
 
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
@@ -219,22 +201,22 @@ class _Rows:
         """Receive a block of a layer, or a whole layer."""
         one, window = self.one, self.one.windows[layer]
         if isinstance(rows, Fused):
-            whole = WholeAttention(layer, rows, one.placed, window)
+            whole = protocols.WholeAttention(layer, rows, one.placed, window)
             for number, analysis in self.by_row:
-                cast(WholeAnalysis, analysis).add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
+                analysis.add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
                 self.sums.seen(number, layer, "rows")
             return
         heads = rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
             self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
         v = None if rows.attention is None else rows.attention.v
-        block = AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
+        block = protocols.AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
         for number, analysis in self.by_row:
-            cast(RowAnalysis, analysis).add(self.sums.of(number, layer, heads), block)
+            analysis.add(self.sums.of(number, layer, heads), block)
         if self.by_pair:
             both = self.paired[layer].rows(rows)
             for number, analysis in self.by_pair:
-                cast(PairAnalysis, analysis).add_pairs(self.sums.of(number, layer, heads), both)
+                analysis.add_pairs(self.sums.of(number, layer, heads), both)
         if rows.queries.stop == one.batch.tokens.shape[1]:
             self.paired.pop(layer, None)
             for part, looking in (("rows", self.by_row), ("pairs", self.by_pair)):
@@ -245,29 +227,25 @@ class _Rows:
 @contextmanager
 def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
     """Hooks that keep one layer's tensors until the last hook that an analysis asked for has fired."""
-    found = sums.looking_at("hooks")
-    named = one.model.hook_dict if found else {}
+    found, finals = sums.looking_at("hooks"), sums.looking_at("final")
+    named = one.model.hook_dict if found or finals else {}
+
+    def take_final(module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]) -> None:
+        for number, analysis in finals:
+            for layer in one.windows:
+                analysis.add_final(sums.of(number, layer), out.detach())
+                sums.seen(number, layer, "final")
+
     with ExitStack() as stack:
         for number, analysis in found:
             for layer in one.windows:
                 held: dict[str, Tensor] = {}
-                for name in cast(CaptureAnalysis, analysis).captures:
+                for name in analysis.captures:
                     take = partial(_take, one, sums, (number, layer), held, name)
                     stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
-        if finals := sums.looking_at("final"):
-            take_final = partial(_take_final, one, sums, [number for number, _ in finals])
-            name = f"blocks.{sums.last_layer}.hook_resid_post"
-            stack.callback(one.model.hook_dict[name].register_forward_hook(take_final).remove)
+        if finals:
+            stack.callback(named[f"blocks.{sums.last_layer}.hook_resid_post"].register_forward_hook(take_final).remove)
         yield
-
-
-def _take_final(
-    one: _Pass, sums: _Sums, numbers: Seq[int], module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]
-) -> None:
-    for number in numbers:
-        for layer in one.windows:
-            cast(FinalAnalysis, sums.analyses[number]).add_final(sums.of(number, layer), out.detach())
-            sums.seen(number, layer, "final")
 
 
 def _take(
@@ -275,13 +253,13 @@ def _take(
     module: Any, given: Any, out: Tensor,
 ) -> None:  # fmt: skip
     number, layer = where
-    analysis = cast(CaptureAnalysis, sums.analyses[number])
+    analysis: Any = sums.analyses[number]
     shape = one.placed.tokens.shape
     flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
     held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
     if len(held) < len(analysis.captures):
         return
-    captures = Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
+    captures = protocols.Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
     held.clear()
 
     def reduce() -> None:
@@ -291,36 +269,23 @@ def _take(
     sums.after_rows(number, layer, reduce)
 
 
-class _Mlps:
-    """Receives the activations of the MLPs, layer by layer."""
+def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this call."""
+    taken, tokens = sums.looking_at("mlps"), one.placed.tokens
+    minimum = {n: minimum_of(plain_nonlinearity(one.model, n)) for n in (one.windows if taken else {})}
 
-    def __init__(self, one: _Pass, sums: _Sums) -> None:
-        self.one, self.sums, self.taken = one, sums, sums.looking_at("mlps")
-        layers = one.windows if self.taken else {}
-        self.minimum = {layer: minimum_of(plain_nonlinearity(one.model, layer)) for layer in layers}
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Watch every MLP inside a ``with`` block."""
-        return at_nonlinearity(self.one.model, dict.fromkeys(self.minimum, self.see))
-
-    def see(self, layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
-        """Receive all activations of a layer."""
-        shape = (*self.one.placed.tokens.shape, pre.shape[-1])
-        if pre.numel() != pre.shape[-1] * self.one.placed.tokens.numel():
+    def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
+        if pre.numel() != pre.shape[-1] * tokens.numel():
             raise ModelError(
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
-        passed = Activations(
-            layer,
-            pre.detach().reshape(shape),
-            post.detach().reshape(shape),
-            self.minimum[layer],
-            self.one.placed,
-            cast(Pairs, self.one.pairs),
-        )
-        for number, analysis in self.taken:
-            cast(ActivationAnalysis, analysis).add_activations(self.sums.of(number, layer), passed)
-            self.sums.seen(number, layer, "mlps")
+        pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
+        passed = protocols.Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
+        for number, analysis in taken:
+            analysis.add_activations(sums.of(number, layer), passed)
+            sums.seen(number, layer, "mlps")
+
+    return at_nonlinearity(one.model, dict.fromkeys(minimum, see))
 
 
 def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:

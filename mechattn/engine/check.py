@@ -9,15 +9,8 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import Any, cast
 
-from mechattn.analysis.analysis import (
-    ActivationAnalysis,
-    Analysis,
-    CaptureAnalysis,
-    FinalAnalysis,
-    PairAnalysis,
-    Quantity,
-    RowAnalysis,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
@@ -25,14 +18,20 @@ from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.model.positions import boundary_of, takes_negative_ids
+from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.prompts.templates import TokenizedModel
 
-_PARTS = ("name", "options", "quantities", "problem", "start", "values")
-_KINDS = (RowAnalysis, PairAnalysis, ActivationAnalysis, CaptureAnalysis, FinalAnalysis)
+_DECLARED = ("name", "options", "quantities", "problem", "start", "values")
+PARTS: Mapping[str, Any] = {
+    "rows": protocols.RowAnalysis,
+    "pairs": protocols.PairAnalysis,
+    "mlps": protocols.ActivationAnalysis,
+    "hooks": protocols.CaptureAnalysis,
+    "final": protocols.FinalAnalysis,
+}  # of what an analysis may receive, by the protocol that declares it
 
 
 def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
@@ -80,9 +79,9 @@ def _check_analysis(given: Any) -> None:
             f"analyses holds {what}, which is not an analysis; give an instance such as ma.ReceivedAttention()"
         )
     name = type(given).__name__
-    if lacking := [part for part in _PARTS if not hasattr(given, part)]:
-        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_PARTS)}")
-    if not isinstance(given, _KINDS):
+    if lacking := [part for part in _DECLARED if not hasattr(given, part)]:
+        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_DECLARED)}")
+    if not any(isinstance(given, protocol) for protocol in PARTS.values()):
         raise OptionError(
             f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
             f"add_activations, add_captures, add_final"
@@ -99,9 +98,9 @@ def _check_analysis(given: Any) -> None:
 
 def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
     """Refuse an analysis that captures a hook which a layer doesn't have."""
-    known = model.hook_dict if any(isinstance(analysis, CaptureAnalysis) for analysis in analyses) else {}
+    known = model.hook_dict if any(isinstance(analysis, protocols.CaptureAnalysis) for analysis in analyses) else {}
     for analysis in analyses:
-        for name in analysis.captures if isinstance(analysis, CaptureAnalysis) else ():
+        for name in analysis.captures if isinstance(analysis, protocols.CaptureAnalysis) else ():
             missing = [layer for layer in layers if f"blocks.{layer}.{name}" not in known]
             if missing:
                 prefix = f"blocks.{missing[0]}."
@@ -193,7 +192,7 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
             f"would pass on tokens that attention cannot see: omit {', '.join(map(repr, hides))}"
         )
     kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
-    if kept and not hooks.takes_position_ids(model):
+    if kept and not takes_position_ids(model):
         raise OptionError(
             f"{model.cfg.model_name} takes no position ids (its attention computes positions itself, like ALiBi, or "
             f"has none), so the original tokens cannot keep theirs: omit {', '.join(map(repr, kept))}"

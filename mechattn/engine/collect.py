@@ -14,11 +14,11 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
 from mechattn.engine.check import sides_of
-from mechattn.engine.null import with_nulls
+from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
-from mechattn.model.positions import boundary_of
+from mechattn.model.hooked import ModelFacts, facts_of
+from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
@@ -31,6 +31,8 @@ from mechattn.stats.moments import Moments
 if TYPE_CHECKING:
     import xarray as xr
 
+    from mechattn.engine.run import Plan
+
 Positions = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
 MOMENTS = ("", "_variance", "_n")
@@ -41,44 +43,61 @@ class Collector:
     """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
 
     def __init__(
-        self, analysis: Analysis, prompts: list[str], conditions: list[str], layers: list[int], positions: Positions
+        self, analysis: Analysis, coords: dict[str, list], widths: Mapping[str, int], positions: Positions
     ) -> None:
         self.analysis, self.quantities = analysis, with_nulls(analysis)
-        self.coords: dict[str, list] = {"prompt": prompts, "condition": conditions, "layer": layers}
+        self.coords = coords  # the prompts, conditions and layers
+        self.widths = widths  # the most positions of a sequence ("key"), and of a baseline ("original_key")
         self.positions = positions
-        self._scalars: dict[str, np.ndarray] = {}
-        self._rows: dict[tuple[str, int, int], list[tuple[int, np.ndarray]]] = {}
-        self._moments: dict[tuple[str, int, int], Moments] = {}
+        self._values: dict[str, np.ndarray] = {}  # of each prompt
+        self._moments: dict[tuple[str, int, int], Moments] = {}  # by variable, condition and layer
 
     def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Add the values of one batch, by layer; they are on the CPU."""
+        prompts = np.array([prompt for prompt, _ in batch.rows])
+        conditions = np.array([self.coords["condition"].index(condition) for _, condition in batch.rows])
         for layer, of_layer in values.items():
             at_layer = self.coords["layer"].index(layer)
             for name, value in of_layer.items():
-                array = value.numpy()
                 per_key = "key" in self.quantities[name].dims
-                if not per_key and name not in self._scalars:
-                    shape = (*(len(self.coords[dim]) for dim in _OUTER), *array.shape[1:])
-                    self._scalars[name] = np.full(shape, np.nan, dtype=np.promote_types(array.dtype, np.float32))
-                for row, (prompt, condition) in enumerate(batch.rows):
-                    at_condition = self.coords["condition"].index(condition)
-                    if per_key:
-                        self._add_positions(name, prompt, at_condition, at_layer, array[row], batch.origin[row].numpy())
-                    else:
-                        self._scalars[name][prompt, at_condition, at_layer] = array[row]
-            self._merge_rows()
+                made = self._by_position(name, value.numpy(), batch) if per_key else {name: value.numpy()}
+                for variable, array in made.items():
+                    if per_key and self.positions != "prompts":
+                        self._merge(variable, array, conditions, at_layer)
+                        continue
+                    if variable not in self._values:
+                        shape = (*(len(self.coords[dim]) for dim in _OUTER), *array.shape[1:])
+                        dtype = np.float32 if per_key else np.promote_types(array.dtype, np.float32)
+                        self._values[variable] = np.full(shape, np.nan, dtype=dtype)
+                    self._values[variable][prompts, conditions, at_layer] = array
+
+    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+        """Values of each position, and in the order of the baseline's tokens; NaN where a sequence has none."""
+        dtype = np.promote_types(array.dtype, np.float32)
+        here, by_origin = (np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values())
+        for row, origin in enumerate(batch.origin.numpy()):
+            real, original = origin >= -1, origin >= 0
+            here[row][..., : real.sum()] = array[row][..., real]
+            by_origin[row][..., origin[original]] = array[row][..., original]
+        return {name: here, name + BY_ORIGIN: by_origin}
+
+    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
+        """Reduce this batch's rows to moments, condition by condition."""
+        for condition in np.unique(conditions).tolist():
+            new, key = Moments.of(array[conditions == condition]), (variable, condition, layer)
+            self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
 
     def dataset(self) -> xr.Dataset:
         """The collected values with names, units and descriptions."""
         import xarray as xr
 
         variables: dict[str, Any] = {}
-        for name, array in self._scalars.items():
-            dims = (*_OUTER, *self.quantities[name].dims)
-            variables[name] = (dims, array, self._attributes(self.quantities[name]))
-        measured = {name for name, *_ in (*self._rows, *self._moments)}
+        measured = {*self._values, *(name for name, *_ in self._moments)}
+        for name, array in self._values.items():
+            if name in self.quantities and "key" not in (dims := self.quantities[name].dims):
+                variables[name] = ((*_OUTER, *dims), array, self._attributes(self.quantities[name]))
         for name, quantity in self.quantities.items():
-            if name in measured:
+            if name in measured and "key" in quantity.dims:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
@@ -90,34 +109,17 @@ class Collector:
                 made = made.assign_coords({dim: np.arange(made.sizes[dim])})
         return made.assign_attrs({"analysis": self.analysis.name})
 
-    def _add_positions(
-        self, name: str, prompt: int, condition: int, layer: int, row: np.ndarray, origin: np.ndarray
-    ) -> None:
-        real, original = origin >= -1, origin >= 0
-        by_origin = np.empty((*row.shape[:-1], int(original.sum())), dtype=row.dtype)
-        by_origin[..., origin[original]] = row[..., original]
-        self._rows.setdefault((name, condition, layer), []).append((prompt, row[..., real]))
-        self._rows.setdefault((name + BY_ORIGIN, condition, layer), []).append((prompt, by_origin))
-
-    def _merge_rows(self) -> None:
-        """Reduce this batch's rows to moments, unless the values of each prompt are kept."""
-        if self.positions == "prompts":
-            return
-        for key, rows in self._rows.items():
-            longest = max(row.shape[-1] for _, row in rows)
-            new = Moments.of(np.stack([_widened(row, longest, np.nan) for _, row in rows]))
-            self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
-        self._rows = {}
-
     def _position_variables(self, name: str, quantity: Quantity) -> dict:
         dim = "original_key" if name.endswith(BY_ORIGIN) else "key"
         dims = tuple(dim if d == "key" else d for d in quantity.dims)
         if self.positions == "prompts":
-            every = self._every_prompt(name)
-            made = {f"{name}_per_prompt": ((*_OUTER, *dims), every, self._attributes(quantity))}
-            moments = Moments.of(every)
+            made = {f"{name}_per_prompt": ((*_OUTER, *dims), self._values[name], self._attributes(quantity))}
+            moments = Moments.of(self._values[name])
         else:
-            made, moments = {}, self._all_moments(name)
+            layers, conditions = (range(len(self.coords[dim])) for dim in ("layer", "condition"))
+            cells = [[self._moments[name, condition, layer] for layer in layers] for condition in conditions]
+            parts = ([[getattr(cell, part) for cell in row] for row in cells] for part in ("n", "mean", "m2"))
+            made, moments = {}, Moments(*map(np.array, parts))
         over = {"over": "prompts"}
         for suffix, array in zip(MOMENTS, (moments.known_mean, moments.variance, moments.n), strict=True):
             attributes = self._attributes(quantity) | over
@@ -127,36 +129,9 @@ class Collector:
             made[name + suffix] = (("condition", "layer", *dims), array.astype(np.float64), attributes)
         return made
 
-    def _all_moments(self, name: str) -> Moments:
-        layers, conditions = (range(len(self.coords[dim])) for dim in ("layer", "condition"))
-        cells = [[self._moments[name, condition, layer] for layer in layers] for condition in conditions]
-        longest = max(cell.n.shape[-1] for row in cells for cell in row)
-        parts = []
-        for part in ("n", "mean", "m2"):
-            arrays = [[_widened(getattr(cell, part), longest, 0.0) for cell in row] for row in cells]
-            parts.append(np.stack([np.stack(row) for row in arrays]))
-        return Moments(*parts)
-
-    def _every_prompt(self, name: str) -> np.ndarray:
-        rows = {key: dict(value) for key, value in self._rows.items() if key[0] == name}
-        longest = max(row.shape[-1] for cell in rows.values() for row in cell.values())
-        some = next(iter(next(iter(rows.values())).values()))
-        outer = tuple(len(self.coords[dim]) for dim in _OUTER)
-        every = np.full((*outer, *some.shape[:-1], longest), np.nan, dtype=np.float32)
-        for (_, condition, layer), cell in rows.items():
-            for prompt, row in cell.items():
-                every[prompt, condition, layer, ..., : row.shape[-1]] = row
-        return every
-
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
-        options = ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())
-        return {
-            "units": quantity.units,
-            "description": quantity.description,
-            "compared": quantity.compared,
-            "no_null": quantity.no_null,
-            "options": options,
-        }
+        about = {name: getattr(quantity, name) for name in ("units", "description", "compared", "no_null")}
+        return about | {"options": ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())}
 
 
 def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
@@ -174,11 +149,6 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
         for name, wanted in dims.items()
         if name not in dataset or dataset[name].dims != wanted or dataset[name].dtype.kind not in "fi"
     ]
-
-
-def _widened(array: np.ndarray, width: int, fill: float) -> np.ndarray:
-    missing = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
-    return np.pad(array, missing, constant_values=fill)
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
@@ -208,40 +178,42 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
             )
 
 
-_UNITS = {"tokens": "token id", "origin": "position in the baseline", "segment_index": "index in segments"}
+# Each variable: the part of a sequence, and its unit.
+_OF_TOKENS = {
+    "tokens": ("tokens", "token id"),
+    "origin": ("origin", "position in the baseline"),
+    "segment_index": ("segment", "index in segments"),
+}
 
 
 def sequences_dataset(
-    model: HookedModel,
-    prompts: Seq[Prompt],
-    conditions: list[str],
-    sequences: Seq[Mapping[str, Sequence]],
-    places: Seq[int],
+    plan: Plan, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], places: Seq[int]
 ) -> xr.Dataset:
     """The tokens that the model read, their segments and origins, the prompts' groups, and the first prompt's texts."""
     import xarray as xr
 
-    longest = max(len(s) for made in sequences for s in made.values())
-    shape = (len(prompts), len(conditions), longest)
-    arrays = {name: np.full(shape, -2, dtype=np.int32) for name in ("tokens", "origin", "segment_index")}
-    for i, made in enumerate(sequences):
-        for j, sequence in enumerate(made.values()):
-            arrays["tokens"][i, j, : len(sequence)] = sequence.tokens
-            arrays["origin"][i, j, : len(sequence)] = sequence.origin
-            arrays["segment_index"][i, j, : len(sequence)] = sequence.segment
-    texts = np.full(shape[1:], "", dtype=object)
-    for j, sequence in enumerate(sequences[0].values()):
+    def texts(values: Any) -> np.ndarray:
+        return np.array(values, dtype=object).astype(np.dtypes.StringDType())
+
+    model, conditions = plan.model, list(plan.conditions)
+    dims, longest = ("prompt", "condition", "pos"), max(len(s) for made in sequences for s in made.values())
+    variables: dict[str, Any] = {}
+    for name, (part, unit) in _OF_TOKENS.items():
+        array = np.full((len(prompts), len(conditions), longest), -2, dtype=np.int32)
+        for i, made in enumerate(sequences):
+            for j, sequence in enumerate(made.values()):
+                array[i, j, : len(sequence)] = getattr(sequence, part)
+        variables[name] = (dims, array, {"units": unit})
+    shown = []
+    for sequence in sequences[0].values():
         ids = sequence.tokens.tolist()  # control characters are escaped, as NetCDF takes no NUL
-        texts[j, : len(ids)] = [str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids]
-    dims = ("prompt", "condition", "pos")
-    variables: dict[str, Any] = {name: (dims, array, {"units": _UNITS[name]}) for name, array in arrays.items()}
-    variables["first_prompt_text"] = (dims[1:], texts.astype(np.dtypes.StringDType()), {"units": "text"})
+        read = [str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids]
+        shown.append(read + [""] * (longest - len(ids)))
+    variables["first_prompt_text"] = (dims[1:], texts(shown), {"units": "text"})
     if sides := sides_of(model, sequences):
-        factors = np.array(sides, dtype=object).astype(np.dtypes.StringDType())
-        variables["rope_factors"] = (("prompt",), factors, {"units": "text"})
+        variables["rope_factors"] = (("prompt",), texts(sides), {"units": "text"})
     if all(prompt.group is not None for prompt in prompts):
-        groups = np.array([prompt.group for prompt in prompts], dtype=object).astype(np.dtypes.StringDType())
-        variables["group"] = (("prompt",), groups, {"units": "text"})
+        variables["group"] = (("prompt",), texts([prompt.group for prompt in prompts]), {"units": "text"})
     variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
     made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
@@ -282,23 +254,16 @@ def _stored(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
 
 
-def described(
-    model: HookedModel,
-    prompts: Seq[Prompt],
-    named: Mapping[str, Condition],
-    made: Mapping[str, Sequence],
-    analyses: Seq[Analysis],
-    layers: list[int],
-    paths: bool = False,
-) -> dict[str, Any]:
+def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) -> dict[str, Any]:
     """The model, the prompts and the options, which determine the numbers; and when and where they were computed."""
+    model = plan.model
     parameters = next(model.parameters())
     facts = facts_of(model) or ModelFacts()
     boundary = boundary_of(model)
     return {
         "model": {
             "name": provenance.name_of(str(model.cfg.model_name)),
-            **({"path": str(model.cfg.model_name)} if paths else {}),
+            **({"path": str(model.cfg.model_name)} if plan.paths else {}),
             "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
             "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
             "heads": int(model.cfg.n_heads),
@@ -316,9 +281,9 @@ def described(
             **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
         },
         "prompts": {"count": len(prompts), "hash": provenance.set_hash(prompts), "template": prompts[0].template},
-        "conditions": {name: condition_data(condition, made[name]) for name, condition in named.items()},
-        "analyses": {analysis.name: dict(analysis.options) for analysis in analyses},
-        "measured_layers": layers,
+        "conditions": {name: condition_data(condition, made[name]) for name, condition in plan.conditions.items()},
+        "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
+        "measured_layers": plan.layers,
         "threads": torch.get_num_threads(),
         "versions": provenance.versions(),
         "time": provenance.now(),

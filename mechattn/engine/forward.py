@@ -1,31 +1,30 @@
-"""Passes attention to the analyses: streamed in row blocks, from a fused kernel, or from hooks."""
+"""Attention for the analyses: in row blocks, from a fused kernel, or from hooks; for nulls, of a content-blind head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import (
-    Analysis,
-    CaptureAnalysis,
-    PairAnalysis,
-    PairedRows,
-    RowAnalysis,
-    WholeAnalysis,
-)
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.rows import AnyRows, EdgeMask, PatternRows, Rows
+from mechattn.functional.attention import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.verify.kernels import check_fused, check_streaming
+from mechattn.model.scores_and_positions import BlindScores
+from mechattn.model.verify.checks import check_fused, check_streaming
 from mechattn.prompts.sequences import Batch, Pairs
 
+_OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
@@ -35,7 +34,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
     analyses = list(analyses)
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-    captured = [name for analysis in analyses if isinstance(analysis, CaptureAnalysis) for name in analysis.captures]
+    captured = [name for a in analyses if isinstance(a, protocols.CaptureAnalysis) for name in a.captures]
     if silent := next((name for name in captured if not fires_while_streamed(name)), None):
         if engine != "auto":
             raise OptionError(
@@ -55,14 +54,14 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
 
 
 def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
-    rows = [a.name for a in analyses if isinstance(a, (RowAnalysis, PairAnalysis)) and not isinstance(a, WholeAnalysis)]
+    rows = [a.name for a in analyses if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)]
     if engine == "fused" and rows:
         raise OptionError(
             f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
             f"or measure analyses without rows in a separate run"
         )
     on_gpu = next(model.parameters()).device.type == "cuda"
-    whole = any(isinstance(analysis, WholeAnalysis) for analysis in analyses) and not rows
+    whole = any(isinstance(analysis, protocols.WholeAnalysis) for analysis in analyses) and not rows
     if engine == "streaming" or not whole or (engine == "auto" and not on_gpu):
         return forward_in_blocks, "its numbers are those of the hooks"
     check = check_fused(model)
@@ -73,16 +72,16 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analys
     return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
 
 
-def forward_fused(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
-    """Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute."""
-    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=True):
-        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
-
-
-def forward_in_blocks(model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int) -> None:
+def forward_in_blocks(
+    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int, fused: bool = False
+) -> None:
     """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the right."""
-    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last)):
+    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
+
+
+# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute.
+forward_fused = partial(forward_in_blocks, fused=True)
 
 
 def forward_through_hooks(
@@ -91,9 +90,7 @@ def forward_through_hooks(
     """Each layer's whole pattern as one block, after checking that it is a pattern."""
     every = slice(0, batch.tokens.shape[1])
 
-    def whole(
-        layer: int, pattern: Float[Tensor, "batch head query key"], v: Float[Tensor, "batch kv_head pos d_head"] | None
-    ) -> None:
+    def whole(layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None) -> None:
         window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
         hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
         if layer in windows:
@@ -111,12 +108,6 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
         return {}
     edge_masks = {layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last}
     return {layer: edge_mask for layer, edge_mask in edge_masks.items() if edge_mask is not None}
-
-
-def position_width(model: HookedModel) -> int:
-    """About how many numbers are in memory at the same time for each position of a sequence."""
-    cfg = model.cfg
-    return 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
 
 
 @dataclass(frozen=True)
@@ -166,3 +157,122 @@ def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: i
     v = attention.v
     index = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
     return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v.gather(2, index))
+
+
+UNIFORM, BLIND = "_uniform", "_blind"
+_NOT_OF_ROWS = "it is not made of rows of attention"
+_ABOUT = {
+    UNIFORM: "if every head attended uniformly to the keys it can see",
+    BLIND: "if every head attended by position alone: softmax of what the model adds to its scores (ALiBi, sinks)",
+}
+
+Values = dict[str, Tensor]
+
+
+def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
+    """The quantities of an analysis, each followed by its nulls; a quantity without one says why."""
+    given = analysis.quantities
+    of_rows = isinstance(analysis, _OF_ROWS)
+    made: dict[str, Quantity] = {}
+    for name, quantity in given.items():
+        made[name] = quantity if of_rows or quantity.no_null else replace(quantity, no_null=_NOT_OF_ROWS)
+        if of_rows and has_null(name, quantity):
+            for kind, about in _ABOUT.items():
+                dims = tuple(dim for dim in quantity.dims if dim != "head" or kind == BLIND)
+                described = replace(quantity, dims=dims, description=f"{quantity.description}, {about}")
+                made.setdefault(name + kind, given.get(name + kind, described))
+    return made
+
+
+def has_null(name: str, quantity: Quantity) -> bool:
+    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a null."""
+    return not quantity.no_null and not name.endswith((UNIFORM, BLIND))
+
+
+@dataclass
+class Nulls:
+    """The nulls of one batch, computed once for all layers whose queries see the same keys."""
+
+    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score
+    # of 0. If the model adds something to its scores regardless of content, a second null (``_blind``) includes it.
+
+    analyses: Seq[Analysis]
+    batch: Batch  # on the device of the model
+    pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
+    blind: BlindScores  # what the model adds to its scores
+    _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wanted = [
+            isinstance(a, _OF_ROWS) and any(has_null(*named) for named in a.quantities.items()) for a in self.analyses
+        ]
+
+    def of(self, number: int, layer: int, window: int | None) -> Values:
+        """The nulls of all quantities of an analysis, for one layer."""
+        if not self._wanted[number]:
+            return {}
+        found = self._values(UNIFORM, layer, window)[number]
+        may_differ = self.blind.alibi is not None or layer in self.blind.sinks  # from uniform attention
+        return found | self._values(BLIND, layer, window)[number] if may_differ else found
+
+    def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+        """The values of every analysis, cached by what determines them."""
+        sinks = layer if kind == BLIND and layer in self.blind.sinks else None  # which differ by layer
+        key = (kind, window, self.batch.masked_in(layer), sinks)
+        if key not in self._made:
+            self._made[key] = self._measured(kind, layer, window)
+        return self._made[key]
+
+    def _measured(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+        here, length = self.batch.at(layer), self.batch.tokens.shape[1]
+        bias, sinks = self.blind.scores(layer, length, kind == BLIND)
+        heads = self.blind.heads if kind == BLIND else 1
+        zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
+        attention = Attention(
+            zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.edge_mask, sinks
+        )
+        paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
+        started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
+
+        def see(rows: Rows) -> None:
+            block = protocols.AttentionRows(
+                layer, rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v, null=True
+            )
+            for number, sums in started.items():
+                analysis = self.analyses[number]
+                with _saying_no_null(analysis):
+                    if isinstance(analysis, protocols.RowAnalysis):
+                        analysis.add(sums, block)
+                    if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
+                        analysis.add_pairs(sums, paired.rows(rows))
+
+        attention_by_rows(attention, see)
+        return {i: _null_values(self.analyses[i], sums, kind, here, window) for i, sums in started.items()}
+
+
+def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None) -> Values:
+    """The nulls, named after their quantities; without a head dimension if all heads are equal."""
+    given = analysis.quantities
+    named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
+    with _saying_no_null(analysis):
+        values = analysis.values(sums, batch, window)
+        if lacking := [name for name in named if name not in values]:
+            raise ValueError(f"its values hold no {lacking[0]!r}")
+    if kind == UNIFORM:  # the same in every head
+        heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
+        values = {n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()}
+    return {name + kind: values[name] for name in named}
+
+
+@contextmanager
+def _saying_no_null(analysis: Analysis) -> Iterator[None]:
+    """Say of an analysis that raises an error on such rows how to declare a quantity without a null."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{analysis.name} cannot be measured on the rows of a content-blind head, which give the null of its "
+            f"quantities ({reason}). If a quantity needs more than rows of attention, declare it: "
+            'Quantity(…, no_null="it depends on the values")'
+        ) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError
 from mechattn.functional import focus
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, Rows, attention_by_rows
+from mechattn.functional.attention import Attention, Rows, attention_by_rows, widened
 
 Statistic = Literal[
     "received", "mass", "entropy", "self_mass", "first_mass", "previous_mass", "largest", "target", "concentration",
@@ -57,7 +57,7 @@ class AttentionScores:
     ) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it."""
         length, width = q.shape[2:]
-        places = torch.arange(length, device=q.device, dtype=_wide(q))
+        places = torch.arange(length, device=q.device, dtype=widened(q))
         bias = None if self.alibi is None else (self.alibi.to(places.dtype)[:, None] * places)[None]
         sinks = None if self.sinks is None else self.sinks.to(places.dtype)
         scale = width**-0.5 if self.scale is None else float(self.scale)
@@ -104,12 +104,12 @@ def measure(
     Raises:
         OptionError: A shape, a statistic or an option is not allowed.
     """
-    real = _real(q, lengths)
     _check_shapes(q, k, v, scores, {"counted": counted, **(segments or {})})
+    real = _real(q, lengths)
     _check_statistics(statistics, v, segments)
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
-    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=_wide(q))
+    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=widened(q))
     found: dict[str, list[Tensor]] = {name: [] for name in statistics if name not in ("received", "output")}
 
     def see(rows: Rows) -> None:
@@ -128,7 +128,7 @@ def measure(
 
     with torch.no_grad():
         out = attention_by_rows(scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see)
-    made = {name: torch.cat(blocks, 2).to(_wide(q)) for name, blocks in found.items()}
+    made = {name: torch.cat(blocks, 2).to(widened(q)) for name, blocks in found.items()}
     if "output" in statistics:
         made["output"] = out
     if "received" in statistics:
@@ -152,14 +152,8 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
 }
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    return q.dtype if q.dtype == torch.float64 else torch.float32
-
-
-def _real(q: Any, lengths: Any) -> Bool[Tensor, "batch pos"]:
+def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
     """The positions that are not padding, from checked lengths."""
-    if not isinstance(q, Tensor) or q.ndim != 4:
-        raise OptionError(f"q is {_kind(q)}; give floating-point numbers [batch, head, pos, d_head]")
     batch, length = q.shape[0], q.shape[2]
     made = torch.full((batch,), length) if lengths is None else torch.as_tensor(lengths)
     if tuple(made.shape) != (batch,) or made.is_floating_point() or int(made.min()) < 1 or int(made.max()) > length:
@@ -174,10 +168,10 @@ def _kind(given: Any) -> str:
 def _check_shapes(
     q: Tensor, k: Tensor, v: Tensor | None, scores: AttentionScores, masks: Mapping[str, Tensor | None]
 ) -> None:
-    batch, heads, length, width = q.shape
     for name, given in (("q", q), ("k", k), ("v", k if v is None else v)):
         if not isinstance(given, Tensor) or given.ndim != 4 or not given.is_floating_point():
             raise OptionError(f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]")
+    batch, heads, length, width = q.shape
     if k.shape[0] != batch or k.shape[2:] != (length, width) or not k.shape[1] or heads % k.shape[1]:
         raise OptionError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "

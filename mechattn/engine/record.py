@@ -17,15 +17,14 @@ from mechattn.engine.batch_values import LayerValues, measure_batch
 from mechattn.engine.check import check_captures, check_side, checked_sequences, with_baseline
 from mechattn.engine.forward import chosen_forward
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import affine as fn
+from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.affine_attention import Affine, AffineAttention
 from mechattn.interventions.transplant import KeysValues
 from mechattn.model import hooks
 from mechattn.model.heads import is_latent
-from mechattn.model.hooked import HookedModel, facts_of
+from mechattn.model.hooked import HookedModel, alone, limit_of
 from mechattn.model.load import as_hooked, load_model
-from mechattn.model.lock import alone
 from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -58,8 +57,7 @@ def record_affine(
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(as_hooked(model))
-    about = facts_of(model)
-    if why := None if about is None or about.report is None else about.report.limited.get("values"):
+    if why := limit_of(model, "values"):
         raise ModelError(
             f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
         )

@@ -1,26 +1,20 @@
-"""Runs a model on prompts under conditions: checks and calibrates once, then measures batch by batch."""
+"""Runs a model on prompts under conditions: checks and calibrates once, plans batches, and measures each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
+from mechattn.axes import BASELINE
 from mechattn.engine.batch_values import LayerValues, measure_batch
-from mechattn.engine.batches import Cost, batch_plan, in_halves
-from mechattn.engine.check import (
-    check_captures,
-    check_read,
-    checked_sequences,
-    sides_of,
-    with_baseline,
-    with_names,
-)
+from mechattn.engine.check import check_captures, check_read, checked_sequences, sides_of, with_baseline, with_names
 from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
 from mechattn.engine.forward import (
     Engine,
@@ -29,14 +23,13 @@ from mechattn.engine.forward import (
     forward_fused,
     forward_in_blocks,
     forward_through_hooks,
-    position_width,
 )
-from mechattn.errors import OptionError
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
-from mechattn.model.lock import alone
-from mechattn.model.score_terms import BlindScores, blind_scores
+from mechattn.model.scores_and_positions import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
@@ -164,10 +157,14 @@ class Run:
 
         begun = time.monotonic()
         plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
-        square = self.forward is forward_through_hooks
-        cost = Cost(plan.model.cfg.n_heads, position_width(plan.model), square)
+        square, cfg = self.forward is forward_through_hooks, plan.model.cfg
+        # About how many numbers are in memory at the same time for each position of a sequence.
+        width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
+        cost = Cost(plan.model.cfg.n_heads, width, square)
         lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
-        collectors = [Collector(a, ids, list(plan.conditions), plan.layers, options.positions) for a in plan.analyses]
+        coords: dict[str, list] = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
+        widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
+        collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
         halved = []
         batches = batch_plan(lengths, cost, options.memory, sides)
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):  # one of several chunks goes
@@ -177,8 +174,8 @@ class Run:
                 for collector, by_layer in zip(collectors, values, strict=True):
                     collector.add(batch, by_layer)
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(plan.model, prompts, list(plan.conditions), sequences, places)
-        about = described(plan.model, prompts, plan.conditions, sequences[0], plan.analyses, plan.layers, plan.paths)
+        datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
+        about = described(plan, prompts, sequences[0])
         about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
@@ -251,3 +248,75 @@ def run_random(
         run(random_weights(model, kind, seed + i), prompts, conditions, analyses, seed=seed, **options)
         for i in range(draws)
     ]
+
+
+# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same time, in float32.
+_SQUARES = 6
+_LARGEST_BATCH = 64
+_CPU = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
+_FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
+Fitting = TypeVar("Fitting")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is reproducible."""
+
+    heads: int  # attention heads per layer
+    width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
+    square: bool  # whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming)
+
+    def of(self, length: int) -> int:
+        """Bytes for one sequence."""
+        attention = self.heads * length * (length * _SQUARES if self.square else BLOCK * 2)
+        return 4 * (attention + length * self.width)
+
+
+def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()) -> list[list[int]]:
+    """Group prompts of similar length so that one layer of a batch fits the budget."""
+    budget = memory_bytes(memory)
+    batches: list[list[int]] = []
+    shortest = 0
+    side = list(sides) or [""] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda i: (side[i], max(lengths[i]), i)):
+        longest = max(lengths[index])
+        rows = (len(batches[-1]) + 1 if batches else 1) * len(lengths[index])
+        full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
+        crosses = bool(batches) and side[batches[-1][0]] != side[index]
+        if not batches or full or crosses or shortest < _FULLEST * longest:
+            batches.append([])
+            shortest = longest
+        batches[-1].append(index)
+    return batches
+
+
+def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
+    """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
+    measured, too_large, waiting = [], [], [list(indices)]
+    while waiting:
+        some = waiting.pop(0)
+        try:
+            measured.append(measure(some))
+            continue
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Outside the except block, where the error no longer keeps the tensors of the pass alive.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(some) == 1:
+            raise ModelError(
+                f"a batch of prompt number {some[0]} alone with all its conditions does not fit in memory ({reason}); "
+                f"use fewer conditions per run, a shorter prompt, or a machine with more memory"
+            )
+        too_large.append(len(some))
+        waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
+    return measured, too_large
+
+
+def is_out_of_memory(error: Any) -> bool:
+    """Whether a device or the machine had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _CPU)

@@ -42,9 +42,8 @@ from mechattn.evaluation.grading import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked, load_model, unloaded
-from mechattn.model.lock import alone
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts

@@ -17,8 +17,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.hooked import HookedModel, facts_of
-from mechattn.model.lock import alone
+from mechattn.model.hooked import HookedModel, alone, facts_of
 from mechattn.prompts.prompt import MOST
 from mechattn.prompts.sequences import PADDING, Sequence
 

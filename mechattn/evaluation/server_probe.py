@@ -16,7 +16,7 @@ from mechattn.evaluation.completions import Asked, Connection, Reply
 from mechattn.evaluation.generate import Request, answers, native_of
 from mechattn.evaluation.server import Refused
 from mechattn.model.checkpoint import UnloadedModel
-from mechattn.model.lock import alone
+from mechattn.model.hooked import alone
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError, warn
+Channels = Float[Tensor, "*token channel"]
+PerToken = Float[Tensor, "*token"]
 
 
-def near_zero_share(x: Float[Tensor, "*token channel"], threshold: float) -> Float[Tensor, "*token"]:
+def near_zero_share(x: Channels, threshold: float) -> PerToken:
     """The share of channels with ``|x| ≤ threshold``."""
     return (x.abs() <= threshold).float().mean(-1)
 
 
-def saturated_share(
-    x: Float[Tensor, "*token channel"], pre: Float[Tensor, "*token channel"], threshold: float, minimum: float
-) -> Float[Tensor, "*token"]:
+def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float) -> PerToken:
     """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's minimum.
 
     SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched off. These two
@@ -40,17 +39,17 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     return float(grid[values == values.min()].max())
 
 
-def l1_norm(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
+def l1_norm(x: Channels) -> PerToken:
     """``Σ |x|``."""
     return x.abs().sum(-1)
 
 
-def l2_norm(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
+def l2_norm(x: Channels) -> PerToken:
     """``√ Σ x²``."""
     return x.norm(dim=-1)
 
 
-def gini(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
+def gini(x: Channels) -> PerToken:
     """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only one is.
 
     ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are 0.
@@ -61,12 +60,12 @@ def gini(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
     return 2 * (size @ rank) / (n * size.sum(-1)) - (n + 1) / n
 
 
-def variance(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
+def variance(x: Channels) -> PerToken:
     """``mean of (x − mean)²`` over the channels."""
     return x.var(-1, correction=0)
 
 
-def kurtosis(x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token"]:
+def kurtosis(x: Channels) -> PerToken:
     """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN for a constant."""
     centred = x - x.mean(-1, keepdim=True)
     return (centred / centred.square().mean(-1, keepdim=True).sqrt()).pow(4).mean(-1)
@@ -87,14 +86,14 @@ _HIGH = 0.75  # above this percentile, finding the largest entries is faster tha
 
 
 def redistribute(
-    x: Float[Tensor, "*token channel"],
-    uniform: Float[Tensor, "*token channel"],
+    x: Channels,
+    uniform: Channels,
     c: float,
     p1: float,
     form: Form = "paper",
     scope: Scope = "token",
     strength: float = 1.0,
-) -> Float[Tensor, "*token channel"]:
+) -> Channels:
     """Apply ARM to activations: ``x + strength · (arm(x) − x)``; ``strength=0`` returns x.
 
     With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)`` smallest ``|x|`` are
@@ -119,11 +118,7 @@ def redistribute(
         scope: Whether statistics and selection are over the channels of each token, or (as published) over the whole
             tensor, so that the result depends on batch and padding.
         strength: The fraction of the change to apply.
-
-    Raises:
-        OptionError: There is no such form.
     """
-    form = known_form(form)
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -144,23 +139,7 @@ def redistribute(
     return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
 
 
-def known_form(form: str) -> Form:
-    """Check the form; "released" was the name of "released_llama" before there was another released one."""
-    if form == "released":
-        warn(
-            'form="released" is now "released_llama"; the code that was released for Qwen2 is "released_qwen2"',
-            DeprecationWarning,
-        )
-        return "released_llama"
-    known: tuple[Form, ...] = get_args(Form)
-    if form not in known:
-        raise OptionError(f"form={form!r}: choose one of {', '.join(map(repr, known))}")
-    return known[known.index(form)]
-
-
-def as_control(
-    change: Float[Tensor, "*token channel"], uniform: Float[Tensor, "*token channel"], control: Control
-) -> Float[Tensor, "*token channel"]:
+def as_control(change: Channels, uniform: Channels, control: Control) -> Channels:
     """A change of the same size as the given one at each token, but otherwise arbitrary.
 
     - "random_direction": a random direction, of the same norm.

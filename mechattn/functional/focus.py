@@ -9,21 +9,34 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.rows import mix
+from mechattn.functional.attention import Marked, Pattern, Tokens, mix, widened
 
+Squares = Float[Tensor, "*batch query key"]
+PerQuery = Float[Tensor, "*batch query"]
+PerHead = Float[Tensor, "batch head query"]
 _CHUNK = 64  # keys
 _PIECE = 2**18  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
 
 
-def top_two(
-    pattern: Float[Tensor, "*batch query key"],
-) -> tuple[Float[Tensor, "*batch query"], Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
+def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch query"]]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
     ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless. The pattern is
     modified temporarily and restored, as two maxima cost half as much as a sort.
     """
-    first, at = _largest(pattern)
+    # A maximum without an index is vectorised, ten times as fast as one with its index: so use chunks first.
+    chunks = pattern.shape[-1] // _CHUNK
+    if chunks < 2:
+        first, at = pattern.max(-1)
+    else:
+        even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
+        first, chunk = rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
+        start = chunk.unsqueeze(-1) * _CHUNK
+        at = chunk * _CHUNK + pattern.gather(-1, start + torch.arange(_CHUNK, device=pattern.device)).argmax(-1)
+        if rest.shape[-1]:
+            last, last_at = rest.max(-1)
+            at = torch.where(last > first, last_at + chunks * _CHUNK, at)
+            first = torch.maximum(first, last)
     where = at.unsqueeze(-1)
     pattern.scatter_(-1, where, -1.0)
     second = pattern.amax(-1)
@@ -31,24 +44,7 @@ def top_two(
     return first, second, at
 
 
-def _largest(
-    pattern: Float[Tensor, "*batch query key"],
-) -> tuple[Float[Tensor, "*batch query"], Int[Tensor, "*batch query"]]:
-    """The maximum and its index. A maximum without an index is vectorised, ten times as fast: so use chunks first."""
-    chunks = pattern.shape[-1] // _CHUNK
-    if chunks < 2:
-        return pattern.max(-1)
-    even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
-    value, chunk = rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
-    start = chunk.unsqueeze(-1) * _CHUNK
-    at = chunk * _CHUNK + pattern.gather(-1, start + torch.arange(_CHUNK, device=pattern.device)).argmax(-1)
-    if not rest.shape[-1]:
-        return value, at
-    last, last_at = rest.max(-1)
-    return torch.maximum(value, last), torch.where(last > value, last_at + chunks * _CHUNK, at)
-
-
-def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query"]:
+def entropy(pattern: Squares) -> PerQuery:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing."""
     tiny = torch.finfo(pattern.dtype).tiny
     squares = rearrange(pattern, "... query key -> (...) query key")
@@ -56,25 +52,19 @@ def entropy(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch
     return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(pattern.shape[:-1])
 
 
-def mean_distance(
-    pattern: Float[Tensor, "*batch query key"], first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "*batch query"]:
+def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> PerQuery:
     """``Σ_k A[q, k] (q − k)``, in positions: how far back a query looks on average."""
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=pattern.device)
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def previous_token(
-    pattern: Float[Tensor, "batch head query key"], first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "batch head query"]:
+def previous_token(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerHead:
     """``A[q, q − 1]`` of each query; 0 for the first, which has none, and if the key is not in this block."""
     return looking_back(pattern, 1, first_query, first_key)[0]
 
 
-def looking_back(
-    pattern: Float[Tensor, "batch head query key"], back: int, first_query: int = 0, first_key: int = 0
-) -> tuple[Float[Tensor, "batch head query"], slice]:
+def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> tuple[PerHead, slice]:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back
     found = pattern.diagonal(offset, -2, -1)
@@ -83,21 +73,19 @@ def looking_back(
     return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
 
 
-def half_mass_keys(pattern: Float[Tensor, "*batch query key"], share: float = 0.5) -> Int[Tensor, "*batch query"]:
-    """The size of the smallest set of keys that holds a given fraction of a query's attention to keys.
+def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
+    """The size of the smallest set of keys that holds half of a query's attention to keys.
 
-    ``min n: p(1) + … + p(n) ≥ share · Σ p``, with probabilities in descending order (a learned sink takes the rest).
-    The share counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
+    ``min n: p(1) + … + p(n) ≥ Σ p / 2``, with probabilities in descending order (a learned sink takes the rest). Half
+    counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
     """
     ordered = pattern.sort(-1, descending=True).values
-    enough = share * ordered.sum(-1, keepdim=True) - 1e-6
+    enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
     return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
 
 
 def shift(
-    pattern: Float[Tensor, "batch head query key"],
-    v: Float[Tensor, "batch kv_head key d_head"],
-    member: Bool[Tensor, "batch key"],
+    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"], member: Bool[Tensor, "batch key"]
 ) -> Float[Tensor, "batch head query d_head"]:
     """The part of each head's output that comes from the keys of a segment: Σσ in arXiv:2510.01032 for inserted ones.
 
@@ -107,19 +95,14 @@ def shift(
 
 
 def repeated_mass(
-    pattern: Float[Tensor, "batch head query key"],
-    tokens: Int[Tensor, "batch pos"],
-    after: int = 0,
-    first_query: int = 0,
-    first_key: int = 0,
-) -> Float[Tensor, "batch head query"]:
+    pattern: Pattern, tokens: Tokens, after: int = 0, first_query: int = 0, first_key: int = 0
+) -> PerHead:
     """Each query's attention to positions ``after`` tokens behind earlier occurrences of its own token.
 
     ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
     ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
 
-    Source:
-        "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own position.
+    Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own key.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
     keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
@@ -128,16 +111,12 @@ def repeated_mass(
     return masked_mass(pattern, there) if pattern.is_cuda else looked_up_mass(pattern, there)
 
 
-def masked_mass(
-    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
-) -> Float[Tensor, "batch head query"]:
+def masked_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
     """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
     return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
 
 
-def looked_up_mass(
-    pattern: Float[Tensor, "batch head query key"], there: Bool[Tensor, "batch query key"]
-) -> Float[Tensor, "batch head query"]:
+def looked_up_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
     """The same, by looking up only these keys: for a CPU, as there are few of them in a text."""
     row, query, key = there.nonzero(as_tuple=True)
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
@@ -145,7 +124,7 @@ def looked_up_mass(
     return mass.transpose(1, 2)
 
 
-def has_repeat(tokens: Int[Tensor, "batch pos"], after: int = 0) -> Bool[Tensor, "batch pos"]:
+def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
     places = torch.arange(tokens.shape[-1], device=tokens.device)
     ordered, order = tokens.sort(dim=-1, stable=True)
@@ -161,7 +140,7 @@ def band_edges(bands: int) -> tuple[int, ...]:
 
 
 def band_mass(
-    pattern: Float[Tensor, "*batch query key"], bands: int, first_query: int = 0, first_key: int = 0
+    pattern: Squares, bands: int, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "*batch query {bands}"]:
     """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4, ….
 
@@ -169,23 +148,16 @@ def band_mass(
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     edges = torch.tensor(band_edges(bands), device=pattern.device)
-    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=_wide(pattern)), (1, 0))
+    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
     ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(0, pattern.shape[-1])
     at = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
     return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
 
 
-def near_best(
-    pattern: Float[Tensor, "*batch query key"], shares: Sequence[float]
-) -> Float[Tensor, "*batch query share"]:
+def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batch query share"]:
     """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
 
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
     """
     best = pattern.amax(-1, keepdim=True)
-    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(_wide(pattern))
-
-
-def _wide(pattern: Tensor) -> torch.dtype:
-    """Convert to float32 at least, for sums of many small numbers."""
-    return torch.promote_types(pattern.dtype, torch.float32)
+    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(widened(pattern))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
 from mechattn.prompts.sequences import Sequence as Tokens

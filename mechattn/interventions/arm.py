@@ -28,7 +28,7 @@ class ARM:
     With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its original position, the
     layer and the channel, so a run gives the same numbers with any batching. The share of near-zero activations falls
     by construction, which is no evidence of an effect; see ``control``. In a mixture of experts the channels are those
-    of the token's experts, activations times the router's weights (:mod:`mechattn.model.patch.experts`).
+    of the token's experts, activations times the router's weights (:mod:`mechattn.model.patch.nonlinearities`).
 
     Args:
         c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to move. The released
@@ -55,8 +55,7 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "form", fn.known_form(self.form))
-        for name, known in (("scope", fn.Scope), ("control", fn.Control)):
+        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
             given = getattr(self, name)
             if given not in get_args(known) and not (name == "control" and given is None):
                 raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")

@@ -13,8 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.hooked import attribute_set
-from mechattn.model.lock import holding
+from mechattn.model.hooked import attribute_set, holding
 from mechattn.prompts.sequences import Sequence as Tokens
 
 

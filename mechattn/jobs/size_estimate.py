@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mechattn.axes import SEGMENTS
 from mechattn.engine.check import with_baseline, with_names
-from mechattn.engine.null import BLIND, with_nulls
+from mechattn.engine.forward import BLIND, with_nulls
 from mechattn.errors import ModelError
 from mechattn.model.checkpoint import layers_and_heads
 

@@ -7,7 +7,7 @@ models use the real configuration classes of transformers, with random weights; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.scores import mpt_slopes
+from mechattn.functional.attention import mpt_slopes
 from mechattn.model.hooked import config_of, original_of
 
 Fault = Literal["alibi counted twice", "rotated in float32", "an empty rotary embedding"]
@@ -51,28 +51,22 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
 
 
-def _divided_logits(config: Any) -> float:
-    return 1 / config.logits_scaling
-
-
 _FLOAT_COSINES = Particulars(fault="rotated in float32")
+_DIVIDED_LOGITS = Particulars(logit_factor=lambda config: 1 / config.logits_scaling)
 
 # By the model_type of the configuration.
 PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
     **dict.fromkeys(("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)),
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
-    "flex_olmo": _FLOAT_COSINES,
+    **dict.fromkeys(("flex_olmo", "olmo", "olmo2", "olmo3"), _FLOAT_COSINES),
     "gpt2": Particulars(score_scale=_gpt2_scale),
     "gpt_neo": Particulars(
         score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
     ),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), Particulars(logit_factor=_divided_logits)),
-    "granitemoehybrid": Particulars(logit_factor=_divided_logits, fault="an empty rotary embedding"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _DIVIDED_LOGITS),
+    "granitemoehybrid": replace(_DIVIDED_LOGITS, fault="an empty rotary embedding"),
     "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
-    "olmo": _FLOAT_COSINES,
-    "olmo2": _FLOAT_COSINES,
-    "olmo3": _FLOAT_COSINES,
     "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # all layers with attention are the same
 }
 
@@ -108,9 +102,9 @@ _MENDED: Mapping[Fault, str] = {
 def mend(model: Any) -> tuple[str, ...]:
     """Correct known faults of a booted bridge, in place."""
     fault, dtype = particulars_of(model).fault, next(model.parameters()).dtype
+    rotary = getattr(model, "rotary_emb", None)
     if fault == "rotated in float32" and dtype in (torch.bfloat16, torch.float16):
-        points = (getattr(block.attn, name, None) for block in model.blocks for name in ("hook_rot_q", "hook_rot_k"))
-        for point in points:
+        for point in (getattr(block.attn, f"hook_rot_{part}", None) for block in model.blocks for part in "qk"):
             if point is not None:
                 point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
     elif fault == "alibi counted twice" and config_of(model).alibi:
@@ -118,19 +112,15 @@ def mend(model: Any) -> tuple[str, ...]:
             if not hasattr(block.attn, "_mechattn_alibi_once"):
                 block.attn._reconstruct_attention = _without_second_alibi(block.attn._reconstruct_attention)
                 block.attn._mechattn_alibi_once = True
-    elif fault == "an empty rotary embedding" and _is_empty(getattr(model, "rotary_emb", None)):
+    elif fault == "an empty rotary embedding" and rotary is not None and rotary.original_component is None:
         for module in original_of(model).modules():
-            if module._modules.get("rotary_emb") is model.rotary_emb:
+            if module._modules.get("rotary_emb") is rotary:
                 module._modules["rotary_emb"] = None  # so that the model does not try to use it
         for cfg in (model.cfg, *(block.attn.config for block in model.blocks if hasattr(block, "attn"))):
             cfg.positional_embedding_type = "none"
     else:
         return ()
     return (_MENDED[fault],)
-
-
-def _is_empty(bridge: Any) -> bool:
-    return bridge is not None and bridge.original_component is None
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +136,7 @@ def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]
 
 
 _WINDOW = 8
+_NEO = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": _WINDOW}
 _SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _POSITIONS = {"max_position_embeddings": 256}
 _PLAIN = {**_SIZE, **_POSITIONS, "intermediate_size": 128}
@@ -155,6 +146,7 @@ _ALTERNATING = {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", 
 _FALCON = {**_SIZE, "alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -183,23 +175,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Falcon (RoPE)": ("FalconConfig", {**_FALCON, "alibi": False, "multi_query": True, "parallel_attn": True}),
     "MPT": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
     "GPT-2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    "GPT-Neo": (
-        "GPTNeoConfig",
-        {
-            **_POSITIONS,
-            "hidden_size": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": _WINDOW,
-        },
-    ),
+    "GPT-Neo": ("GPTNeoConfig", {**_POSITIONS, **_NEO, "hidden_size": 64}),
     "GPT-NeoX": ("GPTNeoXConfig", _PLAIN),
     "GPT-J": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}),
-    "GPT-OSS": (
-        "GptOssConfig",
-        {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "GPT-OSS": ("GptOssConfig", {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "OPT": ("OPTConfig", {**_SIZE, **_POSITIONS, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "Phi": ("PhiConfig", _PLAIN),
     "Phi-3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
@@ -210,19 +189,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Granite": ("GraniteConfig", _GROUPED),
     "StableLM": ("StableLmConfig", _GROUPED),
     "StarCoder2": ("Starcoder2Config", _GROUPED),
-    "DeepSeek-V3 (latent attention)": (
-        "DeepseekV3Config",
-        {
-            **_PLAIN,
-            **_LATENT,
-            **_EXPERTS,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "DeepSeek-V3 (latent attention)": ("DeepseekV3Config", {**_PLAIN, **_LATENT, **_EXPERTS, **_ROUTED}),
     "Mamba (no attention)": ("MambaConfig", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
 }
 

@@ -1,17 +1,29 @@
-"""Checkpoints and toys before their weights are read: their place, configuration, tokenizer and ends of answers."""
+"""Checkpoints and toys before their weights are read: place, configuration, tokenizer, ends of answers; and trust.
+
+A checkpoint neither runs its own code nor is read as a pickle, unless the user allows it. No single option does this.
+TransformerLens does not forward an option about pickles, and for some architectures it imports the checkpoint's code
+whatever ``trust_remote_code`` says; transformers asks on standard input if the option is left open. So we wrap the
+functions of transformers that read pickles and import code, once and permanently. The wrappers check what is being
+loaded, but only in the thread and the ``with`` block of one of our loads; other code that loads a model in this process
+is not affected.
+"""
 
 from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
+from threading import Lock
+from typing import Any, Literal
 
 from mechattn.errors import ModelError
 from mechattn.hub import asked_once, may_be_on_hub
-from mechattn.model.remote_code import as_trusted, refuse_own_code
 
 PREFIX = "toy:"
 RELAY = "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
@@ -166,18 +178,6 @@ class UnloadedModel:
     loaded: Any = None  # the hooked model, if one was given
 
 
-def unloaded_named(name: str) -> UnloadedModel:
-    """The model of a name or directory, without its weights."""
-    from transformers import GenerationConfig
-
-    longest = getattr(text_config(name), "max_position_embeddings", None)
-    try:
-        settings = GenerationConfig.from_pretrained(model_place(name))
-    except OSError:  # there are no generation settings
-        settings = None
-    return unloaded_tokenizer(tokenizer_named(name), name, longest if isinstance(longest, int) else NO_LIMIT, settings)
-
-
 def unloaded_tokenizer(tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None) -> UnloadedModel:
     """A tokenizer as an unloaded model with a name, a context length and generation settings."""
     sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))
@@ -196,3 +196,75 @@ def reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+Forbidden = Literal["code", "pickles"]
+_Said = frozenset[Forbidden] | None  # None outside our loads
+_forbidden: ContextVar[_Said] = ContextVar("forbidden", default=None)
+_lock = Lock()
+
+
+@contextmanager
+def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
+    """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal."""
+    with _lock:
+        _wrap_once()
+    allowed: dict[Forbidden, bool | None] = {"code": trust_remote_code, "pickles": pickled_weights}
+    before = _forbidden.set(frozenset(what for what, said in allowed.items() if said is not True))
+    try:
+        yield
+    except ModelError as error:
+        if pickled_weights or "safetensors" not in str(error):
+            raise
+        raise ModelError(
+            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
+            f"save_pretrained, or give pickled_weights=True if you trust it"
+        ) from error
+    finally:
+        _forbidden.reset(before)
+
+
+def is_of_own_code(model: Any) -> bool:
+    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed to run."""
+    return type(model).__module__.startswith("transformers_modules")
+
+
+def refuse_own_code(error: Exception, name: str) -> None:
+    """Raise our own error if transformers refused to run the checkpoint's code."""
+    if "custom code" in str(error):
+        raise ModelError(
+            f"{name} has its own code, which is run only with load_model(…, trust_remote_code=True); use this if you "
+            f"trust it"
+        ) from error
+
+
+@cache
+def _wrap_once() -> None:
+    from transformers import PreTrainedModel, dynamic_module_utils
+    from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
+
+    def around(given: Callable[..., Any], allowed: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(given)(lambda *arguments, **options: allowed(given, _forbidden.get(), *arguments, **options))
+
+    loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
+    PreTrainedModel.from_pretrained = classmethod(around(loads, _without_pickles))  # type: ignore[method-assign,assignment]
+    for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
+        setattr(dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code))
+    for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
+        module.resolve_trust_remote_code = around(module.resolve_trust_remote_code, _without_a_question)  # type: ignore[attr-defined]
+
+
+def _without_pickles(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
+    return given(*arguments, **(options | ({"use_safetensors": True} if "pickles" in (forbidden or ()) else {})))
+
+
+def _without_code(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
+    if "code" in (forbidden or ()):
+        raise ModelError("the checkpoint has its own code, which is run only with trust_remote_code=True")
+    return given(*arguments, **options)
+
+
+def _without_a_question(
+    given: Callable[..., Any], forbidden: _Said, trust: bool | None, *arguments: Any, **options: Any
+) -> Any:
+    return given("code" not in forbidden if trust is None and forbidden is not None else trust, *arguments, **options)

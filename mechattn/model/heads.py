@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.model.hooked import HookedModel, config_of, facts_of, unwrapped
+from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 
 _EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
 
@@ -99,9 +99,8 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
-    facts = facts_of(model)
-    if facts is not None and facts.report is not None and "heads" in facts.report.limited:
-        raise ModelError(f"{model.cfg.model_name}: {facts.report.limited['heads']}; so heads have no separate updates")
+    if why := limit_of(model, "heads"):
+        raise ModelError(f"{model.cfg.model_name}: {why}; so heads have no separate updates")
     if norm := norm_before_output(model, layer):
         raise ModelError(
             f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "

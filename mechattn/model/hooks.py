@@ -6,25 +6,24 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError, OptionError, RowError
+from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens
 from mechattn.functional.received import visible_keys
-from mechattn.functional.rows import EdgeMask
 from mechattn.model.architectures import particulars_of
 from mechattn.model.heads import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 
 _COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
-SeePattern = Callable[
-    [int, Float[Tensor, "batch head query key"], Float[Tensor, "batch kv_head pos d_head"] | None], None
-]
+SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
 def pattern_hook(layer: int) -> str:
@@ -80,7 +79,7 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
 def check_pattern(
     model: HookedModel,
     layer: int,
-    pattern: Float[Tensor, "batch head query key"],
+    pattern: Pattern,
     real: Bool[Tensor, "batch query"],
     window: int | None,
     edge_mask: EdgeMask | None = None,
@@ -131,12 +130,12 @@ def count_parameters(model: Any) -> int:
 
 def forward_with_patterns(
     model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
-    real: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"],
+    tokens: Tokens,
+    real: Marked | Tokens,
     layers: list[int],
     see: SeePattern,
     edge_masks: Mapping[int, EdgeMask] | None = None,
-    position_ids: Int[Tensor, "batch pos"] | None = None,
+    position_ids: Tokens | None = None,
     last: int | None = None,
 ) -> None:
     """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern."""
@@ -147,7 +146,7 @@ def forward_with_patterns(
         def keep(v: Float[Tensor, ...], hook: Any) -> None:
             values[layer] = v.detach()
 
-        def reduce(pattern: Float[Tensor, "batch head query key"], hook: Any) -> None:
+        def reduce(pattern: Pattern, hook: Any) -> None:
             v = values.pop(layer, None)
             v = None if v is None else positions_first(model, layer, v)
             if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
@@ -159,7 +158,10 @@ def forward_with_patterns(
         name = f"blocks.{layer}.attn.hook_v"
         return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
 
-    cutting = [_masking(layer, edge_mask) for layer, edge_mask in (edge_masks or {}).items()]
+    cutting = [
+        (f"blocks.{layer}.attn.hook_attn_scores", partial(_hide, _unseen(edge_mask)[:, None]))
+        for layer, edge_mask in (edge_masks or {}).items()
+    ]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
     forward_to(model, tokens, max(layers) if last is None else last, [*cutting, *looking], position_ids, **mask)
@@ -170,22 +172,17 @@ def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
     return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
 
 
-def _masking(layer: int, edge_mask: EdgeMask) -> tuple[str, Callable]:
-    """A hook that cuts edges of a layer before the softmax."""
-    unseen = _unseen(edge_mask)[:, None]
-
-    def hide(scores: Float[Tensor, "batch head query key"], hook: Any) -> Float[Tensor, "batch head query key"]:
-        return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
-
-    return f"blocks.{layer}.attn.hook_attn_scores", hide
+def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any) -> Pattern:
+    """Cut edges of a layer before the softmax."""
+    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
 
 
 def forward_to(
     model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
+    tokens: Tokens,
     last: int,
     fwd_hooks: list[tuple[str, Callable]],
-    position_ids: Int[Tensor, "batch pos"] | None = None,
+    position_ids: Tokens | None = None,
     **options: Any,
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
@@ -206,7 +203,7 @@ def forward_to(
 
 
 def logits_and_values(
-    model: HookedModel, tokens: Int[Tensor, "batch pos"], names: Iterable[str]
+    model: HookedModel, tokens: Tokens, names: Iterable[str]
 ) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
     """The logits of a pass, and the values at the hooks of these names."""
     seen: dict[str, Tensor] = {}
@@ -246,24 +243,6 @@ class Needed:
         self.called = False
 
 
-def takes_position_ids(model: HookedModel) -> bool:
-    """Whether the model's attention depends on the given position ids, tried on a few tokens."""
-    if original_of(model) is None:
-        return False
-    device = next(model.parameters()).device
-    tokens = torch.arange(5, 11, device=device)[None]
-    seen: list[Tensor] = []
-    for ids in (torch.arange(6, device=device)[None], 3 * torch.arange(6, device=device)[None]):
-        try:
-            layer = attention_layers(model)[-1]
-            forward_with_patterns(
-                model, tokens, torch.ones_like(tokens), [layer], lambda n, pattern, v: seen.append(pattern), None, ids
-            )
-        except (TypeError, ValueError):
-            return False
-    return not torch.equal(*seen)
-
-
 def _options_taken(model: HookedModel) -> set[str]:
     """The argument names of the inner transformers model's forward pass; none without such a model."""
     original = original_of(model)
@@ -278,15 +257,14 @@ def norms_once(model: Any) -> Iterator[None]:
     norms = [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
     with ExitStack() as stack:
         for norm in norms:
-            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, _once(norm, getattr(norm, _COMPUTED_TWICE))))
+            once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))
+            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, once))
         yield
 
 
-def _once(norm: Any, twice: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _once(
+    norm: Any, twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
+) -> Float[Tensor, "*batch channel"]:
     points = (norm.hook_scale, norm.hook_normalized)
-
-    def forward(x: Float[Tensor, "*batch channel"]) -> Float[Tensor, "*batch channel"]:
-        watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
-        return twice(x) if watched else norm.original_component(x).to(x.dtype)
-
-    return forward
+    watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
+    return twice(x) if watched else norm.original_component(x).to(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,26 +15,11 @@ import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.hub import asked_once
+from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
-from mechattn.model.checkpoint import (
-    PREFIX,
-    UnloadedModel,
-    config_of_place,
-    end_tokens,
-    lettered_tokenizer,
-    load_tokenizer,
-    model_place,
-    prepends_bos,
-    reason,
-    tokenizer_of,
-    unloaded_named,
-    unloaded_tokenizer,
-)
-from mechattn.model.hooked import HookedModel, ModelFacts, boots, count_boot, facts_of, remember
-from mechattn.model.lock import alone, making
-from mechattn.model.remote_code import as_trusted, is_of_own_code
-from mechattn.model.verify.checks import check_model
-from mechattn.model.verify.kernels import check_streaming
+from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
+from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
+from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
@@ -90,10 +76,10 @@ def load_model(
     _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
         _check_one_device(getattr(model, "hf_device_map", None), None)
-        with making, as_trusted(trust_remote_code=is_of_own_code(model), pickled_weights=True):
+        with making, as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        own_code, place = options.get("trust_remote_code"), model_place(str(model))
+        own_code, place = options.get("trust_remote_code"), checkpoint.model_place(str(model))
         with making, as_trusted(own_code, pickled_weights, name=str(model)), asked_once(place):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
@@ -177,15 +163,24 @@ def dtype_named(name: str) -> Dtype:
 
 def unloaded(model: Any) -> UnloadedModel:
     """A model without its weights; if the given model is loaded, it is included."""
+    from transformers import GenerationConfig
+
     if isinstance(model, (str, Path)):
-        return unloaded_named(str(model))
+        name = str(model)
+        longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+        longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
+        try:
+            settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
+        except OSError:  # there are no generation settings
+            settings = None
+        return checkpoint.unloaded_tokenizer(checkpoint.tokenizer_named(name), name, longest, settings)
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        return unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
+        return checkpoint.unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
     hooked = load_model(as_hooked(model))
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
-    return UnloadedModel(hooked.tokenizer, hooked.cfg, end_tokens(settings, hooked.tokenizer), hooked)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked)
 
 
 def _known_or_met(model: Any) -> ModelFacts:
@@ -222,15 +217,15 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
 
 
 def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
-    is_toy = name.startswith(PREFIX)
-    place = model_place(name)
+    is_toy = name.startswith(checkpoint.PREFIX)
+    place = checkpoint.model_place(name)
     remote = {"trust_remote_code": False} | {k: options[k] for k in ("revision", "trust_remote_code") if k in options}
-    config = config_of_place(place, **remote)
+    config = checkpoint.config_of_place(place, **remote)
     if dtype == "auto":
         stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
-        tokenizer = load_tokenizer(name) if is_toy else tokenizer_of(place, **remote)
+        tokenizer = checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
 
@@ -257,35 +252,20 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
     count_boot()
     try:
-        with _quiet(), classes_left_alone():
+        with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
-            stand_in = lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
+            stand_in = checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
         raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}") from error
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
-    bridge.cfg.default_prepend_bos = prepends_bos(tokenizer)
+    bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     bridge.eval()
-    native, why = _native_twin(bridge)
-    remember(bridge, ModelFacts(weights="raw", native=native, why_not_native=why, mended=mend(bridge)))
+    _known_or_met(bridge).weights = "raw"
     return bridge
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for loading weights, which transformers shows even for a toy of one megabyte."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _native_twin(bridge: Any) -> tuple[Any | None, str]:
@@ -330,13 +310,16 @@ def _rebuilt(hooked: Any) -> Any:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo the changes that booting a model makes to classes of transformers (TransformerLens issue 1795)."""
-    import importlib
+    """Undo what booting a model changes in classes of transformers (TransformerLens issue 1795); no progress bar."""
+    from transformers.utils import logging
 
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
-    before = [module.eager_attention_forward for module in modules]
+    before, shown = [module.eager_attention_forward for module in modules], logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     try:
         yield
     finally:
         for module, function in zip(modules, before, strict=True):
             module.eager_attention_forward = function
+        if shown:
+            logging.enable_progress_bar()

@@ -12,7 +12,7 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
 from mechattn.model.heads import wide
-from mechattn.model.hooked import HookedModel, config_of, facts_of, unwrapped
+from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 from mechattn.model.hooks import logits_and_values
 
 _TRIED = 4  # vectors
@@ -128,9 +128,9 @@ def unembedding(model: HookedModel) -> Unembedding:
 
 def _check_direct(model: HookedModel, reads: Unembedding) -> None:
     """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a few tokens)."""
-    name, facts = str(model.cfg.model_name), facts_of(model)
-    if facts is not None and facts.report is not None and "residual" in facts.report.limited:
-        raise ModelError(f"{name}: {facts.report.limited['residual']}; so updates do not reach its logits unchanged")
+    name = str(model.cfg.model_name)
+    if why := limit_of(model, "residual"):
+        raise ModelError(f"{name}: {why}; so updates do not reach its logits unchanged")
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]
     shown, seen = logits_and_values(model, tokens, [last])

@@ -12,9 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.hooked import ModelFacts, facts_of
+from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
-from mechattn.model.lock import alone, making
 
 Kind = Literal["initialised", "shuffled"]
 

@@ -11,10 +11,10 @@ from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.hooked import alone
 from mechattn.model.hooks import chosen_layers
 from mechattn.model.load import as_hooked, load_model
-from mechattn.model.lock import alone
-from mechattn.model.score_terms import scores_of
+from mechattn.model.scores_and_positions import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.declared import check_heads

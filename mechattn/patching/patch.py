@@ -16,10 +16,9 @@ from torch import Tensor
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.check import made_sequences, with_baseline
 from mechattn.functional.activations import keyed_uniform, token_keys
-from mechattn.model.hooked import HookedModel
+from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
 from mechattn.model.load import as_hooked, load_model
-from mechattn.model.lock import alone
 from mechattn.patching.answer_metrics import Measured, Metric, metric_of
 from mechattn.patching.effects import CONTROLS, Patching
 from mechattn.patching.refusals import Direction, check_direction, check_gradients, check_metric, check_sequences

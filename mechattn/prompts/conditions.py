@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.attention import EdgeMask
 from mechattn.markup import fields_table
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_place, check_run, position

@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn import markup
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ConditionError
-from mechattn.functional.rows import EdgeMask
+from mechattn.functional.attention import EdgeMask
 
 INSERTED = -1
 

@@ -6,7 +6,6 @@ import torch
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.activations import known_form
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.model.architectures import tiny_model
 from mechattn.model.hooked import original_of
@@ -59,16 +58,6 @@ def test_options(make, message):
 def test_percentiles_that_are_taken():
     for p1 in (0, 1.01, 85, 100):
         assert ma.interventions.ARM(p1=p1).p1 == p1
-
-
-def test_the_old_name_of_a_form_is_the_new_one():
-    with pytest.warns(DeprecationWarning, match='is now "released_llama"') as caught:
-        old = ma.interventions.ARM(form="released", p1=95.0)
-    if not hasattr(known_form, "__wrapped__"):  # the checker of types would be a frame more
-        assert caught[0].filename == __file__, "the line that says it"
-    assert old == ma.interventions.ARM(form="released_llama", p1=95.0)
-    assert "released_llama" in repr(old)
-    assert old != ma.interventions.ARM(form="released_qwen2", p1=95.0)
 
 
 @pytest.mark.parametrize(

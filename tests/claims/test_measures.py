@@ -17,7 +17,7 @@ from mechattn.claims.measures import MEASURES, NotApplicable, in_layers, measure
 from mechattn.claims.register import Measuring
 from mechattn.errors import OptionError
 from mechattn.functional.activations import redistribute
-from mechattn.functional.affine import split
+from mechattn.functional.head_outputs import split
 from mechattn.known_answers import known_heads
 from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
 from mechattn.model.checkpoint import lettered_tokenizer

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.score_decomposition import ScoreDecomposition
-from mechattn.functional import rows
+from mechattn.functional import attention as rows
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
-from mechattn.model.verify.kernels import check_streaming
+from mechattn.model.verify.checks import check_streaming
 
 TOLERANCE = 1e-5
 TURNS = ("self_share", "first_share", "previous_share")  # a tie of the strongest target may turn

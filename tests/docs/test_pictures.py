@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mechattn.functional.focus import mean_distance, top_two
+from mechattn.functional.head_outputs import orientation
 from mechattn.functional.received import received_attention
-from mechattn.functional.updates import orientation
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -6,10 +6,10 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import fused as functional
+from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.verify.kernels import check_fused
+from mechattn.model.verify.checks import check_fused
 
 PROMPTS = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
 CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(9)}

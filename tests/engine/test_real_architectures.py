@@ -39,7 +39,9 @@ def checkpoint(folder, kind, tokenizer):
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gemma3_text"))]
+)
 def test_a_real_architecture_goes_through_the_same_config(kind, tokenizer, tmp_path, monkeypatch):
     folder = tmp_path / kind
     checkpoint(folder, kind, tokenizer)

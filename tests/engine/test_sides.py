@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import batches as batch_plans
 from mechattn.engine import check
-from mechattn.engine.batches import Cost, batch_plan
+from mechattn.engine import run as batch_plans
+from mechattn.engine.run import Cost, batch_plan
 from mechattn.errors import OptionError
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.merge import merge_results

@@ -9,7 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError, ServerError
-from mechattn.evaluation import completions, served_answers
+from mechattn.evaluation import completions, served_answers, server
 from tests.evaluation.stand_in import StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -29,6 +29,7 @@ def here(toy, some):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(server, "_WAITS", (0.001, 0.01, 60.0))
 
 
 def there(prompts, server, **options):
@@ -52,7 +53,7 @@ def as_told(answers):
 
 @pytest.mark.parametrize(
     "fault",
-    [429, 500, 503, pytest.param("slow", marks=pytest.mark.slow), "cut", "half", "twice", "aborted"],
+    [429, 500, pytest.param("slow", marks=pytest.mark.slow), "cut", "half", "twice", "aborted"],
     ids=lambda fault: str(fault),
 )
 def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_path):

@@ -40,10 +40,10 @@ def noisy(engine):
     return changed(engine, lambda w: w + 0.3 * w.std() * torch.randn_like(w))
 
 
-TELLS = {"all": {}, "text and ids": {"tells_ids": False}, "text": {"takes_ids": False}}
+TELLS = {"all": {}, "text": {"takes_ids": False}}
 
 
-@pytest.mark.parametrize("tells", [*TELLS])
+@pytest.mark.parametrize("tells", ["all", "text"])
 def test_weights_with_noise_are_refused(toy, some, noisy, tells):
     """Even by greedy answers alone, most of which are the same; the share of these is given with its interval."""
     with running(StandIn(noisy, **TELLS[tells])) as server:
@@ -55,7 +55,7 @@ def test_weights_with_noise_are_refused(toy, some, noisy, tells):
         assert 0 < probe["alike_low"] < probe["alike"] < probe["alike_high"] < 1
 
 
-@pytest.mark.parametrize(("tells", "dtype"), [("all", "float16"), ("all", "bfloat16"), ("text", "bfloat16")])
+@pytest.mark.parametrize(("tells", "dtype"), [("all", "float16"), ("text", "bfloat16")])
 def test_the_same_weights_in_another_dtype_are_the_model(toy, some, engine, tells, dtype):
     rounded = changed(engine, lambda w: w.to(getattr(torch, dtype)).float())
     with running(StandIn(rounded, **TELLS[tells])) as server:
@@ -76,7 +76,7 @@ def test_a_tie_may_turn_either_way():
     assert not Known("ab c", None, None).agrees("ax")
 
 
-@pytest.mark.parametrize(("given", "after"), [("model", 0), ("name", 0), ("name", 20), ("model", 32)])
+@pytest.mark.parametrize(("given", "after"), [("model", 0), ("name", 20)])
 def test_a_model_that_is_exchanged_is_found(toy, some, engine, noisy, given, after, tmp_path):
     """After so many of 32 answers; those since the last probe that agreed are dropped, and the same call goes on."""
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechattn.errors import OptionError
-from mechattn.functional.activations import as_control, keyed_uniform, known_form, redistribute, token_keys
+from mechattn.functional.activations import as_control, keyed_uniform, redistribute, token_keys
 
 SHARES = {"paper": (0.02, 0.25), "released_llama": (0.2, 0.25), "released_qwen2": (0.02, 0.25)}
 FORMS = [*SHARES, "gemma"]
@@ -96,6 +95,7 @@ def test_bfloat16_moves_what_float32_moves():
         torch.testing.assert_close(got, same.bfloat16(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_more_entries_than_torch_quantile_takes():
     """Against numpy's own sorting, in one piece."""
     n = 2**24 + 5
@@ -146,15 +146,6 @@ def test_the_two_released_forms_differ_by_their_floor_alone():
         other = oracle(x[0].numpy(), uniform[0].numpy(), 0.13, 99.5, "released_qwen2", {"released_qwen2": (0.2, 0.25)})
         wrong = np.abs(made["released_qwen2"][0].numpy() - other).max()
         assert (wrong > 0.1) == (share < 0.2), "negative control: the oracle with the other floor"
-
-
-def test_the_name_from_before_there_were_two_released_forms():
-    with pytest.warns(DeprecationWarning, match='is now "released_llama"; .* for Qwen2 is'):
-        assert known_form("released") == "released_llama"
-    with pytest.raises(
-        OptionError, match="form='published': choose one of 'paper', 'released_llama', 'released_qwen2'"
-    ):
-        known_form("published")
 
 
 def test_gelu_is_exactly_zero_where_it_is_switched_off():

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from mechattn.functional.fused import fused_attention, why_not_fused
-from mechattn.functional.rows import Attention, EdgeMask, attention_by_rows
+from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows, fused_attention, why_not_fused
 
 KINDS = ["plain", "ALiBi", "sinks", "both"]
 
@@ -94,7 +93,7 @@ def test_many_groups_take_several_calls():
 def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
     attention, weights = made("plain", 300, torch.bfloat16)
     right = fused_attention(attention).column_sums(weights)
-    monkeypatch.setattr("mechattn.functional.fused._in_parts", lambda number, dtype: number.to(dtype)[..., None])
+    monkeypatch.setattr("mechattn.functional.attention._in_parts", lambda number, dtype: number.to(dtype)[..., None])
     wrong = fused_attention(attention).column_sums(weights)
     assert float((wrong - right).abs().max()) > 0.01 * float(right.max())
 

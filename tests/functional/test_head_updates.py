@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from mechattn.functional import updates as fn
-from mechattn.functional.sinks import kurtosis_over_keys, massive, near_sums
+from mechattn.functional import head_outputs as fn
+from mechattn.functional.received import kurtosis_over_keys, massive, near_sums
 
 
 def ill_conditioned(heads=3, width=16, model=48):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechattn.functional.rows import Attention, EdgeMask, PatternRows, attention_by_rows
+from mechattn.functional.attention import Attention, EdgeMask, PatternRows, attention_by_rows
 
 
 def square(q, k, v, scale, bias=None, window=None, softcap=None):

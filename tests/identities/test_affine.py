@@ -8,7 +8,7 @@ import mechattn as ma
 from mechattn.engine.batch_values import measure_batch
 from mechattn.engine.forward import forward_in_blocks
 from mechattn.errors import OptionError
-from mechattn.functional import affine as fn
+from mechattn.functional import head_outputs as fn
 from mechattn.model import hooks
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names

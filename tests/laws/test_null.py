@@ -9,7 +9,7 @@ from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.analysis.score_decomposition import ScoreDecomposition
-from mechattn.model import hooks
+from mechattn.engine import check
 from mechattn.model.architectures import tiny_model
 
 PLACES = ("start", "before_question", "before_answer", "random")
@@ -118,7 +118,7 @@ def departures(result, kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer, answered, monkeypatch):
     # Such a model takes no notice of positions, so it cannot be found out whether it is told them.
-    monkeypatch.setattr(hooks, "takes_position_ids", lambda model: True)
+    monkeypatch.setattr(check, "takes_position_ids", lambda model: True)
     result = measured(family, blind(family, tokenizer, sinks=0.0), answered)
     found = departures(result, "_uniform")
     assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
@@ -129,7 +129,7 @@ def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer,
 
 @pytest.mark.parametrize("family", BY_POSITION)
 def test_where_scores_hold_the_position_the_blind_null_is_the_one(family, tokenizer, answered, monkeypatch):
-    monkeypatch.setattr(hooks, "takes_position_ids", lambda model: family not in ALIBI)
+    monkeypatch.setattr(check, "takes_position_ids", lambda model: family not in ALIBI)
     result = measured(family, blind(family, tokenizer), answered)
     found = departures(result, "_blind")
     assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mechattn.functional import received as fn
-from mechattn.functional.rows import Attention, attention_by_rows
+from mechattn.functional.attention import Attention, attention_by_rows
 
 
 def columns(q, k, v, counted, window, block):

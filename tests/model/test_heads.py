@@ -32,7 +32,7 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
     def elsewhere(shown, heads):
         return split_heads(shown.flatten(2)[..., cut.to(shown.device)], heads)
 
-    monkeypatch.setattr("mechattn.model.verify.layer_checks.split_heads", elsewhere)
+    monkeypatch.setattr("mechattn.model.heads.split_heads", elsewhere)
     with pytest.raises(ma.MechattnError, match="values failed"):
         ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
 

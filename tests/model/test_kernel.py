@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mechattn as ma
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.verify.kernels import _ThroughIdentity
+from mechattn.model.verify.checks import _ThroughIdentity
 
 
 @pytest.mark.parametrize("keys", [5, 8, 21], ids=["fewer keys than d_value", "as many", "several calls"])

@@ -7,10 +7,10 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import positions
+from mechattn.model import scores_and_positions as positions
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.hooks import attention_layers, takes_position_ids
-from mechattn.model.positions import Boundary, boundary_of, takes_negative_ids
+from mechattn.model.hooks import attention_layers
+from mechattn.model.scores_and_positions import Boundary, boundary_of, takes_negative_ids, takes_position_ids
 from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
 
 TABLE_FAMILIES = {"GPT-2", "GPT-Neo", "GPT-J", "OPT"}  # learned positions, and GPT-J's sines

@@ -9,13 +9,12 @@ import torch
 import mechattn as ma
 from mechattn.analysis.analysis import AnalysisBase, Quantity
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional import rows as functional
+from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
-from mechattn.model.verify.checks import _BY_FLAG
-from mechattn.model.verify.kernels import check_streaming
+from mechattn.model.verify.checks import _BY_FLAG, check_streaming
 
 
 @pytest.fixture

@@ -121,13 +121,13 @@ def test_most_models_do_neither(tokenizer, toy):
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
     """As for a step that nobody has met yet."""
     nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
-    monkeypatch.setattr(heads if without == "norm_of_values" else layer_checks, without, nothing[without])
+    monkeypatch.setattr(layer_checks if without == "_GATES" else heads, without, nothing[without])
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 
 
 def test_a_clip_that_is_not_known_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(layer_checks, "as_mixed", lambda model, layer, v: v)
+    monkeypatch.setattr(layer_checks.heads, "as_mixed", lambda model, layer, v: v)
     with pytest.raises(ModelError, match=r"its attention has clip_qkv=0.5"):
         loaded("OLMo clipped", tokenizer)
 

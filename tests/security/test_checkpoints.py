@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import mechattn as ma
 from mechattn.commands.run_config import check_in_model
 from mechattn.errors import ModelError
-from mechattn.model import remote_code as trust
-from mechattn.model.checkpoint import layers_and_heads
+from mechattn.model import checkpoint as trust
+from mechattn.model.checkpoint import as_trusted, layers_and_heads
 from mechattn.model.load import classes_left_alone
-from mechattn.model.remote_code import as_trusted
 
 
 @pytest.fixture

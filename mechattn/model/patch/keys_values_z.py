@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -16,15 +16,30 @@ from mechattn.model.heads import is_latent, split_heads
 from mechattn.model.hooks import Needed, blocks_of, chosen_layers
 
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models
+_ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}  # a fused projection's columns: all q, all k, all v
+_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, their key, their value
+Part = Literal["k", "v"]
+_PARTS: tuple[Part, Part] = ("k", "v")
+# Receives the keys or values of all heads, concatenated; what it returns replaces them.
+Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
 ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
 
 
-@contextmanager
-def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> Iterator[None]:
+def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
     """Call a function with each head's output before W_O; what it returns replaces the output."""
+    return _put(_put_at_z, model, layers)
+
+
+def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
+    """Call functions with the keys and the values of a layer; what they return replaces them."""
+    return _put(_put_in_hooked if hasattr(model, "hook_dict") else _put_in_plain, model, layers)
+
+
+@contextmanager
+def _put(hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for layer, change in layers.items():
-            for handle in _put_at_z(model, layer, change):
+            for handle in hooks(model, layer, change):
                 stack.callback(handle.remove)
         yield
 
@@ -68,26 +83,6 @@ def _put_at_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
             raise ModelError(f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn")
         handle = projection.register_forward_pre_hook(lambda module, given: (changed(given[0]),))
     return [handle, block.register_forward_hook(needed.check)]
-
-
-Part = Literal["k", "v"]
-# Receives the keys or values of all heads, concatenated; what it returns replaces them.
-Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
-
-_PARTS: tuple[Part, Part] = ("k", "v")
-_ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}  # a fused projection's columns: all q, all k, all v
-_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, their key, their value
-
-
-@contextmanager
-def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> Iterator[None]:
-    """Call functions with the keys and the values of a layer; what they return replaces them."""
-    with ExitStack() as stack:
-        for layer, change in layers.items():
-            put = _put_in_hooked if hasattr(model, "hook_dict") else _put_in_plain
-            for handle in put(model, layer, change):
-                stack.callback(handle.remove)
-        yield
 
 
 def _put_in_hooked(model: Any, layer: int, change: Change) -> list[Any]:

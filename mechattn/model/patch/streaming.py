@@ -15,23 +15,32 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.fused import Fused, fused_attention, why_not_fused
-from mechattn.functional.rows import BLOCK, Attention, EdgeMask, Rows, attention_by_rows
+from mechattn.functional.attention import (
+    BLOCK,
+    Attention,
+    EdgeMask,
+    Fused,
+    Rows,
+    attention_by_rows,
+    fused_attention,
+    why_not_fused,
+)
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.heads import clip_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
 from mechattn.model.hooks import sinks_of
 
+Queries = Float[Tensor, "batch head pos d_head"]
+Keys = Float[Tensor, "batch kv_head pos d_head"]
+Values = Float[Tensor, "batch kv_head pos d_value"]
+Output = Float[Tensor, "batch head pos d_value"]
 See = Callable[[int, Rows | Fused], None]
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
 _HOOKS_ALONE = (
-    *(
-        f"attn.hook_{part}"
-        for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_normed", "k_normed", "q_gate")
-    ),
-    *(f"attn.{part}." for part in ("q_norm", "k_norm", "kv_b_proj")),
+    *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_gate")),
+    *(f"attn.{part}" for part in ("hook_q_normed", "hook_k_normed", "q_norm.", "k_norm.", "kv_b_proj.")),
 )
 
 
@@ -48,14 +57,14 @@ class _Layer:
 
     def __call__(
         self,
-        q: Float[Tensor, "batch head pos d_head"],
-        k: Float[Tensor, "batch kv_head pos d_head"],
-        v: Float[Tensor, "batch kv_head pos d_value"],
+        q: Queries,
+        k: Keys,
+        v: Values,
         scale: float,
         bias: Float[Tensor, "#batch head pos"] | None = None,
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
-    ) -> Float[Tensor, "batch head pos d_value"]:
+    ) -> Output:
         """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no mask for it."""
         see = None if self.see is None else partial(self.see, self.number)
         special = (bias, softcap, sinks, self.window, self.edge_mask)
@@ -135,14 +144,7 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
         yield
 
 
-def _attention_function(
-    module: Any,
-    query: Float[Tensor, "batch head pos d_head"],
-    key: Float[Tensor, "batch kv_head pos d_head"],
-    value: Float[Tensor, "batch kv_head pos d_value"],
-    mask: Any,
-    **options: Any,
-) -> Any:
+def _attention_function(module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any) -> Any:
     """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -278,28 +280,17 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
 
 # By TransformerLens class. A subclass is not treated like its base class: it may select the keys that a query sees, and
 # the check on a short probe would not notice.
-_CALLS: Mapping[str, Call] = {
-    **dict.fromkeys(
-        (
-            "PositionEmbeddingsAttentionBridge",
-            "_BitNetAttentionBridge",
-            "_Cohere2AttentionBridge",
-            "_Exaone4AttentionBridge",
-            "_SmolLM3AttentionBridge",
-        ),
-        _delegated,
-    ),
-    "AttentionBridge": _plain,
-    "MLAAttentionBridge": _latent,
-    **dict.fromkeys(
-        (
-            "ALiBiJointQKVAttentionBridge",
-            "BloomAttentionBridge",
-            "JointQKVAttentionBridge",
-            "JointQKVPositionEmbeddingsAttentionBridge",
-            "MPTALiBiAttentionBridge",
-        ),
-        _fused,
-    ),
-    **dict.fromkeys(("Attention", "GroupedQueryAttention"), _in_parts),
+_CLASSES: Mapping[Call, str] = {
+    _delegated: """
+        PositionEmbeddingsAttentionBridge _BitNetAttentionBridge _Cohere2AttentionBridge _Exaone4AttentionBridge
+        _SmolLM3AttentionBridge
+    """,
+    _plain: "AttentionBridge",
+    _latent: "MLAAttentionBridge",
+    _fused: """
+        ALiBiJointQKVAttentionBridge BloomAttentionBridge JointQKVAttentionBridge
+        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge
+    """,
+    _in_parts: "Attention GroupedQueryAttention",
 }
+_CALLS: Mapping[str, Call] = {name: call for call, names in _CLASSES.items() for name in names.split()}

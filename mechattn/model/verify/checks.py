@@ -1,51 +1,46 @@
-"""The checks of a hooked model against the model itself, with a few forward passes of a short probe."""
+"""Compares a hooked model with the model itself, and other computations of attention with its hooks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
+from mechattn.functional.attention import Fused, Pattern, Rows, Tokens
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
-from mechattn.model.positions import boundary_of
+from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
-from mechattn.model.verify.kernels import attention_of, check_kernel, run_native
 from mechattn.model.verify.layer_checks import Shown, check_layers, is_read
-from mechattn.model.verify.verification import (
-    ANOTHER_VERSION,
-    AT_LOADING,
-    TOLERANCE,
-    Check,
-    Report,
-    compare_positions,
-    dtype_of,
-    probe_tokens,
-)
+from mechattn.model.verify.verification import Check, Report, compare, compare_positions, limited
 
+Logits = Float[Tensor, "1 pos d_vocab"]
 PADDED = 3
+_PADDING = (
+    "logits of a sequence padded on the right against those without padding",
+    "run prompts of one length together; padding changes this model",
+)
 # Input hooks that TransformerLens fires only if a flag of cfg is set.
 _BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
 
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
-    """Compare a hooked model with the model behind it and with itself.
-
-    The probe is a row of ``length`` random tokens, and its beginning padded on the right. Checked, at each layer that
-    has attention: logits and patterns against native attention; every configuration field about attention is known;
-    rows of the pattern sum to 1; no mass on keys that a query cannot see, some mass at every distance that it can see;
-    softmax of the scores = pattern; pattern · v = z; Σ_h z W_O + b_O = attention output; residual + parts = residual;
-    padded = unpadded; alone = batched with a longer row; BOS; every declared hook fires.
-    """
-    tokens, dtype = probe_tokens(model, length), dtype_of(model)
-    tolerance = TOLERANCE[dtype][0]
+    """Compare a hooked model with the model behind it and with itself, on random tokens and their padded beginning."""
+    tokens, dtype = probe.probe_tokens(model, length), probe.dtype_of(model)
+    tolerance = probe.TOLERANCE[dtype][0]
     seen, logits, fired = _forward(model, tokens)
     native, kernel = None, Check("kernel", "not checked", detail=facts.why_not_native)
     if facts.native is not None:
@@ -57,7 +52,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         check_config(model, facts.native),
         *_weights(facts, native, tolerance),
         *check_layers(Shown(model, seen, dtype, tokens.shape[1])),
-        _padding(logits, tolerance),
+        compare_positions("padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, *_PADDING),
         check_neighbours(model, facts.native, tokens, logits[:1] if native is None else native, tolerance),
         _bos(model),
         _hooks(model, fired),
@@ -100,44 +95,28 @@ def _forward(
     return {name: value.float().cpu() for name, value in captured.items()}, logits.detach().float().cpu(), fired
 
 
-def _logits(
-    facts: ModelFacts,
-    hooked: Float[Tensor, "1 pos d_vocab"],
-    native: Float[Tensor, "1 pos d_vocab"] | None,
-    tolerance: float,
-) -> Check:
+def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, tolerance: float) -> Check:
     if native is None:
-        why = f"{facts.why_not_native}; give the transformers model as native=…"
-        return Check("logits", "not checked", detail=why)
+        return Check("logits", "not checked", detail=f"{facts.why_not_native}; give the transformers model as native=…")
     detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
-    remedy = f"the hooked model differs from the transformers model; {ANOTHER_VERSION}"
+    remedy = f"the hooked model differs from the transformers model; {probe.ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], tolerance, detail, remedy)
 
 
-def _weights(facts: ModelFacts, native: Float[Tensor, "1 pos d_vocab"] | None, tolerance: float) -> list[Check]:
+def _weights(facts: ModelFacts, native: Logits | None, tolerance: float) -> list[Check]:
     """Check that the weights are those of the first verification: a longer probe begins with the same tokens."""
     if native is None:
         return []
-    now = native[0, AT_LOADING - 1]
+    now = native[0, probe.AT_LOADING - 1]
     if facts.probe_logits is None:
         facts.probe_logits = now.clone()
     remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
-    detail = f"native logits of position {AT_LOADING - 1} against those when the model was first verified"
+    detail = f"native logits of position {probe.AT_LOADING - 1} against those when the model was first verified"
     return [compare_positions("weights", now[None], facts.probe_logits[None], tolerance, detail, remedy)]
 
 
-def _padding(logits: Float[Tensor, "two pos vocabulary"], tolerance: float) -> Check:
-    detail = "logits of a sequence padded on the right against those without padding"
-    remedy = "run prompts of one length together; padding changes this model"
-    return compare_positions("padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, detail, remedy)
-
-
 def check_neighbours(
-    model: HookedModel,
-    native: Any,
-    tokens: Int[Tensor, "1 pos"],
-    alone: Float[Tensor, "1 pos d_vocab"],
-    tolerance: float,
+    model: HookedModel, native: Any, tokens: Int[Tensor, "1 pos"], alone: Logits, tolerance: float
 ) -> Check:
     """Compare the probe alone with the probe beside a row half as long again and, if possible, at far positions."""
     asked: Any = native or model
@@ -171,7 +150,7 @@ def check_neighbours(
     return compare_positions("neighbours", beside[0], alone[0], tolerance, detail, remedy)
 
 
-def _logits_of(model: Any, tokens: Int[Tensor, "batch pos"], **options: Any) -> Float[Tensor, "batch pos d_vocab"]:
+def _logits_of(model: Any, tokens: Tokens, **options: Any) -> Float[Tensor, "batch pos d_vocab"]:
     with torch.no_grad():
         if hasattr(model, "hook_dict"):
             return model(tokens, return_type="logits", **options).float().cpu()
@@ -203,3 +182,145 @@ def _hooks(model: HookedModel, fired: set[str]) -> Check:
     names = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in silent})
     detail = f"never fire: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return Check("hooks", "limited", None, *figures, detail)
+
+
+# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in the hundreds; a wrong
+# mask, scale or head gives at least 0.01. In half precision they usually differ by 0.05, and by 0.18 (0.03 in float16)
+# with large scores.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-1, torch.bfloat16: 3e-1}
+# In row blocks: scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers enlarge
+# the effect of a layer's rounding: 4e-5 seen in the third of three wide layers. A wrong mask or scale gives 0.01.
+_STREAMED = 2e-4
+# In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may differ by 0.15
+# (0.04 in float16) where nothing is wrong: judged by the root mean square of a layer's differences, in that of its
+# pattern. With 30 architectures and four toys it is at most 0.042 (0.0085); a wrong window, sink, slope, head or
+# rotation gives 0.12 and more, but a scale that is 5 % off only 0.03, which a check in float32 notices.
+_IN_HALF = {torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # its arguments in order
+
+
+def attention_of(native: Any) -> str:
+    """The attention that a model of transformers runs: "sdpa" or "eager"."""
+    return str(getattr(native.config, "_attn_implementation", None) or "eager")
+
+
+def run_native(native: Any, tokens: Tokens) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
+    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns were obtained."""
+    # If the model calls SDPA, the same call, with whichever kernel torch chooses, is repeated with blocks of identity
+    # matrices as values: since A · I = A, the output is that kernel's pattern. Eager attention returns its weights.
+    eager = attention_of(native) == "eager"
+    with torch.no_grad(), _ThroughIdentity() as seen:
+        out = native(tokens, use_cache=False, **({"output_attentions": True} if eager else {}))
+    if seen.patterns:
+        return out.logits, seen.patterns, "SDPA with identity values"
+    shown = [pattern for pattern in getattr(out, "attentions", None) or () if pattern is not None]
+    return out.logits, shown, "the weights of eager attention"
+
+
+class _ThroughIdentity(TorchFunctionMode):
+    """Repeats each call of SDPA in this thread with identity values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patterns: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is scaled_dot_product_attention:
+            named = dict(zip(_SDPA, args)) | given
+            value, blocks = named["value"], []
+            for start in range(0, value.shape[-2], value.shape[-1]):
+                identity = value.new_zeros(value.shape)  # V[k, c] = 1 where k = start + c
+                identity[..., start : start + value.shape[-1], :].diagonal(dim1=-2, dim2=-1).fill_(1)
+                blocks.append(func(**named | {"value": identity}))
+            self.patterns.append(torch.cat(blocks, -1)[..., : value.shape[-2]])
+        return func(*args, **given)
+
+
+def check_kernel(
+    model: HookedModel, shown: dict[str, Tensor], patterns: list[Pattern], how: str, dtype: torch.dtype
+) -> Check:
+    """Compare the pattern of each layer at the hooks with that of the model's own attention."""
+    layers = hooks.attention_layers(model)
+    if len(patterns) != len(layers):
+        calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
+        return Check("kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}")
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer, pattern in zip(layers, patterns, strict=True):
+        hooked = shown.get(hooks.pattern_hook(layer))
+        if hooked is not None and hooked[:1].shape == pattern.shape:
+            pairs[layer] = (hooked[0], pattern[0].float().cpu())
+    detail = f"hook_pattern against the pattern of the model's own attention, by {how}"
+    remedy = "the hooks' pattern differs from the one that the model uses; try another version, or report it"
+    return compare("kernel", pairs, _TOLERANCE[dtype], detail, remedy, scale=1.0)
+
+
+def check_streaming(model: HookedModel) -> Check:
+    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on the probe."""
+    return _against_hooks(model, "streaming", "attention in row blocks", fused=False)
+
+
+def check_fused(model: HookedModel) -> Check:
+    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over queries, on the probe."""
+    return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
+
+
+def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Check:
+    """Compare a pass without hooks with one through them, layer by layer: patterns, or with ``fused`` their sums."""
+    if reason := why_not(model):
+        return Check(name, "limited", detail=reason)
+    tokens = probe.probe_tokens(model, probe.PROBE).to(next(model.parameters()).device)
+    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
+    expected, shown = hooks.logits_and_values(model, tokens, map(hooks.pattern_hook, windows))
+    patterns = {layer: shown[hooks.pattern_hook(layer)].float().cpu() for layer in windows}
+    found: dict[int, Tensor] = {}
+    blocks: dict[int, list[Rows]] = {}
+
+    def see(layer: int, seen: Rows | Fused) -> None:
+        if isinstance(seen, Fused):
+            found[layer] = seen.column_sums(_groups(seen.own.shape[-1]).to(seen.own)).cpu()
+        else:
+            blocks.setdefault(layer, []).append(replace(seen, pattern=seen.pattern.clone()))
+
+    try:
+        with torch.no_grad(), streaming(model, windows, see, block=8, fused=fused):
+            got = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0].float()
+    except Exception as error:
+        return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
+    found |= {layer: _sums(_assembled(rows)) if fused else _assembled(rows) for layer, rows in blocks.items()}
+    if silent := [layer for layer in windows if layer not in found]:
+        return Check(name, "limited", silent[0], detail="its attention function cannot be replaced")
+    pairs = {n: (found[n], _sums(patterns[n]) if fused else patterns[n]) for n in windows if n in found}
+    dtype = probe.dtype_of(model)
+    overall = dtype in _IN_HALF and not fused
+    tolerance = _IN_HALF[dtype] if overall else _STREAMED if dtype is torch.float32 else probe.PROBABILITY[dtype]
+    tolerance *= tokens.shape[1] if fused else 1
+    detail = f"{how} against the hooks"
+    about = detail + ("" if fused else ": patterns" + ", root mean square" * overall)
+    checks = (
+        compare(name, pairs, tolerance, about, "", 0.0 if overall else 1.0, overall),
+        compare_positions(
+            name, got.cpu(), expected[0].float().cpu(), probe.TOLERANCE[dtype][0], f"{detail}: logits", ""
+        ),
+    )
+    return next((limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0])
+
+
+def _assembled(blocks: list[Rows]) -> Pattern:
+    """The whole pattern, assembled from its blocks."""
+    length = max(rows.keys.stop for rows in blocks)
+    whole = blocks[0].pattern.new_zeros((*blocks[0].pattern.shape[:2], length, length))
+    for rows in blocks:
+        whole[:, :, rows.queries, rows.keys] = rows.pattern
+    return whole.cpu()
+
+
+def _sums(pattern: Pattern) -> Float[Tensor, "batch head key 2"]:
+    """What the keys receive from all queries, and from every second one."""
+    turned = rearrange(pattern, "batch head query key -> batch head key query")
+    return turned @ _groups(pattern.shape[-1])[:, None].to(pattern)
+
+
+def _groups(queries: int) -> Float[Tensor, "1 query 2"]:
+    every = torch.ones(queries)
+    return torch.stack([every, every.cumsum(0) % 2], -1)[None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ AT_LOADING = 8  # tokens: two passes over so few cost little compared with loadi
 PROBE = 24
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 _LONGEST_PROBE = 136
+Logits = Float[Tensor, "pos vocabulary"]
 Outcome = Literal["passed", "failed", "limited", "not checked"]
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
@@ -68,17 +69,11 @@ class Check:
         return "within" if self.outcome == "passed" and self.tolerance else _number(self.difference)
 
     def __str__(self) -> str:
-        place = "" if self.layer is None else f" in layer {self.layer}"
-        figures = ""
+        said = f"{self.name} {self.outcome}" + ("" if self.layer is None else f" in layer {self.layer}")
         if self.hooked is not None and self.expected is not None:
-            figures = f": {self.hooked:.5g} where {self.expected:.5g} is expected, "
-            within = self.apart == "within"
-            figures += (
-                f"within {self.tolerance:.2g}" if within else f"{self.apart} apart (tolerance {self.tolerance:.2g})"
-            )
-        return f"{self.name} {self.outcome}{place}{figures}. {self.detail}" + (
-            f". {self.remedy}" if self.remedy else ""
-        )
+            within = f"within {self.tolerance:.2g}", f"{self.apart} apart (tolerance {self.tolerance:.2g})"
+            said += f": {self.hooked:.5g} where {self.expected:.5g} is expected, {within[self.apart != 'within']}"
+        return ". ".join([said, self.detail, *([self.remedy] if self.remedy else [])])
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ def compare(
     tolerance: float,
     detail: str,
     remedy: str,
-    scale: float | None = None,
+    scale: float = 0.0,
     overall: bool = False,
 ) -> Check:
     """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
@@ -177,21 +172,12 @@ def compare(
     sizes = {layer: float(each.square().mean().sqrt() if overall else each.max()) for layer, each in apart.items()}
     worst = max(sizes, key=lambda layer: sizes[layer])
     difference = sizes[worst]
-    passed = difference <= tolerance
-    layer = list(pairs)[-1] if passed else worst
-    hooked, expected = pairs[layer]
-    entry = int(expected.argmax() if passed else apart[layer].argmax())
-    return _judged(name, layer, (hooked, expected, entry), difference, tolerance, detail, remedy)
+    layer = worst if difference > tolerance else list(pairs)[-1]
+    made = Check(name, "passed", layer, None, None, difference, tolerance, detail, remedy)
+    return _with_figures(made, *pairs[layer], apart[layer])
 
 
-def compare_positions(
-    name: str,
-    hooked: Float[Tensor, "pos vocabulary"],
-    expected: Float[Tensor, "pos vocabulary"],
-    tolerance: float,
-    detail: str,
-    remedy: str,
-) -> Check:
+def compare_positions(name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str) -> Check:
     """The largest root mean square of a position's differences."""
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
     hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
@@ -199,33 +185,24 @@ def compare_positions(
     apart = torch.nan_to_num(apart, nan=torch.inf)
     worst = int(apart.argmax())
     difference = float(apart[worst])
-    passed = difference <= tolerance
-    row = -1 if passed else worst
-    entry = int((expected[row] if passed else _distances(hooked[row], expected[row], 1.0)).argmax())
-    return _judged(name, None, (hooked[row], expected[row], entry), difference, tolerance, detail, remedy)
+    row = worst if difference > tolerance else -1
+    made = Check(name, "passed", None, None, None, difference, tolerance, detail, remedy)
+    return _with_figures(made, hooked[row], expected[row], _distances(hooked[row], expected[row], 1.0))
 
 
-def _distances(
-    hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float | None
-) -> Float[Tensor, " entry"]:
+def _distances(hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float) -> Float[Tensor, " entry"]:
     unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
     return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
 
 
-def _judged(
-    name: str,
-    layer: int | None,
-    shown: tuple[Float[Tensor, ...], Float[Tensor, ...], int],
-    difference: float,
-    tolerance: float,
-    detail: str,
-    remedy: str,
+def _with_figures(
+    check: Check, hooked: Float[Tensor, ...], expected: Float[Tensor, ...], apart: Float[Tensor, " entry"]
 ) -> Check:
-    """A check that shows one entry: the largest expected of a pass (nearly equal ones have the same digits)."""
-    hooked, expected = (float(figures.flatten()[shown[2]]) for figures in shown[:2])
-    failed = difference > tolerance
-    outcome: Outcome = "failed" if failed else "passed"
-    return Check(name, outcome, layer, hooked, expected, difference, tolerance, detail, remedy if failed else "")
+    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
+    failed = cast(float, check.difference) > cast(float, check.tolerance)
+    entry = int(apart.argmax() if failed else expected.argmax())
+    figures = replace(check, hooked=float(hooked.flatten()[entry]), expected=float(expected.flatten()[entry]))
+    return replace(figures, outcome="failed") if failed else replace(figures, remedy="")
 
 
 def limited(check: Check, detail: str) -> Check:

@@ -1,0 +1,362 @@
+"""Causal attention: in blocks of query rows, or as sums over queries from a fused kernel; its scores in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from einops import einsum, rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
+Tokens = Int[Tensor, "batch pos"]
+Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
+BLOCK = 64  # rows; 32 and 128 are slower on a CPU
+_APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
+_MASKED = -1e30  # finite, so adding it to a score cannot give NaN
+
+
+def widened(tensor: Tensor) -> torch.dtype:
+    """The dtype in which statistics and outputs are computed: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class EdgeMask:
+    """Edges of attention that are cut before the softmax: some queries don't see some keys. A token sees itself.
+
+    For one sequence [pos] or a batch [batch pos].
+    """
+
+    queries: Bool[Tensor, "*batch pos"]  # the queries that are blind to the keys
+    keys: Bool[Tensor, "*batch pos"]
+    layers: tuple[int, ...] | None = None  # for one sequence: the layers where these edges are cut; None for all
+    later: bool = True  # for one sequence: whether tokens generated after it are blind too
+
+    def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
+        """The keys at these positions that each of the queries doesn't see."""
+        positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
+        cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
+        return cut & (queries.unsqueeze(2) != positions)
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
+        """The same for some sequences of the batch."""
+        return EdgeMask(self.queries[sequences], self.keys[sequences])
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The inputs of causal attention. ``A[q, k] = softmax over visible k of cap(scale · q·k) + bias[k]``.
+
+    ``cap(s) = softcap · tanh(s / softcap)``. Sequences that are padded on the right need no mask: no token sees what
+    comes after it.
+    """
+
+    q: Float[Tensor, "batch head pos d_head"]  # queries, after RoPE
+    # Keys, after RoPE; head h reads key-value head ``h // (head / kv_head)``
+    k: Float[Tensor, "batch kv_head pos d_head"]
+    v: Float[Tensor, "batch kv_head pos d_value"]
+    scale: float  # the factor of the scores, usually 1 / √d_head
+    bias: Float[Tensor, "#batch head pos"] | None = None  # added to the scores of each key (ALiBi), already scaled
+    window: int | None = None  # the number of keys that a query sees, including its own; None for all
+    softcap: float | None = None  # the bound of soft-capped scores
+    edge_mask: EdgeMask | None = None  # edges that are cut
+    # The score of each head's learned sink, which keeps its share of every row to itself
+    sinks: Float[Tensor, " head"] | None = None
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
+        """The same for some sequences of the batch."""
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
+        edge_mask = None if self.edge_mask is None else self.edge_mask.of(sequences)
+        q, k, v = (part[sequences] for part in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, bias=bias, edge_mask=edge_mask)
+
+    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+        """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
+        heads, width = self.q.shape[1], self.q.shape[3]
+        asked = (
+            self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(wide := widened(self.q))
+            * self.scale
+        )
+        together = "batch (kv_head group) query d -> batch kv_head (group query) d"
+        grouped = rearrange(asked, together, kv_head=self.k.shape[1])
+        scores = grouped @ rearrange(self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key")
+        scores = rearrange(scores, _APART, query=queries.shape[1])
+        _cap_and_bias(self, scores, slice(0, keys))
+        distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
+        unseen = distance < 0
+        if self.window is not None:
+            unseen |= distance >= self.window
+        if self.edge_mask is not None:
+            unseen |= self.edge_mask.unseen(queries, slice(0, keys))
+        scores = scores.masked_fill(unseen[:, None], _MASKED)
+        pattern = scores.softmax(-1)
+        return pattern if self.sinks is None else pattern * _left_by_sinks(scores, self.sinks)
+
+
+@dataclass(frozen=True)
+class PatternRows:
+    """A whole pattern from a hook, and its values; rows are looked up."""
+
+    pattern: Float[Tensor, "batch head pos pos"]
+    v: Float[Tensor, "batch kv_head pos d_value"]
+
+    def of(self, sequences: Int[Tensor, " chosen"]) -> PatternRows:
+        """The same for some sequences of the batch."""
+        return PatternRows(self.pattern[sequences], self.v[sequences])
+
+    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+        """Probabilities of any queries of each sequence over the first ``keys`` keys."""
+        index = queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, keys)
+        return self.pattern[..., :keys].gather(2, index)
+
+
+AnyRows = Attention | PatternRows  # one layer's attention, from which single rows can be requested
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A block of query rows of one layer's attention. The pattern's memory is reused for the next block."""
+
+    pattern: Pattern  # attention probabilities, float32 or better; 0 for unseen keys
+    queries: slice  # the positions of these rows
+    keys: slice  # the positions of the keys; none of these rows sees the others
+    attention: AnyRows | None = None  # the source of other rows and of the values; None if not requested
+
+
+def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Float[Tensor, "batch head query d_head"]:
+    """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
+    together = "batch (kv_head group) query key -> batch kv_head (group query) key"
+    mixed = rearrange(pattern, together, kv_head=v.shape[1]) @ v.to(pattern.dtype)
+    return rearrange(mixed, _APART, query=pattern.shape[2])
+
+
+def attention_by_rows(
+    attention: Attention, see: Callable[[Rows], None] | None = None, block: int = BLOCK
+) -> Float[Tensor, "batch head pos d_value"]:
+    """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key] matrix is stored."""
+    # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be copied.
+    q, k, v, wide, window = attention.q, attention.k, attention.v, widened(attention.q), attention.window
+    batch, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    n = batch * k.shape[1]
+    queries = q.reshape(n, groups, length, width)
+    keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
+    values = v.reshape(n, length, -1).to(wide)
+    out = q.new_empty(batch, length, heads, values.shape[-1])  # in the layout that the model needs, to avoid a copy
+    longest = min(length, window + block) if window else length
+    buffer = keys.new_empty(n * groups * min(block, length) * longest)
+    future = _future(block, wide, q.device)
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        rows = end - start
+        first = max(0, start - window + 1) if window else 0
+        count = end - first
+        # The heads of a group are stacked as rows of one product, so their shared keys are read once and not repeated.
+        s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
+        by_head, positions = s.view(batch, heads, rows, count), torch.arange(start, end, device=q.device)
+        asked = queries[:, :, start:end].to(wide) * attention.scale
+        torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
+        _cap_and_bias(attention, by_head, slice(first, end))
+        by_head[..., start - first :] += future[:rows, :rows]  # all other keys are before the block: no mask needed
+        if window and end > window:
+            hidden = torch.arange(first, min(first + rows, end), device=q.device) <= positions[:, None] - window
+            by_head[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
+        if attention.edge_mask is not None:
+            unseen = attention.edge_mask.unseen(positions.expand(batch, -1), slice(first, end))
+            by_head.masked_fill_(unseen[:, None], _MASKED)
+        # Before the softmax, which overwrites the scores; a sink takes its share of a row but has no value.
+        left = None if attention.sinks is None else _left_by_sinks(by_head, attention.sinks)
+        torch.softmax(s, -1, out=s)
+        if left is not None:
+            by_head.mul_(left)
+        out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
+        if see is not None:
+            see(Rows(by_head, slice(start, end), slice(first, end), attention))
+    return out.transpose(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _future(block: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "query key"]:
+    """The mask added to the scores of a block's own keys, so that no row sees the keys after it."""
+    return torch.full((block, block), _MASKED, dtype=dtype, device=device).triu(1)
+
+
+def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
+    """Cap the scores and add the bias, in place."""
+    if attention.softcap is not None:
+        scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
+    if attention.bias is not None:
+        scores += attention.bias[:, :, None, keys]
+
+
+def _left_by_sinks(scores: Pattern, sinks: Float[Tensor, " head"]) -> Float[Tensor, "batch head query 1"]:
+    """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
+    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
+
+
+def for_each_head(
+    x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
+) -> Float[Tensor, "batch {heads} pos *d_head"]:
+    """Repeat the tensor of each key-value head for its query heads: head h reads ``h // (head / kv_head)``."""
+    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1])
+
+
+def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
+    """The slope of each head: ``base^(h + 1)``, ``base = 2^(−8 / P)``, for the P heads of the largest power of two.
+
+    The other heads get the odd powers of ``2^(−4 / P)``. Source: Press et al., arXiv:2108.12409, and its code.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    more = [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+    return torch.tensor(slopes + more, dtype=torch.float64).float()
+
+
+def mpt_slopes(heads: int, largest: float = 8.0) -> Float[Tensor, " head"]:
+    """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, with the odd ones first."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** -(torch.arange(1, power + 1, dtype=torch.float64) * largest / power)
+    return (slopes if power == heads else torch.cat([slopes[1::2], slopes[::2]])[:heads]).float()
+
+
+def score_parts(
+    q: Float[Tensor, "batch head query d_head"],
+    k: Float[Tensor, "batch kv_head key d_head"],
+    b_q: Float[Tensor, "head d_head"],
+    b_k: Float[Tensor, "kv_head d_head"],
+    scale: float,
+) -> tuple[Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]]:
+    """Content, bias, and the rest, which depends only on the query; they add up to ``scale · q · k``.
+
+    ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the scale. The rest drops
+    out of the softmax. The split is that of raw weights: folding a LayerNorm changes it.
+    """
+    keys = for_each_head(k - b_k[:, None], q.shape[1]).contiguous()
+    keys = rearrange(keys, "batch head key d_head -> batch head d_head key")
+    content = scale * (q - b_q[:, None]) @ keys
+    bias = scale * (b_q[None, :, None] @ keys)
+    of_each = for_each_head(b_k[None, :, None], q.shape[1])[0, :, 0]
+    rest = scale * einsum(q, of_each, "batch head query d_head, head d_head -> batch head query")
+    return content, bias, rest[..., None]
+
+
+def centred(part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]) -> Pattern:
+    """A part minus its mean over the keys that the query sees, which the softmax ignores."""
+    part = part.expand(*part.shape[:2], *visible.shape[2:])
+    mean = (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+    return part - mean
+
+
+def ranked_target(
+    scores: Pattern, visible: Bool[Tensor, "#batch 1 query key"], rank: int
+) -> Int[Tensor, "batch head query"]:
+    """The key with the largest score (rank 0), the second largest (1) … of each query [batch head query]."""
+    hidden = scores.masked_fill(~visible, -torch.inf)
+    if rank == 0:
+        return hidden.argmax(-1)
+    return hidden.topk(min(rank + 1, hidden.shape[-1]), -1).indices[..., -1]
+
+
+_MULTIPLE = 8  # kernels need a last axis that is a multiple of this
+_HALF = (torch.float16, torch.bfloat16)
+_NOTHING = -200.0  # stands for log 0; small enough for float16 even after division by the scale
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A layer's attention from a fused kernel, and the sums over queries that can be computed from it."""
+
+    out: Float[Tensor, "batch head pos d_value"]  # ``Σ_k A[q, k] v[k]``
+    lse: Float[Tensor, "batch head pos"]  # ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least
+    own: Float[Tensor, "batch head pos"]  # ``A[q, q]``
+    q: Float[Tensor, "batch head pos d"]  # queries, with one more coordinate if there is ALiBi
+    k: Float[Tensor, "batch head pos d"]  # keys for each query head, likewise
+    scale: float  # the factor of the scores
+
+    def column_sums(self, weights: Float[Tensor, "batch pos group"]) -> Float[Tensor, "batch head pos group"]:
+        """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.
+
+        ``A[q, k] = exp(scale · q·k − lse[q])``, so in a causal call with time reversed, keys ``[k, 1]`` as queries and
+        queries ``[q, −lse / scale]`` as keys, the log-sum-exp of key k is ``log Σ_{q ≥ k} A[q, k]``. With values w, the
+        output is the mean of w under these weights, for many groups in one call. In half precision that mean would keep
+        only 8 or 11 bits, so each group gets its own call, with ``log w`` added to its queries.
+        """
+        back = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
+        if self.q.dtype in _HALF:
+            calls = [self._reversed_call(each.log().clamp(min=_NOTHING), each[..., None]) for each in back.unbind(-1)]
+            return torch.stack([lse.exp() for _, lse in calls], -1).flip(2)
+        calls = [self._reversed_call(None, some) for some in back.split(self.q.shape[-1], -1)]
+        return torch.cat([mean * lse.exp()[..., None] for mean, lse in calls], -1).flip(2)
+
+    def _reversed_call(
+        self, log_weight: Float[Tensor, "batch head pos"] | None, values: Float[Tensor, "batch head pos group"]
+    ) -> tuple[Float[Tensor, "batch head pos group"], Float[Tensor, "batch head pos"]]:
+        """The causal call with time reversed; arguments and results are in the usual order."""
+        added = -self.lse.flip(2) if log_weight is None else log_weight - self.lse.flip(2)
+        parts = _in_parts(added / self.scale, self.q.dtype)
+        asked = torch.cat([self.q.flip(2), parts], -1)
+        asking = torch.cat([self.k.flip(2), torch.ones_like(parts)], -1)
+        return _kernel(asking, asked, values.to(self.q.dtype), self.scale)
+
+
+def why_not_fused(attention: Attention) -> str:
+    """Why a layer's attention is computed in rows; "" if a fused kernel can do it."""
+    if attention.softcap is not None:
+        return "its scores are capped"
+    if attention.window is not None and attention.window < attention.q.shape[2]:
+        return "it attends in a window"
+    return "edges of it are cut" if attention.edge_mask is not None else ""
+
+
+def fused_attention(attention: Attention) -> Fused:
+    """The output and the log-sum-exp of one causal call of the kernel for this device and dtype.
+
+    Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its logarithms cannot be
+    computed this way; they are computed in rows (:func:`mechattn.functional.attention.attention_by_rows`).
+
+    Source: "Received attention from two fused calls": the second call's weights are a softmax over queries.
+    """
+    q, k, v, scale = attention.q, attention.k, attention.v, attention.scale
+    k, v = (for_each_head(part, q.shape[1]) for part in (k, v))
+    if attention.bias is not None:  # score = scale · [q, 1]·[k, b / scale]
+        parts = _in_parts((attention.bias / scale).expand(len(q), -1, -1), q.dtype)
+        q, k = torch.cat([q, torch.ones_like(parts)], -1), torch.cat([k, parts], -1)
+    out, lse = _kernel(q, k, v, scale)
+    if attention.sinks is not None:
+        with_sink = torch.logaddexp(lse, attention.sinks.to(lse.dtype)[:, None])
+        out, lse = out * (lse - with_sink).exp()[..., None].to(out.dtype), with_sink
+    own = ((q.to(lse.dtype) * k.to(lse.dtype)).sum(-1) * scale - lse).exp()
+    return Fused(out, lse, own, q, k, scale)
+
+
+def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
+    """Numbers as a sum of parts in ``dtype``: three in half precision, since 8 or 11 bits alone would change A."""
+    if dtype not in _HALF:
+        return number.to(dtype)[..., None]
+    parts, left = [], number.float()
+    for _ in range(3):
+        parts.append(left.to(dtype))
+        left = left - parts[-1].float()
+    return torch.stack(parts, -1)
+
+
+def _kernel(
+    q: Float[Tensor, "batch head pos d"], k: Float[Tensor, "batch head pos d"], v: Float[Tensor, "batch head pos d_v"],
+    scale: float,
+) -> tuple[Float[Tensor, "batch head pos d_v"], Float[Tensor, "batch head pos"]]:  # fmt: skip
+    """Causal attention and its log-sum-exp: flash attention, or on a GPU in float32 the memory-efficient kernel."""
+    width = -(-max(q.shape[-1], v.shape[-1]) // _MULTIPLE) * _MULTIPLE
+    q, k, wide_v = (torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in (q, k, v))
+    aten, length = torch.ops.aten, q.shape[2]
+    if q.device.type != "cuda":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, wide_v, 0.0, True, scale=scale)
+    elif q.dtype in _HALF:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, wide_v, 0.0, True, scale=scale)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, wide_v, None, True, 0.0, True, scale=scale)
+    return out[..., : v.shape[-1]], lse[..., :length]

@@ -1,0 +1,160 @@
+"""What heads write: updates of the residual stream, and their affine decomposition under inserted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechattn.functional.attention import Marked, mix
+
+Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
+Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
+Weights = Float[Tensor, "head d_head d_model"]  # W_O
+PerPart = Float[Tensor, "batch part pos"]  # of heads, or other parts of a layer
+Edges = Float[Tensor, " edge"]
+Factor = Float[Tensor, "head rank d_head"]  # see output_factor
+
+
+def output_factor(w_o: Weights) -> Factor:
+    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers, not d_model.
+
+    The Gram form ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small update.
+    """
+    return torch.linalg.qr(rearrange(w_o, "head d_head d_model -> head d_model d_head"), mode="r").R
+
+
+def update_norm(z: Float[Tensor, "batch pos head d_head"], factor: Factor) -> Float[Tensor, "batch head pos"]:
+    """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
+    by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
+    return (by_head @ rearrange(factor, "head rank d_head -> head d_head rank")).norm(dim=-1)
+
+
+def update_product(
+    z: Float[Tensor, "batch pos head d_head"], w_o: Weights, direction: Float[Tensor, "batch pos d_model"]
+) -> Float[Tensor, "batch head pos"]:
+    """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is built."""
+    seen = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
+    seen = rearrange(seen, "batch pos (head d_head) -> batch pos head d_head", head=len(w_o))
+    return rearrange(torch.linalg.vecdot(seen, z), "batch pos head -> batch head pos")
+
+
+def orientation(
+    product: Float[Tensor, "*batch pos"], size: Float[Tensor, "*batch pos"], stream: Float[Tensor, "*#batch pos"]
+) -> Float[Tensor, "*batch pos"]:
+    """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0."""
+    return (product / (size * stream)).clamp(-1, 1)
+
+
+def counts_in_bins(value: PerPart, edges: Edges, counted: Marked) -> Float[Tensor, "batch part bin"]:
+    """The number of counted tokens below the first edge, between each two edges, and at or above the last.
+
+    Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
+    """
+    at = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
+    made = value.new_zeros((*value.shape[:-1], len(edges) + 1))
+    return made.scatter_add_(-1, at, (counted[:, None] & ~value.isnan()).to(made.dtype).expand(value.shape))
+
+
+def counts_in_pairs_of_bins(
+    one: PerPart, other: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
+) -> Float[Tensor, "batch bin bin2"]:
+    """The same for two values at once, over all parts together."""
+    at = (
+        torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True),
+        torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True),
+    )
+    bins = len(edges[1]) + 1
+    flat = rearrange(at[0] * bins + at[1], "batch part pos -> batch (part pos)")
+    weight = (counted[:, None] & ~one.isnan() & ~other.isnan()).to(one.dtype).expand(one.shape)
+    made = one.new_zeros((len(one), (len(edges[0]) + 1) * bins))
+    made.scatter_add_(1, flat, rearrange(weight, "batch part pos -> batch (part pos)"))
+    return rearrange(made, "batch (bin bin2) -> batch bin bin2", bin2=bins)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The exact decomposition of each head's output [batch head query d_head] under inserted tokens.
+
+    ``output = scale · before + shift + rerouting + new_values``
+    """
+
+    output: Outputs  # the output with the inserted tokens, before W_O
+    before: Outputs  # the output of the same query without them
+    # What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``
+    scale: Float[Tensor, "batch head query"]
+    shift: Outputs  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
+    # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed
+    rerouting: Outputs
+    # ``Σ_{k original} A'[q, k] (v'[k] − v[k])``: the values of the original tokens have changed
+    new_values: Outputs
+
+    @property
+    def dilution(self) -> Outputs:
+        """``(λ − 1) · before``: the part of the change due to dilution."""
+        return (self.scale - 1).unsqueeze(-1) * self.before
+
+    @property
+    def change(self) -> Outputs:
+        """``output − before``."""
+        return self.output - self.before
+
+
+def split(
+    pattern: Float[Tensor, "batch head query key"],
+    v: Float[Tensor, "batch kv_head key d_head"],
+    inserted: Bool[Tensor, "batch key"],
+    aligned: Aligned,
+    v_aligned: Float[Tensor, "batch kv_head original d_head"],
+    baseline: Aligned,
+    v_baseline: Float[Tensor, "batch kv_head original d_head"],
+) -> Split:
+    """Split each query's output into four parts, from the same query with and without inserted tokens."""
+    to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
+    scale = 1 - to_inserted.sum(-1)
+    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # 1 minus a sum near 1 has lost its digits
+    return Split(
+        output=mix(pattern, v),
+        before=mix(baseline, v_baseline),
+        scale=scale,
+        shift=mix(to_inserted, v),
+        rerouting=mix(aligned - scale.unsqueeze(-1) * baseline, v_baseline),
+        new_values=mix(aligned, v_aligned - v_baseline),
+    )
+
+
+def total_variation(
+    aligned: Aligned, baseline: Aligned, scale: Float[Tensor, "batch head query"]
+) -> Float[Tensor, "batch head query"]:
+    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only diluted."""
+    return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
+
+
+def question_ratio(
+    aligned: Aligned, baseline: Aligned, question: Bool[Tensor, "batch original"]
+) -> Float[Tensor, "batch head query"]:
+    """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline has none there.
+
+    In layer 0 with RoPE or ALiBi and full attention every question key has this ratio. It may exceed 1.
+    """
+    member = question[:, None, None].to(aligned.dtype)
+    return (aligned * member).sum(-1) / (baseline * member).sum(-1)
+
+
+def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:
+    """Squared singular values of a matrix from its Gram matrix, largest first."""
+    return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
+
+
+def rank_one_share(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+    """``s₁² / Σ s²``: 1 for a matrix of rank 1; NaN for a zero matrix, which has no rank."""
+    return energies[..., 0] / energies.sum(-1)
+
+
+def effective_rank(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli, EUSIPCO 2007."""
+    s = energies.sqrt()
+    return torch.special.entr(s / s.sum(-1, keepdim=True)).sum(-1).exp()
