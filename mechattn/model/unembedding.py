@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
+from mechattn.model.devices import device_of
 from mechattn.model.heads import wide
 from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 from mechattn.model.hooks import logits_and_values
@@ -132,7 +133,7 @@ def _check_direct(model: HookedModel, reads: Unembedding) -> None:
     if why := limit_of(model, "residual"):
         raise ModelError(f"{name}: {why}; so updates do not reach its logits unchanged")
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(5, 13, device=device_of(model))[None]
     shown, seen = logits_and_values(model, tokens, [last])
     logits, stream = reads.uncapped(wide(shown[0])), wide(seen[last])
     got = (reads.direction(tokens)[0] @ stream[0].T / reads.scale(stream)[0]).T

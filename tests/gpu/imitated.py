@@ -4,9 +4,11 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 FIRST, SECOND = torch.device("xpu", 0), torch.device("xpu", 1)
 CPU = torch.device("cpu")
+_LIES_ON = WeakIdKeyDictionary()
 _DEVICE, _CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 _MOVES = (torch.Tensor.to, torch.Tensor.cpu)
 # What torch allows between devices: a copy into a tensor; gradients; and the index of a tensor, if it is on the CPU.
@@ -16,12 +18,12 @@ _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 def where(tensor):
     """The device that a tensor is said to lie on."""
-    return getattr(tensor, "_lies_on", CPU)
+    return _LIES_ON.get(tensor, CPU)
 
 
 def laid(tensor, device):
     """The tensor, said to lie on a device."""
-    tensor._lies_on = device
+    _LIES_ON[tensor] = device
     return tensor
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from mechattn.functional.attention import Fused, Pattern, Rows, Tokens
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.scores_and_positions import boundary_of
@@ -44,7 +45,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     seen, logits, fired = _forward(model, tokens)
     native, kernel = None, Check("kernel", "not checked", detail=facts.why_not_native)
     if facts.native is not None:
-        native, patterns, how = run_native(facts.native, tokens.to(next(facts.native.parameters()).device))
+        native, patterns, how = run_native(facts.native, tokens.to(device_of(facts.native)))
         native, kernel = native.float().cpu(), check_kernel(model, seen, patterns, how, dtype)
     checks = [
         _logits(facts, logits[:1], native, tolerance),
@@ -84,7 +85,7 @@ def _forward(
         if not name.endswith(_BY_FLAG):
             wanted = name.startswith("blocks.") and is_read(name.split(".", 2)[2])
             named.append((name, partial(keep, name=name, wanted=wanted)))
-    device = next(model.parameters()).device
+    device = device_of(model)
     real = torch.ones(2, tokens.shape[1], dtype=torch.long, device=device)
     real[1, -PADDED:] = 0
     padding = getattr(getattr(model, "tokenizer", None), "pad_token_id", None) or 0
@@ -120,7 +121,7 @@ def check_neighbours(
 ) -> Check:
     """Compare the probe alone with the probe beside a row half as long again and, if possible, at far positions."""
     asked: Any = native or model
-    device = next(asked.parameters()).device
+    device = device_of(asked)
     boundary, length = boundary_of(model), tokens.shape[1]
     own = getattr(config_of(model), "max_position_embeddings", None)
     most = min((int(number) for number in (own, model.cfg.n_ctx) if number), default=1)  # the model has at least those
@@ -269,7 +270,7 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     """Compare a pass without hooks with one through them, layer by layer: patterns, or with ``fused`` their sums."""
     if reason := why_not(model):
         return Check(name, "limited", detail=reason)
-    tokens = probe.probe_tokens(model, probe.PROBE).to(next(model.parameters()).device)
+    tokens = probe.probe_tokens(model, probe.PROBE).to(device_of(model))
     windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
     expected, shown = hooks.logits_and_values(model, tokens, map(hooks.pattern_hook, windows))
     patterns = {layer: shown[hooks.pattern_hook(layer)].float().cpu() for layer in windows}
