@@ -259,7 +259,8 @@ def _take(
     analysis: Any = sums.analyses[number]
     shape = one.placed.tokens.shape
     flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
-    held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
+    out = out.detach().to(one.here[layer][0].tokens.device)  # a layer's first input comes from the layer before
+    held[name] = out.unflatten(0, shape) if flat else out
     if len(held) < len(analysis.captures):
         return
     captures = protocols.Captures(layer, dict(held), one.here[layer][0].at(layer), one.windows[layer])

@@ -25,11 +25,6 @@ def device_of(part: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def is_spread(model: Any) -> bool:
-    """Whether the parts of a model lie on several devices, or some are offloaded."""
-    return len({parameter.device for parameter in model.parameters()}) > 1
-
-
 def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
     """A parameter or buffer of this name; if it is offloaded, what is stored of it."""
     if not tensor.is_meta:

@@ -10,6 +10,7 @@ FIRST, SECOND = torch.device("xpu", 0), torch.device("xpu", 1)
 CPU = torch.device("cpu")
 _LIES_ON = WeakIdKeyDictionary()
 _DEVICE, _CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+_SET_DATA = torch.Tensor.data.__set__
 _MOVES = (torch.Tensor.to, torch.Tensor.cpu)
 # What torch allows between devices: a copy into a tensor; gradients; and the index of a tensor, if it is on the CPU.
 _ACROSS = (torch.Tensor.copy_, torch.autograd.grad, torch.nn.Parameter)
@@ -38,6 +39,9 @@ class Imitated(TorchFunctionMode):
             return _moved(func, args, kwargs)
         if func is torch.Tensor.numpy and where(args[0]) != CPU:
             raise TypeError(f"can't convert a tensor on {where(args[0])} to numpy")
+        if func == _SET_DATA:
+            laid(args[0], where(args[1]))
+            return func(*args)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if asked is not None:
