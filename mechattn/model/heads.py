@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mechattn.errors import ModelError
 from mechattn.model.devices import device_of, weights_here
-from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
+from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 
 _EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
 
@@ -101,8 +101,10 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
+    packed = getattr(original_of(model), "is_quantized", False)
+    quantised = "its weights are quantised: load it unquantised" if packed else ""
     if why := limit_of(model, "heads"):
-        raise ModelError(f"{model.cfg.model_name}: {why}; so heads have no separate updates")
+        raise ModelError(f"{model.cfg.model_name}: {quantised or why}; so heads have no separate updates")
     if norm := norm_before_output(model, layer):
         raise ModelError(
             f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
@@ -111,12 +113,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     try:
         w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not declare its output weights
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({quantised or error})") from None
     if not w_o.is_floating_point():
-        raise ModelError(
-            f"the weights of {model.cfg.model_name} are quantised ({str(w_o.dtype).removeprefix('torch.')}), so there "
-            f"is no W_O to multiply with: heads have no separate updates. Load it unquantised"
-        )
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as {w_o.dtype})")
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
             f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "

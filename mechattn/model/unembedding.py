@@ -107,7 +107,10 @@ class Unembedding:
 def unembedding(model: HookedModel) -> Unembedding:
     """W_U, the norm before it, and the factor and cap from the configuration."""
     with weights_here(getattr(model, "unembed", None)):
-        norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
+        try:
+            norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
+        except Exception as error:  # TransformerLens refuses a quantised W_U
+            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
     if norm is None or w_u is None:
         raise ModelError(
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
