@@ -52,26 +52,26 @@ ma.render.change_map(result, "slash", "received")
 # Do the heads of other layers change in the same way?
 
 # %%
-ma.render.across_layers(result, layers=[0, 1, 2], head=1, condition="slash")
+ma.render.received_attention(result, layer=[0, 1, 2], heads=[1], condition="slash")
 
 # %% [markdown]
 # Do meaningless tokens act differently from a sentence of the same length?
 
 # %%
-ma.render.meaningless_and_sentence(result, layer=0, heads=1)
+ma.render.received_by_model(result, layer=0, heads=1)
 
 # %% [markdown]
 # Is it dilution (attention taken) or distance (tokens moved apart)?
 
 # %%
-ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
+ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 
 # %% [markdown]
 # Does the effect grow with the number of inserted tokens?
 
 # %%
 counts = ma.sweep(slash, count=[10, 25, 55])
-ma.render.sweep(ma.run(model, prompts, counts), "count")
+ma.render.changes(ma.run(model, prompts, counts), over="count")
 
 # %% [markdown]
 # ## What happens in one prompt?
@@ -85,7 +85,7 @@ ma.pattern(model, "Tom has 3 apples. How many?", layer=0, heads=[1, 2, 3])
 # Between which tokens does attention change?
 
 # %%
-ma.pattern_difference(model, "Tom has 3 apples. How many?", 0, [1, 2, 3], slash)
+ma.pattern(model, "Tom has 3 apples. How many?", 0, [1, 2, 3], slash, difference=True)
 
 # %% [markdown]
 # Which words receive attention, without and with the inserted tokens?
@@ -110,13 +110,13 @@ text = "Tom has 3 apples."
 one = ma.run("toy:falcon", text, five, maps, positions="prompts")
 
 # %%
-ma.render.attention_pattern(one, layer=0, heads=[0, 1])
+ma.render.pattern(one, layer=0, heads=[0, 1])
 
 # %%
-ma.render.pattern_difference(one, layer=0, heads=[0, 1], condition="slash")
+ma.render.pattern(one, layer=0, heads=[0, 1], condition="slash", difference=True)
 
 # %%
-ma.render.attention_explorer(one, condition="slash", heads=[0, 1])
+ma.render.explorer(one, condition="slash", heads=[0, 1])
 
 # %% [markdown]
 # ## Is a head's output only scaled and shifted?
@@ -130,7 +130,7 @@ ma.render.scale_by_layer(result, "slash")
 # Does every query get the same shift, up to its length?
 
 # %%
-ma.render.shift_rank(result, ["slash", "sentence"])
+ma.render.by_layer(result, "shift_rank_one_share", conditions=["slash", "sentence"])
 
 # %% [markdown]
 # ## What do heads look at?
@@ -211,7 +211,7 @@ ma.render.accuracy({"toy:qwen2": counted.accuracy()})
 # How does accuracy change with the number of inserted tokens?
 
 # %%
-ma.render.accuracy_sweep({"toy:qwen2": counted.accuracy()}, "count")
+ma.render.accuracy({"toy:qwen2": counted.accuracy()}, "count")
 
 # %% [markdown]
 # Do accuracy and attention change together?
@@ -279,5 +279,5 @@ ma.browse(few)
 # and Ito. `ma.render.write_image(figure, "figure-1.pdf", "single")` writes it as PDF, SVG or PNG.
 
 # %%
-figure = ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
+figure = ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 ma.render.for_paper(figure, column="single")

@@ -4,9 +4,9 @@ from . import conditions as conditions
 from . import interventions as interventions
 from . import render as render
 from .analysis.received_attention import ReceivedAttention as ReceivedAttention
+from .claims.evidence import ClaimSettings as ClaimSettings
 from .claims.judge import judge as judge
 from .claims.judge import paper as paper
-from .claims.settings import ClaimSettings as ClaimSettings
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.own_forward import AttentionScores as AttentionScores
@@ -19,7 +19,7 @@ from .engine.run import run as run
 from .engine.run import run_random as run_random
 from .errors import MechattnError as MechattnError
 from .evaluation.answer_file import load_evaluation as load_evaluation
-from .evaluation.dose_trend import trend as trend
+from .evaluation.answer_units import trend as trend
 from .evaluation.evaluate import baseline_noise as baseline_noise
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation
@@ -33,7 +33,6 @@ from .model.load import verify_model as verify_model
 from .model.weights import random_weights as random_weights
 from .pages.one_prompt import explore as explore
 from .pages.one_prompt import pattern as pattern
-from .pages.one_prompt import pattern_difference as pattern_difference
 from .pages.page import browse as browse
 from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch
@@ -42,8 +41,8 @@ from .prompts.conditions import Baseline as Baseline
 from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
 from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
+from .prompts.datasets import repeated_random as repeated_random
 from .prompts.prompt import Prompt as Prompt
-from .prompts.repeated import repeated_random as repeated_random
 from .prompts.sweeps import sweep as sweep
 from .results.merge import merge_results as merge_results
 from .results.result import Result as Result

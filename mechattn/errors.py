@@ -2,8 +2,9 @@
 
 import sys
 import warnings
+from typing import Any
 
-from mechattn.shown import shown
+from mechattn.markup import shown
 
 # Frames of these packages are passed over in the search of the user's line: run-time type checks put some between ours.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
@@ -62,6 +63,13 @@ class OutputError(MechattnError):
 
 class Interrupted(MechattnError):
     """The work was interrupted; finished parts are kept, and the message says how to resume."""
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse anything but whole numbers from 1, by the names of their arguments."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

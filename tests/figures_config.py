@@ -1,6 +1,6 @@
 """The config of ``mechattn figures`` from a few options, as its command builds it."""
 
-from mechattn.commands.config_file import checked
+from mechattn.sections import checked
 
 
 def figures_config(out, models, source, limit, layer, heads, inserted=None, **options):

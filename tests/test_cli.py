@@ -183,7 +183,7 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     def read(model, prompts, conditions, *_, **__):
         raise ma.MechattnError(model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens))
 
-    monkeypatch.setattr("mechattn.commands.figures.run", read)
+    monkeypatch.setattr("mechattn.commands.pages.run", read)
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
     done = figures("--out", tmp_path / "asked", *asked, "--place", "before_answer")
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr

@@ -121,7 +121,7 @@ def _first_line(path: Path) -> str:
 
 
 def _script(name: str) -> str:
-    from mechattn.render.view import view_script
+    from mechattn.render.views import view_script
 
     return view_script(name)
 

@@ -49,7 +49,7 @@ for name in conditions:
     print(f"{name:10} {table.difference.mean():+.3f}   uniform {table.null.mean():+.3f}")
 
 # %%
-ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence", "shuffled", "tokens"])
+ma.render.changes(result, ["slash", "masked", "unshifted", "sentence", "shuffled", "tokens"])
 
 # %% [markdown]
 # ## Heads chosen by their effect

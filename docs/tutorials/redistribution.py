@@ -75,7 +75,7 @@ for name in ("masked", "unshifted"):
     print(ma.render.verdict_words(result, name).split(";")[0])
 
 # %%
-ma.render.two_by_two(result, ["slash", "masked", "unshifted", "sentence"])
+ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 
 # %% [markdown]
 # ## 5. Is the output scaled and shifted, as the paper writes?

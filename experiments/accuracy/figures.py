@@ -67,8 +67,8 @@ def main(names: list[str]) -> None:
             found.setdefault(figure, {})[f"{name} (toy)" if name.startswith("toy:") else name] = made
     tables = {figure: {name: e.accuracy() for name, e in made.items()} for figure, made in found.items()}
     drawn = {
-        "length": ma.render.accuracy_sweep(tables["length"], "count"),
-        "place": ma.render.accuracy_sweep(tables["place"], "place"),
+        "length": ma.render.accuracy(tables["length"], "count"),
+        "place": ma.render.accuracy(tables["place"], "place"),
         "text": ma.render.accuracy(tables["text"]),
         "parts": ma.render.accuracy(tables["parts"]),
     }

@@ -13,8 +13,8 @@ from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.jobs.size_estimate import stored_bytes
-from mechattn.stats.bags import resampled
+from mechattn.jobs.job import stored_bytes
+from mechattn.stats.units import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
 PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach

@@ -30,7 +30,7 @@ import xarray as xr
 from page import CONDITIONS, grown
 
 import mechattn as ma
-from mechattn.commands.report import report
+from mechattn.commands.pages import report
 from mechattn.results.merge import merge_results
 from mechattn.store.objects import Store
 from mechattn.store.pieces import finish, write_chunk

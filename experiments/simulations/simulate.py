@@ -17,11 +17,11 @@ import xarray as xr
 from scipy import stats
 
 from mechattn.patching.effects import Patching
-from mechattn.stats.crossed import crossed
+from mechattn.stats.accuracy import share_difference, share_interval
 from mechattn.stats.intervals import t_interval
-from mechattn.stats.paired import detectable_size, paired
-from mechattn.stats.random_draws import against_draws
-from mechattn.stats.shares import share_difference, share_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.random_effects import against_draws, crossed
+from mechattn.stats.resolution import detectable_size
 from mechattn.stats.units import Units
 
 HEADS, RESAMPLES, SHARED = 32, 1999, 0.5

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mechattn as ma
-from mechattn.stats.comparison import relative_change
+from mechattn.stats.intervals import relative_change
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"

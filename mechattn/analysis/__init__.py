@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.attention_focus import AttentionFocus, AttentionSpread
+from mechattn.analysis.attention_focus import AttentionFocus, AttentionSpread, ScoreDecomposition
 from mechattn.analysis.attention_sinks import AttentionSinks
 from mechattn.analysis.direct_logits import DirectLogits, SegmentLogits
 from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention, SegmentFlow
-from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.analysis.updates import BlockUpdates, HeadUpdates, TopTargetUpdates
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (

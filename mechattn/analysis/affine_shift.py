@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums, zeros
@@ -113,13 +112,13 @@ class AffineShift(AnalysisBase):
         fit = {"x": x.sum(-2), "y": y.sum(-2), "before": (x * x).sum((-1, -2)), "both": (x * y).sum((-1, -2))}
         for name, value in {**fit, "after": (y * y).sum((-1, -2))}.items():
             sums[f"fit_{name}"] = sums.get(f"fit_{name}", torch.zeros_like(value)) + value
-        shifts = parts.shift.double() * self._after(rows.batch)[:, None, rows.queries, None]
+        shifts = parts.shift.double() * rows.batch.after_inserted[:, None, rows.queries, None]
         gram = rearrange(shifts, "batch head query d_head -> batch head d_head query") @ shifts
         sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
-        members, after, at_original = batch.members(), self._after(batch), batch.origin >= 0
+        members, after, at_original = batch.members(), batch.after_inserted, batch.origin >= 0
         asks = (batch.of_segment("question").cumsum(-1) > 0) & at_original  # the queries that see a question token
         original = members & at_original[:, None]
         there = (sums["question_ratio"] != _NONE) & asks[:, None]
@@ -153,7 +152,3 @@ class AffineShift(AnalysisBase):
                 for name, value in (each.items() if self.per_query else ())
             },
         }
-
-    def _after(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
-        """The original queries that come after an inserted token."""
-        return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)

@@ -55,12 +55,13 @@ _PER_KEY = {
     "value_norm": ("value norm", "|v|"),
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
+_OF_VALUES = (
+    "value_drain", "inserted_value_ratio", "first_norm_share", "strongest_value_ratio", "value_norm",
+    "output_value_norm", "first_output_share", "output_rank", "output_ratio", "inactive",
+)  # fmt: skip
 _NO_NULL = {
     "strongest_position": "uniform attention has no largest key",
-    **dict.fromkeys(("value_drain", "inserted_value_ratio", "first_norm_share"), "it depends on the values"),
-    "strongest_value_ratio": "it depends on the values",
-    **dict.fromkeys(("value_norm", "output_value_norm"), "it depends on the values"),
-    **dict.fromkeys(("first_output_share", "output_rank", "output_ratio", "inactive"), "it depends on the values"),
+    **dict.fromkeys(_OF_VALUES, "it depends on the values"),
     **dict.fromkeys(_PER_LAYER, "it is not made of attention"),
 }
 _INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inserted_value_ratio")
@@ -163,7 +164,7 @@ class AttentionSinks(AnalysisBase):
         sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
         first, beyond = inserted_span(rows.batch)
         if beyond and rows.queries.stop > first:
-            sums["columns_after"][..., keys] += column_sums(pattern, _after(rows.batch)[:, rows.queries])
+            sums["columns_after"][..., keys] += column_sums(pattern, rows.batch.after_inserted[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Measure the norm and rank of each head's output, and the largest activations."""
@@ -176,7 +177,7 @@ class AttentionSinks(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it (the null has only these), and the rest."""
-        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / _after(batch).sum(-1)[:, None].float()
+        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / batch.after_inserted.sum(-1)[:, None].float()
         of_attention = {
             **self._of_keys(sums, batch, window),
             "span_mass": span,
@@ -245,11 +246,6 @@ class AttentionSinks(AnalysisBase):
             "vertical": score.masked_fill(~far[:, None], torch.nan),
             "vertical_kurtosis": fn.kurtosis_over_keys(score, far),
         }
-
-
-def _after(batch: Batch) -> Bool[Tensor, "batch pos"]:
-    """The original queries after an inserted token."""
-    return (batch.inserted.cumsum(-1) > 0) & (batch.origin >= 0)
 
 
 def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:

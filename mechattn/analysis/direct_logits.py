@@ -28,8 +28,22 @@ from mechattn.prompts.sequences import Batch
 _Z, POST = "attn.hook_z", "ln1_post.hook_in"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Logits(AnalysisBase):
+    """What the logits of whole heads and those of segments have in common."""
+
+    weights: Any = field(default=None, repr=False, compare=False)
+    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
+    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
+
+    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
+        """Keep the scale of the final norm."""
+        assert self.reads is not None, "calibrated() comes first"
+        sums["scale"] = self.reads.scale(stream)[:, None]
+
+
 @dataclass(frozen=True)
-class DirectLogits(AnalysisBase):
+class DirectLogits(_Logits):
     """Direct logit attribution: what each head adds to the logit of the next token in the text.
 
     ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit; Δ is the head's
@@ -48,9 +62,6 @@ class DirectLogits(AnalysisBase):
     """
 
     per_query: bool = False
-    weights: Any = field(default=None, repr=False, compare=False)
-    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
 
     name = "direct_logits"
 
@@ -93,11 +104,6 @@ class DirectLogits(AnalysisBase):
         scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
         sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
 
-    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """Keep the scale of the final norm."""
-        assert self.reads is not None, "calibrated() comes first"
-        sums["scale"] = self.reads.scale(stream)[:, None]
-
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; the last token has no next token."""
         each = (sums["product"] / sums["scale"]).masked_fill(~_has_next(batch)[:, None], torch.nan)
@@ -131,7 +137,7 @@ _NO_NULL = "it depends on the values"
 
 
 @dataclass(frozen=True)
-class SegmentLogits(AnalysisBase):
+class SegmentLogits(_Logits):
     """Split each head's direct contribution to the logit of the next token by the segment of the keys.
 
     ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is the value that
@@ -147,9 +153,6 @@ class SegmentLogits(AnalysisBase):
         arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
     """
 
-    weights: Any = field(default=None, repr=False, compare=False)
-    reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
     gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
 
     name = "segment_logits"
@@ -230,11 +233,6 @@ class SegmentLogits(AnalysisBase):
         norm = (self.norms or {}).get(captures.layer)
         if norm is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
-
-    def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        """Keep the scale of the final norm."""
-        assert self.reads is not None, "calibrated() comes first"
-        sums["scale"] = self.reads.scale(stream)[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that have a next token."""

@@ -32,6 +32,11 @@ from mechattn.prompts.templates import TOKEN_CLASSES, vocabulary_classes
 Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite
 _METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "change")
+_OF_CHANGES = {
+    "change_product": "sum over the question's tokens of <change, change in the other condition>, from the baseline",
+    "change_within": "sum of squared changes of the question's tokens, over the entries that the other condition "
+    "changes",
+}
 _CALIBRATION = 16  # prompts
 _CALIBRATION_SEED = 977  # of the calibration problems: not the default seed, so they are not the measured ones
 _TOKENS = 64  # tokens at a time, in all conditions of a prompt
@@ -124,18 +129,10 @@ class MlpActivations(AnalysisBase):
                 ("token_class",), "share", f"{near}, mean over the question's tokens of the class"
             ),
             "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
-            "change_product": Quantity(
-                ("other_condition",),
-                "activation squared",
-                "sum over the question's tokens of <change, change in the other condition>, from the baseline",
-                "difference",
-            ),
-            "change_within": Quantity(
-                ("other_condition",),
-                "activation squared",
-                "sum of squared changes of the question's tokens, over the entries that the other condition changes",
-                "difference",
-            ),
+            **{
+                name: Quantity(("other_condition",), "activation squared", about, "difference")
+                for name, about in _OF_CHANGES.items()
+            },
         }
 
     def problem(self, sequence: Sequence) -> str | None:

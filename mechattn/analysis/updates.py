@@ -40,13 +40,15 @@ _COUNTS = (
 )
 
 
+@dataclass(frozen=True)
 class _Updates(AnalysisBase):
-    """What the updates of whole heads and those of single targets have in common; both are dataclasses."""
+    """What the updates of whole heads and those of single targets have in common."""
+
+    per_query: bool = False
+    weights: Any = field(default=None, repr=False, compare=False)  # of each layer, W_O and its factor
 
     name: ClassVar[str]
     prefix: ClassVar[str] = ""
-    per_query: bool
-    weights: Any
 
     @property
     def coords(self) -> Mapping[str, Seq[object]]:
@@ -83,7 +85,7 @@ class _Updates(AnalysisBase):
         """Prepare W_O of the layers and its factors."""
         made = {layer: output_weights(model, layer) for layer in layers}
         weights = {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
-        return replace(self, weights=weights)  # type: ignore[type-var]
+        return replace(self, weights=weights)
 
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
@@ -133,11 +135,6 @@ class HeadUpdates(_Updates):
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
 
-    per_query: bool = False
-    weights: Any = field(
-        default=None, repr=False, compare=False
-    )  # of each layer, W_O [head d_head d_model], its factor
-
     name = "head_updates"
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -155,9 +152,6 @@ class TopTargetUpdates(_Updates):
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
-
-    per_query: bool = False
-    weights: Any = field(default=None, repr=False, compare=False)
 
     name = "top_target_updates"
     prefix = "top_target_"

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from mechattn.claims.evidence import Work, measured
+from mechattn.claims.evidence import ClaimSettings, Work, conditions_for, measured
 from mechattn.claims.register import PAPER, Register, read_register
 from mechattn.claims.rules import corrected, judged
-from mechattn.claims.settings import ClaimSettings, conditions_for
-from mechattn.claims.verdicts import OfModel, Verdicts
-from mechattn.claims.verdicts_page import write
+from mechattn.claims.verdicts import OfModel, Verdicts, write
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.chunks import WHOLE, parse_shard
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
@@ -25,7 +23,7 @@ from mechattn.model.checkpoint import architecture_named, layers_and_heads, toy_
 from mechattn.model.load import check_device, dtype_named, unloaded
 from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
 from mechattn.prompts.templates import tokenize
-from mechattn.render.view import check_page_place
+from mechattn.render.views import check_page_place
 from mechattn.render.words import model_caption
 from mechattn.results import provenance
 from mechattn.results.result import Result
@@ -134,15 +132,14 @@ def _checked(register: Register, models: Seq[str], out: Path, settings: ClaimSet
         tokens = unloaded(name)
         conditions = conditions_for(register, name, architecture_named(name), tokens.tokenizer)
         work = Work(name, out / files[name], register, settings, problems, conditions, executor_named("local"))
-        _check_length(tokens, work)
         works.append(work)
+        if any(run.prompts == "problems" for run in work.runs.values()):
+            _check_length(tokens, work)
     return works
 
 
 def _check_length(model: Any, work: Work) -> None:
     """Refuse problems that do not fit with the longest insertion and answer."""
-    if all(run.prompts != "problems" for run in work.runs.values()):
-        return
     longest = max(work.problems, key=lambda prompt: len(tokenize(prompt, model)))
     new = work.settings.new_tokens if any(run.answers for run in work.runs.values()) else 0
     inserted = max((getattr(one, "count", 0) for one in work.conditions.made.values()), default=0)

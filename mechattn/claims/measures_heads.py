@@ -1,16 +1,23 @@
-"""Measures of what heads look at and write without any inserted tokens, one value a prompt."""
+"""Measures of heads without inserted tokens, and of what tokens and ARM do to the first MLP and to answers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy.stats import rankdata
 
 from mechattn.axes import BASELINE
 from mechattn.claims import measures as m
+from mechattn.claims.rules import Estimate, estimated
+from mechattn.evaluation.answer_units import units_of
+from mechattn.evaluation.evaluation import Evaluation
 from mechattn.results.result import Result
+from mechattn.stats.accuracy import detectable_difference, pass_at_k
+from mechattn.stats.intervals import wilson_interval
 
 Mass = Literal[
     "self_mass", "first_mass", "previous_mass", "duplicate_mass", "induction_mass", "self_share", "first_share"
@@ -21,6 +28,11 @@ _BOTH, _LOGITS = f"{_FOCUS} {_UPDATES}", "direct_logits"
 _LOOKS = 0.1  # of a head's attention on the first token, for it to look there at all
 _TOKENS = 3  # of a head that look at the first token, and that do not, at least
 _LOCAL = 2  # layers
+_OF = "mlp_activations"
+_LARGE = 0.1  # of the activations in the baseline
+_CLASSES, _OTHER = ("digit", "operator", "conjunction"), "other"
+Statistic = Literal["near_zero", "l1", "l2", "gini", "variance"]
+Tries = Annotated[int, Field(ge=1, le=1000)]
 
 
 @m.measure(_FOCUS, "share", m.SHARE)
@@ -171,3 +183,138 @@ def _from(values: np.ndarray, layer: int) -> np.ndarray:
     if layer >= values.shape[1]:
         raise m.NotApplicable(f"the model has {values.shape[1]} layers, and this is about those from {layer} on")
     return values[:, layer:]
+
+
+@m.measure(_OF, "log-ratio")
+def activations(result: Result, condition: str, quantity: Statistic = "near_zero") -> np.ndarray:
+    """Log-ratio to the baseline of a statistic of the question's activations (near_zero, l1, l2, gini, variance)."""
+    of = f"{quantity}_by_segment"
+    ours, theirs = (_first(result, of, name, segment="question") for name in (condition, BASELINE))
+    return _positive(ours, theirs, quantity)
+
+
+@m.measure(_OF, "log-ratio")
+def large(result: Result, condition: str) -> np.ndarray:
+    """Log-ratio to the baseline of the share of large activations: above the bound that a tenth exceed there."""
+    edges = result[_OF].bin.values.astype(np.float64)  # left edges; the first is −∞
+    right = np.append(edges[1:], np.inf)
+    ours, theirs = (_first(result, "histogram", name) for name in (condition, BASELINE))
+    for bound in sorted({abs(edge) for edge in edges[1:]}):
+        beyond = (edges >= bound) | (right <= -bound)
+        if theirs.mean(0)[beyond].sum() <= _LARGE:
+            return _positive(ours[:, beyond].sum(1), theirs[:, beyond].sum(1), "large")
+    raise m.NotApplicable("more than a tenth of the activations lie beyond the last bin")
+
+
+@m.measure(_OF, "log-ratio")
+def classes_near_zero(result: Result, condition: str = BASELINE) -> np.ndarray:
+    """Log-ratio of the share near zero at digits, operators and conjunctions (mean of those there) to the rest."""
+    classes = [_first(result, "near_zero_by_token_class", condition, token_class=name) for name in _CLASSES]
+    there = np.isfinite(classes)
+    mean = np.where(there, classes, 0.0).sum(0) / np.maximum(there.sum(0), 1)
+    return _positive(mean, _first(result, "near_zero_by_token_class", condition, token_class=_OTHER), "near_zero")
+
+
+def distribution_range(result: Result, one: str, other: str) -> tuple[float, float]:
+    """What a change can reach that moves mass outward alone, as ARM's does, beside that of the first condition."""
+    change = _change(result, one)
+    outward = np.where(result[_OF].bin.values[1:] > 0, change < 0, change > 0) * change
+    size = np.linalg.norm(change, axis=1)
+    low, high = (_over(np.linalg.norm(part, axis=1), size).mean() for part in (change - outward, outward))
+    return -float(low), float(high)
+
+
+@m.measure(_OF, "number", distribution_range)
+def distribution_agreement(result: Result, one: str, other: str) -> np.ndarray:
+    """Cosine of two conditions' changes of the cumulative distribution of activations; 0 where one changes nothing."""
+    ours, theirs = _change(result, one), _change(result, other)
+    return _over((ours * theirs).sum(1), np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1))
+
+
+def attainable_agreement(result: Result, one: str, other: str) -> np.ndarray:
+    """The largest cosine with the first change of any change of the entries that the other condition changes."""
+    return np.sqrt(_over(_between(result, one, other, "change_within"), _between(result, one, one)))
+
+
+def agreement_range(result: Result, one: str, other: str) -> tuple[float, float]:
+    """The mean of the largest cosines, both ways."""
+    largest = float(attainable_agreement(result, one, other).mean())
+    return -largest, largest
+
+
+@m.measure(_OF, "number", agreement_range)
+def agreement(result: Result, one: str, other: str) -> np.ndarray:
+    """Cosine of two conditions' changes, entry by entry; 0 where one changes nothing."""
+    norms = np.sqrt(_between(result, one, one) * _between(result, other, other))
+    return _over(_between(result, one, other), norms)
+
+
+@m.measure(_OF, "share", m.APART)
+def agreement_share(result: Result, one: str, other: str) -> np.ndarray:
+    """The cosine of two changes over the largest that any change of the second's entries can have."""
+    return _over(agreement(result, one, other), attainable_agreement(result, one, other))
+
+
+def _first(result: Result, quantity: str, condition: str, **at: str) -> np.ndarray:
+    """Of the first layer [prompt, …]."""
+    return m.taken(result, _OF, quantity, condition).isel(layer=0).sel(at).values.astype(np.float64)
+
+
+def _positive(ours: np.ndarray, theirs: np.ndarray, of: str) -> np.ndarray:
+    if not ((ours > 0).all() and (theirs > 0).all()):
+        raise m.NotApplicable(f"in some prompt {of} is 0, and there is no ratio")
+    return m.log_ratio(ours, theirs)
+
+
+def _change(result: Result, condition: str) -> np.ndarray:
+    """Of the share of activations below each edge, from the baseline [prompt, edge]."""
+    ours, theirs = (_first(result, "histogram", name).cumsum(1)[:, :-1] for name in (condition, BASELINE))
+    return ours - theirs
+
+
+def _between(result: Result, one: str, other: str, quantity: str = "change_product") -> np.ndarray:
+    return _first(result, quantity, one, other_condition=other)
+
+
+def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    return np.divide(top, bottom, out=np.zeros_like(top), where=bottom > 0)
+
+
+def accuracy_range(evaluation: Evaluation, condition: str, to: str = BASELINE, k: int = 1) -> tuple[float, float]:
+    """A model at 99 % cannot gain more than a point."""
+    _check(evaluation, to)
+    n = evaluation.samples
+    level = float(pass_at_k(evaluation.right(to).sum(1), n, min(k, n)).mean())
+    return -level, 1 - level
+
+
+@m.measure("answers", "points", accuracy_range)
+def accuracy_apart(evaluation: Evaluation, condition: str, to: str = BASELINE) -> Estimate:
+    """Share of problems solved less that under another condition (Newcombe's interval, McNemar's test)."""
+    _check(evaluation, condition, to)
+    made = evaluation.compare(condition, to)
+    value, low, high, detectable, p = (float(made[name]) for name in ("difference", "low", "high", "detectable", "p"))
+    n, exact = int(made["n"]), p if units_of(evaluation, "auto").of is None else None
+    levels = (float(evaluation.right(to).mean()), float(evaluation.right(condition).mean()))
+    return Estimate(value, low, high, n, detectable, exact, levels, detectable_difference(n, 0.0))
+
+
+@m.measure("answers", "points", accuracy_range)
+def pass_apart(evaluation: Evaluation, condition: str, to: str = BASELINE, k: Tries = 3) -> Estimate:
+    """pass@k less that under another condition."""
+    _check(evaluation, condition, to)
+    if evaluation.samples < k:
+        raise m.NotApplicable(
+            f"{evaluation.samples} answers to each problem were drawn, and pass@{k} takes {k} or more"
+        )
+    each = [pass_at_k(evaluation.right(name).sum(1), evaluation.samples, k) for name in (condition, to)]
+    values = units_of(evaluation, "auto").means(each[0] - each[1])
+    alike = float(wilson_interval(0, len(values))[1])
+    made = estimated(values, least=alike if np.ptp(values) == 0 else 0.0)  # no spread is no certainty
+    return replace(made, levels=(float(each[1].mean()), float(each[0].mean())), floor=alike)
+
+
+def _check(evaluation: Evaluation, *names: str) -> None:
+    for name in names:
+        if name not in evaluation.conditions:
+            raise m.NotApplicable(f"no problem was answered under {name!r}")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from mechattn.claims import measures_attention, measures_effects, measures_heads, rules
+from mechattn.claims import measures_heads, rules  # noqa: F401, the first fills the table of measures
 from mechattn.claims.measures import MEASURES, Kind, Measure, measure_named
 from mechattn.errors import OptionError
 from mechattn.interventions.arm import ARM
@@ -25,7 +25,6 @@ from mechattn.sections import AnalysisSection, Condition, Section, all_words, ne
 SHIPPED = Path(__file__).parent / "registers"
 PAPER = "2510.01032"
 LONGEST_QUOTE = 25  # words
-_MEASURING = (measures_attention, measures_effects, measures_heads)  # which fill the table
 
 
 def _named(name: str) -> str:
@@ -222,14 +221,7 @@ class Register(Section):
 
 
 def read_register(place: str | Path) -> Register:
-    """Read a register and check everything that can be checked without a model.
-
-    Args:
-        place: The path of a TOML file, or the name of a register that mechattn ships.
-
-    Raises:
-        OptionError: It is no register; names the claim, and what is wrong with it.
-    """
+    """Read a register, a TOML file or one by name that mechattn ships, and check all that can be without a model."""
     shipped = {path.stem: path for path in SHIPPED.glob("*.toml")}
     path = shipped.get(str(place), Path(place))
     if path.suffix != ".toml":
@@ -268,9 +260,7 @@ def _check(register: Register) -> None:
         where = f"claims.{claim.key}"
         _check_known(f"{where}.source", [claim.source] if claim.source else [], register.about.sources)
         _check_known(f"{where}.needs", [claim.needs], register.runs)
-        drawn = [
-            name for name, figure in FIGURES.items() if figure.report
-        ]  # which choose for themselves what they show
+        drawn = [name for name, figure in FIGURES.items() if figure.report]  # which choose what they show
         _check_known(f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], drawn)
         for one in (*claim.parts, *filter(None, [claim.control])):
             for measuring in filter(None, (one, one.other)):

@@ -165,20 +165,15 @@ def decide(
     yes = supports <= ONE_SIDED or supports < against
     p = min(1.0, 2 * (supports if yes else against))
     if p > 1 - LEVEL:
-        return replace(_untold(rule, found, chance), p=p, told=told)
+        for line, sign, side in ((rule.line, rule.sign, rule.side), (rule.opposite, -rule.sign, OTHER[rule.side])):
+            if chance is not None and found.beyond(line, sign) <= ONE_SIDED:
+                why = f"the whole interval is {side} the line, but no further than random weights of the architecture"
+                return Outcome("no more than untrained", f"{why} come", p, told)
+        return Outcome("cannot be told", "the interval reaches over the line", p, told)
     further = "" if chance is None else ", and further than random weights put it"
     further += ", but short of what was published" if yes and against <= ONE_SIDED else ""
     word: Word = "supported" if yes else "contradicted"
     return Outcome(word, f"the whole interval is {rule.side if yes else OTHER[rule.side]} the line{further}", p, told)
-
-
-def _untold(rule: Rule, found: Estimate, chance: Chance | None) -> Outcome:
-    """On which side of the line the number is, where it is nowhere beyond random weights."""
-    for line, sign, side in ((rule.line, rule.sign, rule.side), (rule.opposite, -rule.sign, OTHER[rule.side])):
-        if chance is not None and found.beyond(line, sign) <= ONE_SIDED:
-            why = f"the whole interval is {side} the line, but no further than random weights of the architecture come"
-            return Outcome("no more than untrained", why)
-    return Outcome("cannot be told", "the interval reaches over the line")
 
 
 def _told(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, float]:
@@ -312,8 +307,7 @@ def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
 
 def found(measuring: Measuring, of: Any) -> Estimate:
     """A number with its interval."""
-    made = measuring(of)
-    return made if isinstance(made, Estimate) else estimated(units_of(of, len(made)).means(made))
+    return made if isinstance(made := measuring(of), Estimate) else estimated(units_of(of, len(made)).means(made))
 
 
 def units(measuring: Measuring, of: Any) -> np.ndarray:
@@ -326,11 +320,12 @@ def corrected(models: Seq[Seq[Judged]]) -> list[tuple[Judged, ...]]:
     """The verdicts of all models as one family: what does not hold over all cells of the page cannot be told."""
     cells = [one for some in models for one in some]
     q = iter(family([one.outcome.p for one in cells]))
-    return [tuple(_in_family(one, next(q), len(cells)) for one in some) for some in models]
-
-
-def _in_family(one: Judged, q: float | None, cells: int) -> Judged:
-    if q is None or q <= 1 - LEVEL or one.outcome.word not in ("supported", "contradicted"):
-        return replace(one, q=q)
-    why = f"by itself {one.outcome.word}, but not over the {cells} cells of this page (q = {q:.2g})"
-    return replace(one, q=q, outcome=replace(one.outcome, word="cannot be told", why=why))
+    made = [[replace(one, q=next(q)) for one in some] for some in models]
+    lost = "by itself {}, but not over the {} cells of this page (q = {:.2g})"
+    for some in made:
+        for i, one in enumerate(some):
+            word = one.outcome.word
+            if one.q is not None and one.q > 1 - LEVEL and word in ("supported", "contradicted"):
+                why = lost.format(word, len(cells), one.q)
+                some[i] = replace(one, outcome=replace(one.outcome, word="cannot be told", why=why))
+    return [tuple(some) for some in made]

@@ -30,23 +30,14 @@ _MINOR = ("hooks", "bos")
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table.
-
-    Args:
-        name: The family.
-        model_class: The class in transformers.
-        layers: How many layers have attention, and how many there are.
-        verified: "yes", or the checks that failed.
-        limits: What its hooks do not provide, and why.
-        analyses: For each analysis, "yes" or the reason why it was refused.
-    """
+    """One row of the table."""
 
     name: str
-    model_class: str
-    layers: str
-    verified: str
-    limits: tuple[str, ...]
-    analyses: dict[str, str]
+    model_class: str  # in transformers
+    layers: str  # how many have attention, and how many there are
+    verified: str  # "yes", or the checks that failed
+    limits: tuple[str, ...]  # what its hooks do not provide, and why
+    analyses: dict[str, str]  # "yes", or the reason why it was refused
 
 
 def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
@@ -60,15 +51,17 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
             continue
         report = verify_model(model)
         has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
-        yield Family(name, report.architecture, has, _verified(report), _limits(report), _outcomes(model))
+        limits = tuple(f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR)
+        yield Family(name, report.architecture, has, _verified(report), limits, _outcomes(model))
 
 
 def _outcomes(model: HookedModel) -> dict[str, str]:
     """The outcome of each analysis, from one run of all that pass the checks, or a run of each if that run fails."""
     outcomes = {make().name: _tried(model, make(), _planned) for make in ANALYSES}
     possible = [make() for make in ANALYSES if outcomes[make().name] == "yes"]
-    if possible and _tried(model, possible, _measured) != "yes":
-        outcomes |= {analysis.name: _tried(model, analysis, _measured) for analysis in possible}
+    measured = lambda model, analyses: run(model, _PROMPTS, _CONDITIONS, analyses)  # noqa: E731
+    if possible and _tried(model, possible, measured) != "yes":
+        outcomes |= {analysis.name: _tried(model, analysis, measured) for analysis in possible}
     return outcomes
 
 
@@ -86,10 +79,6 @@ def _planned(model: HookedModel, analyses: Any) -> None:
     plan.calibrated(_PROMPTS)
 
 
-def _measured(model: HookedModel, analyses: Any) -> None:
-    run(model, _PROMPTS, _CONDITIONS, analyses)
-
-
 def _verified(report: Report) -> str:
     failed = [check.name for check in report.checks if check.outcome == "failed"]
     if failed:
@@ -97,10 +86,6 @@ def _verified(report: Report) -> str:
     if "logits" in report.not_checked:
         return f"in part: {report['logits'].detail}"
     return "yes, mended" if report.mended else "yes"
-
-
-def _limits(report: Report) -> tuple[str, ...]:
-    return tuple(f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR)
 
 
 def as_markdown(rows: Iterable[Family]) -> str:

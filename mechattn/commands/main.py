@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mechattn.shown import shown
+from mechattn.markup import shown
 
 FIRST_LOOK = """\
 mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
@@ -101,9 +101,9 @@ def figures(
     force: Force = False,
 ) -> None:
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
-    from mechattn.commands.config_file import checked
-    from mechattn.commands.figures import make_figures
+    from mechattn.commands.pages import make_figures
     from mechattn.model.checkpoint import toy_names
+    from mechattn.sections import checked
 
     output: dict[str, Any] = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
     answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
@@ -153,9 +153,9 @@ def claims(
     force: Force = False,
 ) -> None:
     """Test the claims of a register on your model, by rules that stand in it."""
+    from mechattn.claims.evidence import ClaimSettings
     from mechattn.claims.judge import judge
     from mechattn.claims.register import read_register
-    from mechattn.claims.settings import ClaimSettings
     from mechattn.jobs.executors import executor_named
 
     read = read_register(register)
@@ -202,7 +202,7 @@ def run_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
-    from mechattn.commands.config_file import read_sections
+    from mechattn.sections import read_sections
 
     read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
@@ -237,7 +237,7 @@ def evaluate_config(
     server_key: Annotated[str | None, typer.Option(help="Environment variable with the server's key.")] = None,
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
-    from mechattn.commands.config_file import read_sections
+    from mechattn.sections import read_sections
 
     read_sections(config)
     from mechattn.commands.run_config import evaluate_from_config
@@ -296,7 +296,7 @@ def show(
     result: Annotated[str, typer.Argument(help="A stored result.")],
 ) -> None:
     """Print a stored result: verdicts, quantities and provenance."""
-    from mechattn.commands.report import summary
+    from mechattn.commands.pages import summary
     from mechattn.store.reading import load_result
 
     _say(summary(load_result(result)))
@@ -313,7 +313,7 @@ def report(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
-    from mechattn.commands.report import report as write_report
+    from mechattn.commands.pages import report as write_report
 
     missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose, memory)
     for words in missing:
@@ -329,7 +329,7 @@ def export(
     memory: Memory = "2GiB",
 ) -> None:
     """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
-    from mechattn.commands.report import export_csv, export_netcdf
+    from mechattn.commands.pages import export_csv, export_netcdf
 
     if netcdf is not None:
         _say(f"Wrote {export_netcdf(result, netcdf)}")

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mechattn.analysis.analysis import Analysis
 from mechattn.axes import BASELINE
-from mechattn.commands.config_file import Config, Figure, read_sections
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
@@ -30,9 +28,9 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.declared import FIGURES as DECLARED
 from mechattn.render.declared import check_heads
-from mechattn.render.view import check_page_place
+from mechattn.render.views import check_page_place
 from mechattn.results.provenance import command_of
-from mechattn.sections import near, no_such_key
+from mechattn.sections import Config, Figure, near, no_such_key, read_sections
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place
@@ -67,7 +65,7 @@ def run_from_config(
             job = _job(config, name, prompts, shown, command)
             made = stack.enter_context(computed(job, place, part, where, fresh))
             results.append(made.result)
-            written += [as_written(made.path)] if made.now else []
+            written += [made.path if "://" in str(made.path) else Path(made.path)] if made.now else []
         if config.output.page and part == WHOLE:
             figures = [(FIGURES[section.kind], section.options) for section in shown]
             written.append(results_page(results, config.output.page, figures, command, force=force))
@@ -85,39 +83,28 @@ def prepared(
     for place in places.values():
         check_result_place(shard_place(place, part), used=used)
     prompts = load_prompts(**config.prompts.model_dump())
-    if shown:
-        check_enough(len(prompts), by_half or any(map(_chooses, shown)))
+    halves = by_half or any(map(_chooses, shown))
+    needed = 2 * FEWEST if halves else FEWEST  # the least for an interval, of each half
+    if shown and len(prompts) < needed:
+        why = "the heads are chosen on one half and shown on the other" if halves else "it shows intervals"
+        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are only {len(prompts)}")
     for name in config.models:
         check_in_model(name, config.layers, shown)
     return places, prompts
 
 
-def as_written(place: str | Path) -> Path | str:
-    """A path; an address is left unchanged."""
-    return place if "://" in str(place) else Path(place)
-
-
 def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
     """The job that a config describes for one of its models."""
     by_half = any(map(_chooses, shown))
-    return Job(
-        model=model,
-        prompts=prompts,
-        conditions=made_conditions(config.conditions, partial(tokenizer_named, model)),
-        analyses=made_analyses(config.analyses),
-        options=RunOptions(
-            config.layers, config.seed, "prompts" if by_half else "moments", config.memory, config.engine
-        ),
-        dtype=config.dtype,
-        device=config.device,
-        verify=config.verify,
-        chunk=config.chunk,
-        threads=config.threads,
-        values=config.values,
-        require=partial(_check_all_shown, shown),
-        command=command,
-        paths=config.paths,
-    )
+    positions: Literal["prompts", "moments"] = "prompts" if by_half else "moments"
+    options = RunOptions(config.layers, config.seed, positions, config.memory, config.engine)
+    conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
+    given = {
+        name: getattr(config, name) for name in ("dtype", "device", "verify", "chunk", "threads", "values", "paths")
+    }
+    require = partial(_check_all_shown, shown)
+    analyses = made_analyses(config.analyses)
+    return Job(model, prompts, conditions, analyses, options, require=require, command=command, **given)
 
 
 def evaluate_from_config(
@@ -191,27 +178,18 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
     for layer in _shown_layers(section):
         if layer not in layers:
             raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
-    options = shown_options(section)
-    named, given = [options["head"]] if "head" in options else [], options.get("heads") or []
-    check_heads([*named, *([] if isinstance(given, int) else given)] or [0], heads)
+    given = shown_options(section).get("heads") or []
+    check_heads(([given] if isinstance(given, int) else given) or [0], heads)
 
 
 def _shown_layers(section: Figure) -> list[int]:
-    options = shown_options(section)
-    return [layer for layer in (options.get("layer"), *(options.get("layers") or [])) if layer is not None]
+    layer = shown_options(section).get("layer")
+    return layer if isinstance(layer, list) else [] if layer is None else [layer]
 
 
 def _chooses(section: Figure) -> bool:
     """Whether the heads of a figure are chosen by the data."""
     return section.options.get("choose") is not None
-
-
-def check_enough(prompts: int, by_half: bool) -> None:
-    """Check for at least 3 prompts, the least for an interval, or 3 in each half if the data choose the heads."""
-    needed = 2 * FEWEST if by_half else FEWEST
-    if prompts < needed:
-        why = "the heads are chosen on one half and shown on the other" if needed > FEWEST else "it shows intervals"
-        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are only {prompts}")
 
 
 def read_config(path: str | Path) -> Config:
@@ -248,14 +226,23 @@ def _check_figures(config: Config) -> None:
     conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
-        _check_names(figure, where)
+        if figure.kind not in FIGURES:
+            raise OptionError(
+                f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
+            )
+        takes = DECLARED[figure.kind].takes
+        for name in figure.options:
+            if name not in takes:
+                raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes))}")
+        needed = [name for name, default in takes.items() if default is inspect.Parameter.empty]
+        if missing := [name for name in needed if name not in figure.options]:
+            raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
         shown = shown_options(figure)
-        for name in ("layers", "conditions"):
-            if not isinstance(shown.get(name, []) or [], (list, tuple)):
-                raise OptionError(f"{where}.{name} = {shown[name]!r}: give a list")
-        for name in ("layer", "head"):
-            if not isinstance(shown.get(name, 0) or 0, int):
-                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one number")
+        if not isinstance(shown.get("conditions", []) or [], (list, tuple)):
+            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give a list")
+        several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
+        if not all(isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])):
+            raise OptionError(f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}")
         for name in ("condition", "reading"):
             if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
@@ -271,21 +258,6 @@ def _check_figures(config: Config) -> None:
             raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")
 
 
-def _check_names(figure: Figure, where: str) -> None:
-    """Check the kind of a figure and the names of its options."""
-    if figure.kind not in FIGURES:
-        raise OptionError(
-            f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
-        )
-    takes = DECLARED[figure.kind].takes
-    for name in figure.options:
-        if name not in takes:
-            raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes))}")
-    needed = [name for name, default in takes.items() if default is inspect.Parameter.empty]
-    if missing := [name for name in needed if name not in figure.options]:
-        raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
-
-
 def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
     one = DECLARED[figure.kind]
@@ -293,12 +265,8 @@ def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[
         raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}")
     if one.needs:
         return [kind for kind, make in ANALYSES.items() if make().name == one.analysis(shown)]
-    of = [kind for kind, cls in ANALYSES.items() if str(shown["quantity"]) in _quantities(cls())]
+    names = {kind: {name.removesuffix("_by_segment") for name in cls().quantities} for kind, cls in ANALYSES.items()}
+    of = [kind for kind, quantities in names.items() if str(shown["quantity"]) in quantities]
     if not of:
         raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
     return of
-
-
-def _quantities(analysis: Analysis) -> set[str]:
-    """The quantity names that ``result.compare`` accepts."""
-    return {name.removesuffix("_by_segment") for name in analysis.quantities}

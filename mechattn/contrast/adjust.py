@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.errors import OptionError
-from mechattn.stats.random_draws import false_discovery
+from mechattn.stats.paired import false_discovery
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,12 +42,11 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     tables = _checked(tables)
     parts = []
     for number, table in enumerate(tables):
-        about = {name: table[name] if name in table else table.attrs.get(name, "") for name in _ABOUT}
+        about = {"table": number} | {name: table.get(name, table.attrs.get(name, "")) for name in _ABOUT}
         about["about_segment"] = table.attrs.get("segment", "")
         part = table.drop(columns=[name for name in about if name in table])
-        part = part.rename(columns={name: f"{name}_of_table" for name in ("q", "q_same", "p_family") if name in part})
-        for place, (name, value) in enumerate({"table": number, **about}.items()):
-            part.insert(place, name, value)
+        part = part.rename(columns={name: f"{name}_of_table" for name in ("q", "q_same", "p_family")})
+        part = part.assign(**about)[[*about, *part.columns]]
         part.attrs = {}
         parts.append(part)
     made = pd.concat(parts, ignore_index=True)

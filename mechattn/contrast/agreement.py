@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import in_parts
-from mechattn.contrast.quantities import check_condition
+from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.results.result import units_of
 from mechattn.stats.intervals import FEWEST, t_interval
-from mechattn.stats.units import Unit, Units
+from mechattn.stats.units import Unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +36,12 @@ def agreement(
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
     import pandas as pd
 
-    product = _product(result, quantity)
+    if quantity not in QUANTITIES:
+        raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
+    dataset, variable, analysis = QUANTITIES[quantity]
+    if dataset not in result.datasets:
+        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]")
+    product = result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
     for name in (one, other, over, *(controls or [])):
         check_condition(result, name)
     if over in (one, other):
@@ -48,31 +52,17 @@ def agreement(
     units.refuse_below(FEWEST)
     if controls is None:
         controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
-    cosines = _cosines(product, one, [other, *controls], over, result.memory)
-    tables = [
-        _rows(one, name, product, cosine, cosines[0], units, level) for name, cosine in zip([other, *controls], cosines)
-    ]
+    others = [other, *controls]
+    parts = (part.astype(np.float64) for part in in_parts(product, "prompt", result.memory))
+    found = [[_cosine(part, one, name, over) for name in others] for part in parts]
+    cosines = [np.concatenate(each) for each in zip(*found, strict=True)]
+    tables = []
+    for name, cosine in zip(others, cosines, strict=True):
+        about = {"condition": one, "other": name, "layer": product.layer.values}
+        tables.append(pd.DataFrame(about | _columns(units.means(cosine), units.means(cosines[0] - cosine), level)))
     made = pd.concat(tables, ignore_index=True)
     made.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
     return made
-
-
-def _product(result: Result, quantity: str) -> xr.DataArray:
-    if quantity not in QUANTITIES:
-        raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
-    dataset, variable, analysis = QUANTITIES[quantity]
-    if dataset not in result.datasets:
-        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]")
-    return result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
-
-
-def _cosines(product: xr.DataArray, one: str, others: Seq[str], over: str, memory: str) -> list[np.ndarray]:
-    """The cosine of each pair [prompt, layer], computed some prompts at a time."""
-    found = []
-    for some in in_parts(product, "prompt", memory):
-        here = some.astype(np.float64)
-        found.append([_cosine(here, one, name, over) for name in others])
-    return [np.concatenate(each) for each in zip(*found, strict=True)]
 
 
 def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:
@@ -88,32 +78,8 @@ def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarra
     return np.divide(apart(one, other), norms, out=np.full_like(norms, np.nan), where=norms > 0).clip(-1, 1)
 
 
-def _rows(
-    one: str,
-    other: str,
-    product: xr.DataArray,
-    cosine: np.ndarray,
-    reference: np.ndarray,
-    units: Units,
-    level: float,
-) -> pd.DataFrame:
-    """One row per layer: the cosine, and how much lower it is than that of the two main conditions."""
-    import pandas as pd
-
-    apart = t_interval(units.means(reference - cosine), level)
-    cosine = units.means(cosine)
-    mean = t_interval(cosine, level)
-    return pd.DataFrame(
-        {
-            "condition": one,
-            "other": other,
-            "layer": product.layer.values,
-            "cosine": mean.estimate,
-            "low": mean.low,
-            "high": mean.high,
-            "beyond": apart.estimate,
-            "beyond_low": apart.low,
-            "beyond_high": apart.high,
-            "n": (~np.isnan(cosine)).sum(0),
-        }
-    )
+def _columns(cosine: np.ndarray, apart: np.ndarray, level: float) -> dict[str, np.ndarray]:
+    """The cosine of each layer, and how much lower it is than that of the two main conditions."""
+    made = dict(zip(("cosine", "low", "high"), t_interval(cosine, level), strict=True))
+    made |= dict(zip(("beyond", "beyond_low", "beyond_high"), t_interval(apart, level), strict=True))
+    return made | {"n": (~np.isnan(cosine)).sum(0)}

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.contrast.differences import check_cells, differences
+from mechattn.contrast.quantities import variable_of
 from mechattn.errors import OptionError
 from mechattn.results.provenance import stored_condition
-from mechattn.stats.random_draws import FEWEST_DRAWS, AgainstDraws, against_draws, false_discovery
+from mechattn.results.result import part_of
+from mechattn.stats.paired import false_discovery
+from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +77,7 @@ class BesideRandom:
         means, rounding = np.concatenate(self._means), np.concatenate(self._rounding)
         draws = np.concatenate(self._draws, axis=1)
         head = self._dims.index("head") if "head" in self._dims else None
-        found: AgainstDraws = against_draws(means, draws, head, table.attrs["level"], rounding)
+        found = against_draws(means, draws, head, table.attrs["level"], rounding)
         both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
         both[cells] = np.maximum(table.p, found.p[cells])
         columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
@@ -82,32 +85,25 @@ class BesideRandom:
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
         smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
         alone = ceil(len(self.random) * (tests / 0.05 - 1) / found.compared) if found.compared else 0
-        about = {
+        beside = table.assign(**columns)
+        beside.attrs = table.attrs | {
             "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
             "smallest_p_random": smallest,
             "tests_random": tests,
             "resolution_random": f"with {len(self.random)} draws the smallest q_random of one head alone is "
             f"{min(1.0, smallest * tests):.2g}" + (f"; {alone} draws would do" if smallest * tests >= 0.05 else ""),
         }
-        beside = table.assign(**columns)
-        beside.attrs = table.attrs | about
         return beside
 
     def _mean(self, difference: xr.DataArray) -> np.ndarray:
-        made: np.ndarray = self.units.means(difference.values)[self.shown].mean(0)
-        return made
+        return np.asarray(self.units.means(difference.values)[self.shown].mean(0))
 
     def _change(self, draw: Result, made: Differences) -> xr.DataArray:
         """The differences of a draw in the cells of the result; NaN where the draw has none."""
-        datasets = draw.datasets
         if "layer" in made.difference.dims:
-            layers = made.difference.layer.values
-            datasets = {
-                name: one.isel(layer=np.isin(one.layer.values, layers)) if "layer" in one.dims else one
-                for name, one in datasets.items()
-            }
-        of_draw = replace(draw, datasets=datasets)
-        found = differences(replace(self.asked, result=of_draw, scale=made.scale, null="uniform"))
+            layers = variable_of(draw, self.asked.quantity, self.asked.by).layer.values
+            draw = part_of(draw, "layer", np.isin(layers, made.difference.layer.values))
+        found = differences(replace(self.asked, result=draw, scale=made.scale, null="uniform"))
         if not found.cells.any() and found.ours.notnull().any():
             check_cells(self.asked, made.scale, found.cells.size, found.left_out)
         return found.difference.reindex_like(made.difference)
@@ -128,17 +124,12 @@ def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
             return f"has no condition {name!r}"
         if stored_condition(draw, name) != stored_condition(result, name):
             return f"has a different condition named {name!r}"
-        read = [r["sequences"].tokens.sel(condition=name).values for r in (draw, result)]
-        if not _same_tokens(*read):
+        one, other = (r["sequences"].tokens.sel(condition=name).values for r in (draw, result))
+        width = min(one.shape[-1], other.shape[-1])
+        padded = (one[..., width:] == -2).all() and (other[..., width:] == -2).all()  # by what else was in a run
+        if not padded or not np.array_equal(one[..., :width], other[..., :width]):
             return f"read other tokens with {name!r}, so its seed or tokenizer differs"
     return ""
-
-
-def _same_tokens(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether tokens are equal except for padding, which depends on what else was in a run."""
-    width = min(one.shape[-1], other.shape[-1])
-    rest = (one[..., width:] == -2).all() and (other[..., width:] == -2).all()
-    return bool(len(one) == len(other) and rest and (one[..., :width] == other[..., :width]).all())
 
 
 def _weights(result: Result) -> str:

@@ -6,21 +6,52 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
+
 from mechattn.axes import BASELINE
-from mechattn.contrast import across, detectable, overall, split_stability, table
-from mechattn.contrast.differences import Scale
-from mechattn.contrast.quantities import Null
+from mechattn.contrast import stability, table
+from mechattn.contrast.differences import Scale, aligned, check_cells, labels_of
+from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError
-from mechattn.stats.comparison import Verdict
-from mechattn.stats.intervals import Interval
-from mechattn.stats.paired import RESAMPLES
-from mechattn.stats.resolution import Resolution
+from mechattn.results.result import part_of, units_of
+from mechattn.stats.intervals import FEWEST, Interval, relative_change
+from mechattn.stats.paired import false_discovery
+from mechattn.stats.random_effects import crossed
+from mechattn.stats.resolution import RESAMPLES, Resolution, resolution
 from mechattn.stats.units import Unit, check_unit
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from mechattn.results.result import Result
+
+FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The change of a quantity between two conditions, over prompts and over all layers and heads.
+
+    ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
+    attention. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it (q < 0.05, by
+    Benjamini-Hochberg). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
+    """
+
+    change: Interval
+    null: Interval
+    beyond: np.ndarray
+    above: np.ndarray
+    n: int
+    unit: str = "prompts"
+
+    def __repr__(self) -> str:
+        """The changes and counts of heads, without the mask of each head."""
+        change, null = (", ".join(f"{100 * float(end):.1f}" for end in of) for of in (self.change, self.null))
+        return (
+            f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
+            f"{int(self.beyond.sum())} of {self.beyond.size} heads beyond the null, {int(self.above.sum())} above; "
+            f"{self.n} {self.unit})"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,9 +117,24 @@ class Contrast:
         """The result that contains ``to``."""
         return self.result if self.other is None else self.other
 
-    def with_results(self, result: Result, other: Result) -> Contrast:
-        """The same question of other results, such as some layers of these."""
-        return replace(self, result=result, other=None if other is result else other)
+    @property
+    def sides(self) -> list[tuple[Result, str]]:
+        """Both conditions with their results."""
+        return [(self.result, self.condition), (self.reference, self.to)]
+
+    def part(self, dim: str, some: slice) -> Contrast:
+        """The same question of some layers or prompts."""
+        other = None if self.other is None else part_of(self.other, dim, some)
+        return replace(self, result=part_of(self.result, dim, some), other=other)
+
+    def at_layer(self, layer: int | None) -> Contrast:
+        """The same question of one layer; of all where it is None."""
+        if layer is None:
+            return self
+        variable = variable_of(self.result, self.quantity, self.by)
+        check_layer(layer, variable)
+        at = variable.layer.values.tolist().index(layer)
+        return self.part("layer", slice(at, at + 1))
 
     def table(
         self,
@@ -118,7 +164,25 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        return across.across(self, conditions)
+        import pandas as pd
+
+        given = list(conditions) if isinstance(conditions, (list, tuple, dict)) else []
+        if len(set(given)) < FEWEST_CONDITIONS or len(set(given)) < len(given):
+            raise OptionError(
+                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They are the sample, "
+                "and from fewer nothing can be said about others; ma.sweep makes them"
+            )
+        tested, there = table.several_tested(self, [self.result.condition(name) for name in given])
+        units, labels = tested[0].units, tested[0].labels
+        units.refuse_below(FEWEST)
+        found = crossed(np.stack([one.values[:, there] for one in tested], axis=1), self.level)
+        made = pd.DataFrame({name: values[there] for name, values in labels.items()} | found._asdict())
+        made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
+        made = made.assign(n=units.n, conditions=len(given))
+        made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
+        made.attrs |= {"unit": units.unit, "tested": tested[0].null, "level": self.level}
+        made.attrs |= {"family": f"{int(there.sum())} tests"}
+        return made
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.
@@ -129,15 +193,43 @@ class Contrast:
         Raises:
             OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
         """
-        return overall.overall(self, layer)
+        quantity, variable, asked = (
+            self.quantity,
+            variable_of(self.result, self.quantity, self.by),
+            self.at_layer(layer),
+        )
+        if variable.attrs.get("compared") == "difference":
+            raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
+        cells = np.prod([n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")])
+        blocks = slices(variable.sizes["prompt"], 4 * 8 * 6 * int(cells), self.result.memory, "a prompt")
+        found = [_means(asked.part("prompt", some)) for some in blocks]
+        if any(not np.array_equal(there, found[0][1]) for _, there in found):
+            raise OptionError(
+                f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one that all prompts have"
+            )
+        values, reference, null, null_reference = (np.concatenate(parts) for parts in zip(*(each for each, _ in found)))
+        if not ((values > 0).all() and (reference > 0).all()):
+            raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
+        units = units_of(self.result, len(values), self.unit)
+        units.refuse_below(FEWEST)
+        of_null = relative_change(null, null_reference, units) if null.size else None
+        return relative_change(values, reference, units), of_null
 
     def verdict(self) -> Verdict:
-        """The overall change beside its null, and the heads that change more or less than theirs (q < 0.05).
+        """The overall change beside its null, and the heads that the table marks (q < 0.05).
 
         Raises:
             OptionError: As for :meth:`table` and :meth:`overall`, or the quantity has no null.
         """
-        return overall.verdict(self)
+        change, null = self.overall()
+        if null is None:
+            raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
+        made, variable = self.table(), variable_of(self.result, self.quantity, self.by)
+        signs = np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int)
+        found = made[made.q < 0.05]
+        at = (variable.indexes[dim].get_indexer(found[dim]) for dim in ("layer", "head"))
+        signs[tuple(at)] = np.sign(found.beyond)
+        return Verdict(change, null, signs < 0, signs > 0, int(made.n.iloc[0]), made.attrs["unit"])
 
     def resolution(self, *, select: Literal["half"] | None = None, q: float = 0.05) -> Resolution:
         """What the table can detect with these prompts, and how many would be enough.
@@ -149,7 +241,15 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
         """
-        return detectable.resolution(self, select, q)
+        table.check_select(select)
+        cells, left_out = [], []
+        for made in table.layers_of(self)():
+            cells.append(made.cells)
+            left_out += made.left_out
+        check_cells(self, made.scale, sum(some.size for some in cells), left_out)
+        units = units_of(self.result, made.ours.sizes["prompt"], self.unit)
+        n = units.n if select is None else (units.n + 1) // 2
+        return resolution(n, sum(int(some.sum()) for some in cells), q, self.resamples, units.unit)
 
     def stability(
         self,
@@ -161,4 +261,14 @@ class Contrast:
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return split_stability.stability(self, choose, layer, over, split_stability.Splits(splits, patterns, self.seed))
+        return stability.stability(self, choose, layer, over, splits, patterns)
+
+
+def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:
+    """Each prompt's means over layers and heads of values, reference and their nulls; and which cells are present."""
+    parts = aligned(asked, labels_of([asked]))
+    if set(parts[0].dims) & {"segment", "to_segment"}:
+        raise OptionError(f"{asked.quantity!r} has more than one number per head, so a mean over heads has no meaning")
+    over = [dim for dim in parts[0].dims if dim != "prompt"]
+    made = [np.empty(0) if part is None else part.mean(over).values for part in parts]
+    return made, parts[0].notnull().all("prompt").values

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from mechattn.contrast.contrast import Contrast
-    from mechattn.results.result import Result
 
 Scale = Literal["log-ratio", "difference"]
 Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
@@ -38,24 +37,14 @@ NO_NULL = "no null is known; a change may be there by definition"
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """Differences by prompt; arrays are [prompt, *cells].
-
-    Args:
-        ours: The values of a condition.
-        theirs: The values of the condition that it is compared with.
-        difference: ``log(ours / theirs)``, or ``ours − theirs``.
-        expected: The difference under the null; None if no null is known.
-        null: The null, in words.
-        cells: Which cells have a difference in every prompt [*cells].
-        scale: "log-ratio" or "difference".
-    """
+    """Differences by prompt; arrays are [prompt, *cells]."""
 
     ours: xr.DataArray
-    theirs: xr.DataArray
-    difference: xr.DataArray
-    expected: np.ndarray | None
-    null: str
-    cells: np.ndarray
+    theirs: xr.DataArray  # the values of the condition that it is compared with
+    difference: xr.DataArray  # ``log(ours / theirs)``, or ``ours − theirs``
+    expected: np.ndarray | None  # the difference under the null; None if no null is known
+    null: str  # in words
+    cells: np.ndarray  # which have a difference in every prompt [*cells]
     scale: Scale
 
     @property
@@ -89,7 +78,12 @@ def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
         expected, words = np.zeros(ours.shape), "no difference"
     else:
         expected, words = None, NO_NULL
-    return Differences(ours, theirs, difference, expected, words, _compared(parts, scale), scale)
+    cells = np.ones(ours.shape[1:], dtype=bool)
+    for part in parts:
+        if part is not None:
+            least = part.values.min(0)  # NaN if a prompt has none; a value that is 0 or negative has no ratio
+            cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
+    return Differences(ours, theirs, difference, expected, words, cells, scale)
 
 
 def labels_of(blocks: Iterable[Contrast]) -> Labels:
@@ -97,19 +91,21 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
     have: dict[str, list[set[object]]] = {}
     order: dict[str, list[object]] = {}
     for asked in blocks:
-        sides = ((asked.result, asked.condition), (asked.reference, asked.to))
-        for result, condition in sides:
+        for result, condition in asked.sides:
             check_condition(result, condition)
-        variables = [variable_of(result, asked.quantity, asked.by) for result, _ in sides]
+        variables = [variable_of(result, asked.quantity, asked.by) for result, _ in asked.sides]
         dims = [dim for dim in FURTHER if dim in variables[0].dims and (dim != "segment" or asked.segment is None)]
         if not dims:
             break  # and nothing is read
-        values = [chosen(variable, name, asked.segment) for variable, (_, name) in zip(variables, sides)]
+        values = [chosen(variable, name, asked.segment) for variable, (_, name) in zip(variables, asked.sides)]
         for dim in dims:
             order[dim] = values[0][dim].values.tolist()
             sets = have.setdefault(dim, [set(), set(), set()])
             for found, one in zip(sets, values):
-                found |= set(one[dim].values[_there(one, dim)].tolist())
+                others = [other for other in one.dims if other != dim and (other != "prompt" or dim != "band")]
+                there = one.notnull()  # of a band in every prompt, as short prompts don't reach as far back
+                there = (there.all("prompt") if dim == "band" else there).any(others)
+                found |= set(one[dim].values[there.values].tolist())
                 if dim == "to_segment":  # attention to what comes later is 0 in every prompt and condition
                     others = [other for other in one.dims if other != dim]
                     sets[2] |= set(one[dim].values[(one.fillna(0) != 0).any(others).values].tolist())
@@ -117,20 +113,11 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
     return {dim: [label for label in order[dim] if label in both[dim]] for dim in have}
 
 
-def _there(values: xr.DataArray, dim: str) -> np.ndarray:
-    """Which labels of a dimension have values: of a band every prompt's, as short prompts don't reach as far back."""
-    others = [other for other in values.dims if other != dim]
-    if dim != "band":
-        return values.notnull().any(others).values
-    return values.notnull().all("prompt").any([other for other in others if other != "prompt"]).values
-
-
 def aligned(asked: Contrast, labels: Labels) -> Four:
     """Values and references, and the nulls of both, with the same coordinates."""
     quantity, by, segment = asked.quantity, asked.by, asked.segment
-    sides = [(asked.result, asked.condition), (asked.reference, asked.to)]
     made = []
-    for result, condition in sides:
+    for result, condition in asked.sides:
         values, null = values_of(result, condition, quantity, by, segment, asked.null)
         values = values.sel({dim: of for dim, of in labels.items() if of != values[dim].values.tolist()})
         check_present(values, quantity, segment, condition)
@@ -142,7 +129,7 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
-    options = [variable_of(result, quantity, by).attrs.get("options") for result, _ in sides]
+    options = [variable_of(result, quantity, by).attrs.get("options") for result, _ in asked.sides]
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
     return ours, theirs, null, their_null
@@ -150,10 +137,10 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
 
 def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], lacking: str = "") -> None:
     """Refuse a comparison without cells (``lacking``: the condition without the quantity); warn of missing ones."""
-    if len(left_out) == cells and lacking:
-        prompts = asked.result["sequences"].sizes["prompt"]
-        raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
     if len(left_out) == cells:
+        if lacking:
+            prompts = asked.result["sequences"].sizes["prompt"]
+            raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
         raise OptionError(
             f"{asked.quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
             + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
@@ -164,16 +151,6 @@ def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], l
             f"{len(left_out)} of {cells} cells are left out ({shown}): {asked.quantity!r} is not there, or it is 0 or "
             'negative in some prompt and has no ratio, which scale="difference" does not need',
         )
-
-
-def _compared(parts: Four, scale: Scale) -> np.ndarray:
-    """The cells that have a difference in every prompt: a value that is 0 or negative has no ratio."""
-    cells = np.ones(parts[0].shape[1:], dtype=bool)
-    for part in parts:
-        if part is not None:
-            least = part.values.min(0)  # NaN if a prompt has none
-            cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
-    return cells
 
 
 def _between(one: np.ndarray, other: np.ndarray, scale: Scale) -> np.ndarray:
@@ -191,7 +168,6 @@ def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndar
 
 def _alike(asked: Contrast) -> bool:
     """Whether two conditions differ only in which tokens they insert, so no change between them is by definition."""
-    sides: list[tuple[Result, str]] = [(asked.result, asked.condition), (asked.reference, asked.to)]
-    if not all(stored_condition(result, name).inserts_only for result, name in sides):
+    if not all(stored_condition(result, name).inserts_only for result, name in asked.sides):
         return False
-    return np.array_equal(*(result["sequences"].origin.sel(condition=name).values for result, name in sides))
+    return np.array_equal(*(result["sequences"].origin.sel(condition=name).values for result, name in asked.sides))

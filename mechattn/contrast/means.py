@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import in_parts, prompt_means
+from mechattn.contrast.quantities import in_parts
 from mechattn.errors import OptionError
 from mechattn.results.result import units_in
-from mechattn.stats.intervals import FEWEST, Interval, t_interval, t_interval_of_moments
-from mechattn.stats.moments import Moments
+from mechattn.stats.intervals import FEWEST, Interval, Moments, t_interval
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -27,9 +26,14 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ()) -> Interval:
     """The mean of each prompt's mean over some dimensions, with its interval, which fewer than three prompts lack."""
-    each = prompt_means(values, over, result.memory) if over else values
-    rest = [str(dim) for dim in each.dims if dim != "prompt"]
-    blocks = [each] if over or not rest else in_parts(each, rest[0], result.memory)
+    import xarray as xr
+
+    rest = [str(dim) for dim in values.dims if dim not in ("prompt", *over)]
+    if over:
+        means = [part.mean(list(over)) for part in in_parts(values, "prompt", result.memory)]
+        blocks = [xr.concat(means, "prompt", join="exact")]
+    else:
+        blocks = list(in_parts(values, rest[0], result.memory)) if rest else [values]
     made = [_interval(over_units(result, part)) for part in blocks]
     return made[0] if len(made) == 1 else Interval(*(np.concatenate(ends) for ends in zip(*made, strict=True)))
 
@@ -68,10 +72,10 @@ def at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prom
         moments = Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
     else:
         n, variance = (dataset[f"{quantity}_{name}"].sel(at).values for name in ("n", "variance"))
-        moments = Moments(n, dataset[quantity].sel(at).values, np.nan_to_num(variance) * np.maximum(n - 1, 0))
+        moments = Moments.from_statistics(n, dataset[quantity].sel(at).values, variance)
     position = np.flatnonzero(moments.n >= max(min(10, len(prompts)), len(prompts) / 2))
-    n, mean, variance = moments.n[position], moments.known_mean[position], moments.variance[position]
-    return Positions(position, *t_interval_of_moments(n, mean, variance), n)
+    mean, low, high = (ends[position] for ends in moments.interval())
+    return Positions(position, mean, low, high, moments.n[position])
 
 
 def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray) -> np.ndarray:

@@ -26,13 +26,14 @@ def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
     for number, table in enumerate(tables):
         if not {"condition", "quantity", "family", "level", "unit"} <= set(getattr(table, "attrs", {})):
             raise OptionError(f"table {number} has no record of how it was made; give tables from Result.compare")
+    names = {str(name) for dataset in result.datasets.values() for name in dataset}
+    nulls = sorted(words for kind, words in NULLS.items() if any(name.endswith(f"_{kind}") for name in names))
     sentences = [
         _model(about["model"], about["versions"], about["engine"]),
-        _verified(about["model"]),
         _prompts(result),
         _conditions(result),
         _analyses(about),
-        _nulls(result),
+        f"Each quantity is reported with its value under {_and(nulls)}." if nulls else "",
         *(_compared(table) for table in tables),
         f"The random seed was {about['seed']}.",
     ]
@@ -48,19 +49,16 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
         "fused": "by two calls of a fused kernel",
         "hooks": "through the model's hooks",
     }
+    said = "The hooked model was not verified against the model's own attention"
+    if model["verified"]:
+        left, mended = (_several(model.get(name) or []) for name in ("not_verified", "mended"))
+        said = "The hooked model was verified against the model's own attention when it was loaded"
+        said += f"{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}"
     return (
         f"The attention of {model['name']} ({model['parameters']:,} parameters, {model['layers']} layers of "
-        f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}."
+        f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}. "
+        f"{said}."
     )
-
-
-def _verified(model: Mapping[str, Any]) -> str:
-    if not model["verified"]:
-        return "The hooked model was not verified against the model's own attention."
-    left = _several(model.get("not_verified") or [])
-    mended = _several(model.get("mended") or [])
-    said = "The hooked model was verified against the model's own attention when it was loaded"
-    return f"{said}{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}."
 
 
 def _prompts(result: Result) -> str:
@@ -97,17 +95,6 @@ def _analyses(about: Mapping[str, Any]) -> str:
     layers = about["measured_layers"]
     every = layers == list(range(about["model"]["layers"]))
     return f"The analyses were {_and(parts)}, in {'all layers' if every else 'layers ' + _and(list(map(str, layers)))}."
-
-
-def _nulls(result: Result) -> str:
-    """The nulls of the result's quantities."""
-    found = {
-        words
-        for kind, words in NULLS.items()
-        for dataset in result.datasets.values()
-        if any(str(name).endswith(f"_{kind}") for name in dataset)
-    }
-    return f"Each quantity is reported with its value under {_and(sorted(found))}." if found else ""
 
 
 def _compared(table: pd.DataFrame) -> str:

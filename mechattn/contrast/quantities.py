@@ -1,13 +1,20 @@
-"""Where the numbers of a quantity are in a result, and those of its null."""
+"""Where the numbers of a quantity are in a result, and those of its null; read in blocks that fit in its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from mechattn.errors import OptionError
+from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.results.arrays import is_lazy
+from mechattn.results.result import memory_bytes
+from mechattn.stats.resolution import RESAMPLES
+from mechattn.stats.units import resampled
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,6 +24,9 @@ if TYPE_CHECKING:
 Null = Literal["uniform", "blind"]
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
+_COPIES = 8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
+_KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
+_SHARE = 4  # of the memory: a quantity that is kept takes at most this fraction
 
 
 def variable_of(result: Result, quantity: str, by: str = "segment") -> xr.DataArray:
@@ -37,7 +47,9 @@ def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str,
             str(name).removesuffix(f"_by_{by}")
             for at in result.datasets
             for name, variable in result[at].data_vars.items()
-            if at != "sequences" and {"prompt", "layer"} <= set(variable.dims) and not _is_null(str(name))
+            if at != "sequences"
+            and {"prompt", "layer"} <= set(variable.dims)
+            and not str(name).endswith(tuple(f"_{kind}" for kind in NULLS))
         )
         from mechattn.analysis import ANALYSES
 
@@ -47,10 +59,6 @@ def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str,
             f"quantity=…{''.join(f', or run it with ma.analyses.{other}()' for other in others)}"
         )
     return found[0]
-
-
-def _is_null(name: str) -> bool:
-    return name.endswith(tuple(f"_{kind}" for kind in NULLS))
 
 
 def values_of(
@@ -134,3 +142,62 @@ def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
         raise OptionError(f"layer={layer!r}: give one whole number, from 0")
     if layer not in have:
         raise OptionError(f"layer {layer} was not measured; the result has {have}")
+
+
+def slices(count: int, each: int, memory: str, what: str, shared: int = 0) -> list[slice]:
+    """Split a number of layers or prompts, which take ``each`` bytes beside ``shared`` ones, into blocks that fit."""
+    at_a_time = max(memory_bytes(memory) - shared, 0) // max(1, each)
+    if at_a_time >= count:
+        return [slice(None)]
+    if at_a_time < 1:
+        needed = -(-(shared + each) // 2**20)
+        raise MemoryOptionError(
+            f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; give more "
+            f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer resamples'
+        )
+    return [slice(start, min(start + at_a_time, count)) for start in range(0, count, at_a_time)]
+
+
+def layer_blocks(
+    result: Result, quantity: str, by: str, segment: str | None, bootstrap: int = 0, signs: int = 0
+) -> list[slice]:
+    """The layers of a quantity in blocks for a comparison with these numbers of resamples and sign patterns."""
+    variable = variable_of(result, quantity, by)
+    sizes = {str(dim): size for dim, size in variable.sizes.items()}
+    prompts, layers = sizes.pop("prompt"), sizes.get("layer", 1)
+    cells = prod(size for dim, size in sizes.items() if dim != "condition" and (segment is None or dim != "segment"))
+    each = 8 * _COPIES * prompts * cells // layers
+    each += 2 * variable.dtype.itemsize * prompts * prod(sizes.values()) // (layers * sizes.get("condition", 1))
+    shared = 0
+    if signs:
+        shared = resampled(prompts) * (2 * bootstrap + max(signs, 20 * cells) // 8 + 8 * _KEPT * cells)
+    return slices(layers, each, result.memory, f"{quantity!r} of {prompts:,} prompts", shared)
+
+
+def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
+    """Yield values some layers or prompts at a time."""
+    count = values.sizes[dim]
+    for some in slices(count, 8 * _COPIES * values.size // max(1, count), memory, f"one {dim} of {values.name!r}"):
+        yield values if some == slice(None) else values.isel({dim: some})
+
+
+def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
+    """A stored result with a quantity of one condition read into memory, if it takes at most a quarter of it."""
+    at, name = dataset_of(result, quantity)
+    dataset = result[at]
+    names = [name, *(found for kind in NULLS if (found := f"{name}_{kind}") in dataset)]
+    by_segment = "segment" in dataset[name].dims
+    if not is_lazy(result) or (by_segment and segment not in dataset.segment.values):
+        return result
+    wanted = {"condition": [condition]} | ({"segment": [segment]} if by_segment else {})
+    some = dataset[names].sel(wanted)
+    size = 8 * sum(prod(variable.shape) for variable in some.data_vars.values())
+    if size > memory_bytes(result.memory) // _SHARE:
+        return result
+    rest = f"{(memory_bytes(result.memory) - 2 * size) / 2**10:.3f}KiB"
+    made = replace(result, datasets={"sequences": result["sequences"], at: some}, memory=rest)
+    try:
+        layer_blocks(made, quantity, "segment", segment, RESAMPLES, RESAMPLES)
+    except MemoryOptionError:
+        return result
+    return replace(made, datasets={**made.datasets, at: some.astype(np.float64)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,17 +12,14 @@ from scipy import stats
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.beside_random import BesideRandom, check_random
-from mechattn.contrast.blocks import layer_blocks, of
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
-from mechattn.contrast.quantities import check_layer, variable_of
+from mechattn.contrast.quantities import layer_blocks, variable_of
 from mechattn.errors import OptionError
 from mechattn.results.result import shared_units, units_of
-from mechattn.stats.bags import Bags
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import EXACT, FEWEST_FOR_ALL, Paired, PairedStream, enough, without_rounding
-from mechattn.stats.random_draws import false_discovery
-from mechattn.stats.resolution import resolution
-from mechattn.stats.units import Units
+from mechattn.stats.paired import FEWEST_FOR_ALL, Paired, PairedStream, false_discovery, without_rounding
+from mechattn.stats.resolution import EXACT, enough, resolution
+from mechattn.stats.units import Bags, Units
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from mechattn.results.result import Result
 
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
+_FIRST = ["difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]  # shown if truncated
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
@@ -57,16 +55,25 @@ def table(
         check_random(random, asked)
     prompts = variable_of(asked.result, asked.quantity, asked.by).sizes["prompt"]
     units = shared_units(asked.result, asked.reference, prompts, asked.unit)
-    finding, shown = _halves(units, select)
+    if select is None:
+        units.refuse_below(FEWEST)
+    else:
+        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
+    every, masks = np.arange(units.n), None
+    finding, shown = (every, every) if select is None else (every[::2], every[1::2])
     blocks = layers_of(asked, asked.resamples, asked.resamples)
-    masks = None
     if select:
         first = _gone_through(asked, blocks, units, finding)
-        masks = _taken_apart(first.numbers.q < 0.05, first.masks)
+        masks = [mask.copy() for mask in first.masks]
+        ends = np.cumsum([mask.sum() for mask in masks])
+        for mask, some in zip(masks, np.split(first.numbers.q < 0.05, ends[:-1]), strict=True):
+            mask[mask] = some
     beside = None if random is None else BesideRandom(random, asked, units, shown)
     found = _gone_through(asked, blocks, units, shown, masks, None if beside is None else beside.see)
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
-    made = _as_table(found)
+    labels = [str(name) for name in found.means if name not in ("value", "reference")]
+    made = found.means.assign(**{name: getattr(found.numbers, name) for name in _COLUMNS}, n=found.numbers.n)
+    made = made[[*labels, *_FIRST, *made.columns.drop([*labels, *_FIRST])]].assign(scale=found.last.scale)
     made.attrs = _about(asked, select, found, units)
     if margin is not None:
         made = with_equivalence(made, margin)
@@ -76,9 +83,7 @@ def table(
 def layers_of(asked: Contrast, bootstrap: int = 0, signs: int = 0) -> Callable[[], Iterator[Differences]]:
     """A function that yields the differences of a comparison, some layers at a time."""
     some = layer_blocks(asked.result, asked.quantity, asked.by, asked.segment, bootstrap, signs)
-    cut = [asked.with_results(of(asked.result, "layer", s), of(asked.reference, "layer", s)) for s in some]
-    if len(cut) == 1:
-        cut = [asked]
+    cut = [asked.part("layer", each) for each in some]
     labels = labels_of(cut)
     return lambda: (differences(one, labels) for one in cut)
 
@@ -109,52 +114,25 @@ def _gone_through(
         wanted = made.cells if masks is None else masks[number]
         expected = None if made.expected is None else units.means(made.expected)[some][:, wanted]
         stream.add(units.means(made.difference.values)[some][:, wanted], expected, made.rounding(units, some)[wanted])
-        rows.append(_means_of(made, units, wanted, some))
+        sides = {"value": made.ours.values, "reference": made.theirs.values}
+        means = {name: units.means(side)[some][:, wanted].mean(0) for name, side in sides.items()}
+        rows.append(pd.DataFrame(_labels(made, wanted) | means))
         cells.append(wanted)
         left_out += made.left_out
         for name in [name for name in lacking if made.cells.any() or not getattr(made, name).isnull().all()]:
             lacking.pop(name)
         if see is not None:
             see(made)
+    alone = next(iter(lacking.values()), "")
     if not any(mask.any() for mask in cells) and masks is None:
-        check_cells(asked, made.scale, len(left_out), left_out, next(iter(lacking.values()), ""))
-    means = rows[0] if len(rows) == 1 else pd.concat(rows, ignore_index=True)
-    return _Cells(means, stream.made(), cells, left_out, made, stream.bags, next(iter(lacking.values()), ""))
-
-
-def _means_of(made: Differences, units: Units, cells: np.ndarray, some: np.ndarray) -> pd.DataFrame:
-    """One row per cell: its coordinates, and its means over some units in both conditions."""
-    import pandas as pd
-
-    sides = (("value", made.ours), ("reference", made.theirs))
-    return pd.DataFrame(
-        _labels(made, cells) | {name: units.means(side.values)[some][:, cells].mean(0) for name, side in sides}
-    )
+        check_cells(asked, made.scale, len(left_out), left_out, alone)
+    return _Cells(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, made, stream.bags, alone)
 
 
 def _labels(made: Differences, cells: np.ndarray) -> dict[str, np.ndarray]:
     """The layer, head … of each of some cells."""
     index = np.argwhere(cells)
     return {str(dim): made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
-
-
-def _taken_apart(every: np.ndarray, cells: Seq[np.ndarray]) -> list[np.ndarray]:
-    """Split a mask over all included cells into one mask per block."""
-    made, start = [], 0
-    for mask in cells:
-        some = mask.copy()
-        some[some] = every[start : start + int(mask.sum())]
-        start += int(mask.sum())
-        made.append(some)
-    return made
-
-
-def _as_table(found: _Cells) -> pd.DataFrame:
-    """Combine the means with all statistics, the columns first that a truncated table should still show."""
-    labels = [str(name) for name in found.means if name not in ("value", "reference")]
-    made = found.means.assign(**{name: getattr(found.numbers, name) for name in _COLUMNS}, n=found.numbers.n)
-    first = [*labels, "difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]
-    return made[[*first, *(name for name in made if name not in first)]].assign(scale=found.last.scale)
 
 
 def _about(asked: Contrast, select: str | None, found: _Cells, units: Units) -> dict[str, Any]:
@@ -224,12 +202,7 @@ class Tested(NamedTuple):
 def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> Tested:
     """What the table tests, of all layers or one; the means of bags of units where ``bags`` is their seed."""
     _check_alike(asked)
-    if layer is not None:
-        variable = variable_of(asked.result, asked.quantity, asked.by)
-        check_layer(layer, variable)
-        at = variable.layer.values.tolist().index(layer)
-        some = slice(at, at + 1)
-        asked = asked.with_results(of(asked.result, "layer", some), of(asked.reference, "layer", some))
+    asked = asked.at_layer(layer)
     units = units_of(asked.result, asked.result["sequences"].sizes["prompt"], asked.unit)
     in_bags = None if bags is None else Bags.drawn(units.n, bags)
     found, left_out, labels = [], [], []
@@ -244,8 +217,11 @@ def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None =
     return Tested(np.concatenate(found, axis=1), units, named, made.null)
 
 
-def check_same_cells(tested: Seq[Tested], names: Seq[str]) -> None:
-    """Refuse conditions whose cells have different labels, such as distance bands that only some reach."""
+def several_tested(
+    asked: Contrast, names: Seq[str], layer: int | None = None, bags: int | None = None
+) -> tuple[list[Tested], np.ndarray]:
+    """What the tables of several conditions test, and the cells that all have; their labels must be the same."""
+    tested = [what_is_tested(replace(asked, condition=name), layer, bags) for name in names]
     first = tested[0].labels
     for one, name in zip(tested, names, strict=True):
         if any(not np.array_equal(one.labels[dim], first[dim]) for dim in first):
@@ -253,16 +229,7 @@ def check_same_cells(tested: Seq[Tested], names: Seq[str]) -> None:
                 f"{name!r} has other cells than {names[0]!r} ({', '.join(first)}), so they cannot be taken together; "
                 "compare each by itself"
             )
-
-
-def _halves(units: Units, select: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The units on which cells are found, and the units on which they are reported."""
-    every = np.arange(units.n)
-    if select is None:
-        units.refuse_below(FEWEST)
-    else:
-        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
-    return (every, every) if select is None else (every[::2], every[1::2])
+    return tested, np.all([np.isfinite(one.values).all(0) for one in tested], axis=0)
 
 
 def _check_alike(asked: Contrast) -> None:
@@ -277,7 +244,7 @@ def _check_alike(asked: Contrast) -> None:
         return
     counts = [
         (result["sequences"].origin.sel(condition=name) == -1).sum("pos").values
-        for result, name in ((one, asked.condition), (other, asked.to))
+        for result, name in asked.sides
         if name in result.conditions
     ]
     if len(counts) == 2 and all(count.any() for count in counts) and (counts[0] != counts[1]).any():

@@ -16,6 +16,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.engine.check import sides_of
 from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
+from mechattn.markup import plain
 from mechattn.model import hooks
 from mechattn.model.devices import device_of
 from mechattn.model.hooked import ModelFacts, facts_of
@@ -26,8 +27,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity, kind_of
-from mechattn.shown import plain
-from mechattn.stats.moments import Moments
+from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -19,8 +19,7 @@ from mechattn.engine.forward import chosen_forward
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.interventions.affine_attention import Affine, AffineAttention
-from mechattn.interventions.transplant import KeysValues
+from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
 from mechattn.model.devices import device_of
 from mechattn.model.heads import is_latent

@@ -35,7 +35,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
 from mechattn.prompts.sequences import Batch, Sequence, pad_right
 from mechattn.results.result import MEMORY, Result, memory_bytes
-from mechattn.stats.random_draws import FEWEST_DRAWS
+from mechattn.stats.random_effects import FEWEST_DRAWS
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     found: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
-            made = _answer(json.loads(line))
+            row = json.loads(line)
+            fields = {"logprob": float("nan"), **row, "tokens": tuple(row["tokens"])}
+            for name, kind in _KINDS.items():
+                if not isinstance(fields[name], kind):
+                    raise TypeError(f"its {name} is {fields[name]!r:.40}")
+            if not all(isinstance(token, int) for token in fields["tokens"]):
+                raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
+            made = GradedAnswer(**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
@@ -136,14 +143,3 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
         found[made.prompt, made.condition, made.sample] = made
     return about, found
-
-
-def _answer(row: Any) -> GradedAnswer:
-    """An answer from its line, with every field of its type."""
-    fields = {"logprob": float("nan"), **row, "tokens": tuple(row["tokens"])}
-    for name, kind in _KINDS.items():
-        if not isinstance(fields[name], kind):
-            raise TypeError(f"its {name} is {fields[name]!r:.40}")
-    if not all(isinstance(token, int) for token in fields["tokens"]):
-        raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
-    return GradedAnswer(**fields)

@@ -1,19 +1,25 @@
-"""The units of an evaluation, problems or their groups; and over them mediation, and whose answers others follow."""
+"""The units of an evaluation, problems or groups; over them mediation, whose answers others follow, and trends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mechattn.axes import BASELINE
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.table import what_is_tested
 from mechattn.errors import OptionError
-from mechattn.stats.accuracy import paired_accuracy
+from mechattn.results.result import Result
+from mechattn.stats.accuracy import deviation, paired_accuracy, share_difference, share_interval
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import detectable_size, paired
-from mechattn.stats.shares import deviation, share_difference, share_interval
+from mechattn.stats.paired import paired
+from mechattn.stats.resolution import detectable_size
+from mechattn.stats.trend import Trend
+from mechattn.stats.trend import trend as trend_of
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
@@ -89,19 +95,10 @@ def mediation(
             drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
         change = paired(part, level=level)
-        rows.append(
-            {
-                "path": path,
-                "condition": name,
-                "change": float(change.difference),
-                "change_low": float(change.low),
-                "change_high": float(change.high),
-                "share": share,
-                "low": float(low),
-                "high": float(high),
-            }
-        )
-    made = pd.DataFrame(rows)
+        figures: tuple[Any, ...] = (change.difference, change.low, change.high, share, low, high)
+        rows.append([path, name, *map(float, figures)])
+    columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
+    made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
     made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}
     return made
@@ -113,7 +110,10 @@ def follows(
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
     if evaluation.samples > 1:
         raise OptionError(f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)")
-    own, made = (_answers(evaluation, name) for name in (without, condition))
+    for name in (without, condition):
+        evaluation.right(name)  # raises an error if answers are missing
+    each = {(a.prompt, a.condition): a.answer for a in evaluation.answers}
+    own, made = ({p: each[p, name] for p in evaluation._problems()} for name in (without, condition))
     strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
     if strangers:
         raise OptionError(
@@ -144,7 +144,50 @@ def follows(
     }
 
 
-def _answers(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
-    """The final answer to each problem under a condition."""
-    evaluation.right(condition)  # raises an error if answers are missing
-    return {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}
+def trend(
+    measured: Result | Evaluation,
+    conditions: Seq[str],
+    quantity: str = "received",
+    segment: str | None = "question",
+    *,
+    layer: int | None = None,
+    unit: Unit = "auto",
+    resamples: int = 9999,
+    seed: int = 0,
+) -> Trend:
+    """Test whether a quantity, or accuracy, rises or falls over ordered conditions, such as a sweep of counts.
+
+    Page's test over prompts, two-sided, by permutations of each prompt's values, with the mean of Spearman's ρ within
+    prompts. For a result it tests each prompt's mean over heads of the change from the baseline *minus that of the
+    null*, because more inserted tokens mean less attention to each by definition. For an evaluation it tests each
+    problem's share of right answers; the baseline is a dose of its own if named.
+
+    Args:
+        measured: A result, or an evaluation.
+        conditions: At least three, in the order of their dose; ``list(ma.sweep(…))`` gives the names of a sweep.
+        quantity: For a result: the quantity, as for ``compare``.
+        segment: For a result: the segment.
+        layer: For a result: one layer; all by default.
+        unit: "auto" uses groups of prompts as units if there are any.
+        resamples: The number of permutations.
+        seed: The seed of the permutations.
+
+    Raises:
+        OptionError: There are fewer than three conditions, one does not exist, or ``compare`` refuses the options.
+    """
+    if not isinstance(measured, Result) and not hasattr(measured, "answers"):
+        raise OptionError(f"measured is of type {type(measured).__name__}: give a result of ma.run or ma.evaluate")
+    names = [conditions] if isinstance(conditions, str) else list(conditions)
+    if len(set(names)) < 3 or len(set(names)) != len(names):
+        raise OptionError(f"conditions={names}: give at least three names, each once, in the order of their dose")
+    if unknown := [name for name in names if name not in measured.conditions]:
+        there = ", ".join(map(repr, measured.conditions))
+        raise OptionError(f"there is no condition {unknown[0]!r}; the conditions are {there}")
+    if not isinstance(measured, Result):
+        units = units_of(measured, unit)
+        return trend_of(np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed)
+    if BASELINE in names:
+        raise OptionError('"baseline" has no change from itself; name the other conditions, in the order of their dose')
+    asked = [Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names]
+    each = [what_is_tested(one, layer).values for one in asked]
+    return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)

@@ -1,9 +1,9 @@
-"""Completions from a server: several requests at a time, and their replies, checked for length, model and tokens."""
+"""Completions of token ids, or of texts that give them, from a server: several requests at a time, replies checked."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from mechattn.errors import ServerError
+from mechattn.errors import PromptError, ServerError
 from mechattn.evaluation.server import Garbled, Refused, Server, client, exchanged
 from mechattn.model.checkpoint import UnloadedModel
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
 
 Named = TypeVar("Named")
 _RETRIES = 8  # after 408, 429, 5xx, time-outs and lost connections
@@ -138,7 +140,11 @@ def connected(server: Server, at_once: int) -> Iterator[Connection]:
     with start_blocking_portal() as portal:
         try:
             there = portal.call(_models, made, server)
-            model = server.model or _only(there, server)
+            if server.model is None and len(there) != 1:
+                names = ", ".join(repr(name[:200]) for name in islice(there, 10))
+                some = f"it has {names}" if there else "it lists none"
+                raise ServerError(f"which model of the server at {server.address}? {some}: give model=…")
+            model = server.model or next(iter(there))
             yield Connection(server, made, portal, model, there.get(model), at_once)
         finally:
             portal.call(made.aclose)
@@ -159,13 +165,6 @@ async def _models(client: Any, server: Server) -> dict[str, int | None]:
         return {}
 
 
-def _only(there: dict[str, int | None], server: Server) -> str:
-    if len(there) != 1:
-        some = f"it has {', '.join(repr(name[:200]) for name in islice(there, 10))}" if there else "it lists none"
-        raise ServerError(f"which model of the server at {server.address}? {some}: give model=…")
-    return next(iter(there))
-
-
 def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
     """Read a reply; refused if it is another model's, or too long, or if the model has not read what was sent."""
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
@@ -175,14 +174,24 @@ def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
     choice = data["choices"][0]
     if not isinstance(choice.get("text"), str) or choice.get("finish_reason") not in ("stop", "length"):
         raise Garbled(f"it was not finished: finish_reason is {str(choice.get('finish_reason'))[:40]!r}")
-    _check_model(data.get("model"), model, server)
+    said = data.get("model")
+    if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):  # and a revision
+        other = server.without_key(said)[:200]
+        raise ServerError(
+            f"the server at {server.address} answers as {other!r}, but {model!r} was asked for. If that is the "
+            f"model, give its name: model={other!r}"
+        )
     usage = data["usage"] if isinstance(data.get("usage"), dict) else {}
     counted = _check_read(usage.get("prompt_tokens"), choice.get("prompt_token_ids"), asked, server)
     ids = _ids(choice.get("token_ids"), asked)
     if ids is not None and server.key is not None:  # its text has been checked
         server.check_hides_key(asked.reader.tokenizer.decode(list(ids)))
     tokens = asked.reader.tokenizer(choice["text"], add_special_tokens=False)["input_ids"] if ids is None else ids
-    _check_length([usage.get("completion_tokens"), len(tokens) // _TOKENS_A_TOKEN, len(ids or ())], asked, server)
+    counts = [usage.get("completion_tokens"), len(tokens) // _TOKENS_A_TOKEN, len(ids or ())]
+    if (most := max(count for count in counts if type(count) is int)) > asked.new_tokens:
+        raise ServerError(
+            f"the server at {server.address} has generated {most:,} tokens where {asked.new_tokens:,} were allowed"
+        )
     logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
     return Reply(
         choice["text"],
@@ -193,16 +202,6 @@ def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
         counted,
         _of_prompt(choice.get("prompt_logprobs"), asked),
     )
-
-
-def _check_model(said: Any, model: str, server: Server) -> None:
-    """Refuse a reply from another model; transformers adds the revision to the name."""
-    if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):
-        other = server.without_key(said)[:200]
-        raise ServerError(
-            f"the server at {server.address} answers as {other!r}, but {model!r} was asked for. If that is the "
-            f"model, give its name: model={other!r}"
-        )
 
 
 def _check_read(said: Any, ids: Any, asked: Asked, server: Server) -> bool:
@@ -222,13 +221,6 @@ def _check_read(said: Any, ids: Any, asked: Asked, server: Server) -> bool:
             "accepted, and that nothing was counted is recorded with them"
         )
     return count is not None or read is not None
-
-
-def _check_length(counts: list[Any], asked: Asked, server: Server) -> None:
-    if (most := max(count for count in counts if type(count) is int)) > asked.new_tokens:
-        raise ServerError(
-            f"the server at {server.address} has generated {most:,} tokens where {asked.new_tokens:,} were allowed"
-        )
 
 
 def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
@@ -253,3 +245,55 @@ def _numbers(given: Any) -> tuple[float, ...] | None:
     if not isinstance(given, list) or not all(type(one) in (int, float) and abs(one) < _UNLIKELY for one in given):
         return None
     return tuple(map(float, given)) or None
+
+
+def text_of(tokenizer: Any, ids: Seq[int]) -> str | None:
+    """The text from which a tokenizer makes exactly these ids, including its BOS token; None if there is none."""
+    ids = list(ids)
+    without = [ids[1:]] if ids[:1] == [getattr(tokenizer, "bos_token_id", None)] else []
+    for some in (*without, ids):
+        text = _decoded(tokenizer, some)
+        if list(tokenizer(text)["input_ids"]) == ids:
+            return text
+    return None
+
+
+def texts_of(
+    tokenizer: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], address: str
+) -> dict[tuple[str, str], str]:
+    """The text of each prompt under each condition; refused if one would be read as different tokens."""
+    made: dict[tuple[str, str], str] = {}
+    refused: list[tuple[Prompt, str, list[int]]] = []
+    for prompt, by_name in zip(prompts, sequences, strict=True):
+        for name, sequence in by_name.items():
+            ids = sequence.tokens.tolist()
+            text = text_of(tokenizer, ids)
+            if text is None:
+                refused.append((prompt, name, ids))
+            else:
+                made[prompt.id, name] = text
+    if refused:
+        prompt, name, ids = refused[0]
+        others = sorted({name for _, name, _ in refused})
+        raise PromptError(
+            f'the server at {address} takes only text, and prompt {prompt.id} ("{prompt.excerpt}") with the condition '
+            f'"{name}" would be read as other tokens: {_first_difference(tokenizer, ids)}. So would {len(refused)} of '
+            f"{len(refused) + len(made)} in all, under {', '.join(map(repr, others))}. Omit them, or serve the model "
+            f"with an engine that takes token ids, such as vLLM or SGLang"
+        )
+    return made
+
+
+def _first_difference(tokenizer: Any, ids: list[int]) -> str:
+    """The first place where the text's tokens differ from the intended ones."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    got = list(tokenizer(_decoded(tokenizer, ids[1:] if ids[:1] == [bos] else ids))["input_ids"])
+    at = next((i for i, (a, b) in enumerate(zip(ids, got, strict=False)) if a != b), min(len(ids), len(got)))
+    tokens = [some[at] if at < len(some) else None for some in (ids, got)]
+    shown = ["the end" if id is None else f"{_decoded(tokenizer, [id])!r} ({id})" for id in tokens]
+    return f"at position {at} {shown[0]} becomes {shown[1]}"
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

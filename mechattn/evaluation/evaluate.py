@@ -24,21 +24,23 @@ from mechattn.engine.check import (
     sides_of,
     with_baseline,
 )
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, check_counts
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import (
     Answer,
+    Grader,
     Request,
     Sampling,
     SamplingOptions,
     answers,
-    check_counts,
+    check_grader,
+    grade,
+    grader_for,
     native_of,
     refuse_what_cannot_generate,
     sampling_of,
 )
-from mechattn.evaluation.grading import Grader, check_grader, grade, grader_for
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
@@ -185,27 +187,18 @@ def baseline_noise(
     known = getattr(torch, other_dtype, None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
-    first = evaluate(model, prompts, batch=batch, **options)
-    rows = [{"repetition": f"{dtype}, batch {batch}", **_row(first, first)}]
-    second = evaluate(model, prompts, batch=other_batch, **options)
-    rows.append({"repetition": f"{dtype}, batch {other_batch}", **_row(second, first)})
-    twin = copy.deepcopy(native_of(model)).to(known)
-    third = evaluate(load_model(twin, tokenizer=model.tokenizer, verify=False), prompts, batch=batch, **options)
-    rows.append({"repetition": f"{other_dtype}, batch {batch}", **_row(third, first)})
+    made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
+    twin = load_model(copy.deepcopy(native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
+    made.append(evaluate(twin, prompts, batch=batch, **options))
+    names = f"{dtype}, batch {batch}", f"{dtype}, batch {other_batch}", f"{other_dtype}, batch {batch}"
+    rows: list[dict[str, Any]] = []
+    for name, again in zip(names, made, strict=True):
+        compared, right = again.compare(BASELINE, other=made[0]), again.right(BASELINE)
+        shown = {key: compared[key] for key in ("difference", "low", "high", "p", "n")}
+        texts = [a.text != b.text for a, b in zip(again.answers, made[0].answers, strict=True)]
+        shares = {"flipped": float((right != made[0].right(BASELINE)).mean()), "texts": sum(texts) / len(texts)}
+        rows.append({"repetition": name, "accuracy": float(right.mean()), **shown, **shares})
     return pd.DataFrame(rows)
-
-
-def _row(again: Evaluation, first: Evaluation) -> dict[str, float]:
-    compared = again.compare(BASELINE, other=first)
-    flipped = again.right(BASELINE) != first.right(BASELINE)
-    texts = [a.text != b.text for a, b in zip(again.answers, first.answers, strict=True)]
-    shown = {name: compared[name] for name in ("difference", "low", "high", "p", "n")}
-    return {
-        "accuracy": float(again.right(BASELINE).mean()),
-        **shown,
-        "flipped": float(flipped.mean()),
-        "texts": sum(texts) / len(texts),
-    }
 
 
 def _generated(
@@ -232,19 +225,9 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
 
 def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     """An answer, graded."""
-    graded = grade(text, str(prompt.solution), grader)
-    return GradedAnswer(
-        prompt=prompt.id,
-        condition=name,
-        sample=asked.sample,
-        text=text,
-        tokens=answer.tokens,
-        answer=graded.answer,
-        solution=str(prompt.solution),
-        right=graded.right,
-        finished=answer.finished,
-        logprob=answer.logprob,
-    )
+    solution = str(prompt.solution)
+    both = vars(answer) | vars(grade(text, solution, grader))
+    return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:

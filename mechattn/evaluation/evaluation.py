@@ -15,9 +15,8 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k
-from mechattn.stats.random_draws import false_discovery
-from mechattn.stats.shares import share_interval
+from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share_interval
+from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
 
@@ -99,27 +98,15 @@ class Evaluation:
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
         (answers that hit the limit), tokens (mean length).
         """
-        import pandas as pd
-
-        units = units_of(self, unit)
-        rows = []
-        for name in self.conditions:
-            right = self.right(name)
-            share = share_interval(units.means(right.mean(1)), level)
-            some = [a for a in self.answers if a.condition == name]
-            rows.append(
-                {
-                    "condition": name,
-                    "accuracy": float(share.estimate),
-                    "low": float(share.low),
-                    "high": float(share.high),
-                    "n": units.n,
-                    "unread": sum(a.answer is None for a in some),
-                    "unfinished": sum(not a.finished for a in some),
-                    "tokens": float(np.mean([len(a.tokens) for a in some])),
-                }
-            )
-        table = pd.DataFrame(rows)
+        units, names = units_of(self, unit), self.conditions
+        made = self._intervals((({"condition": name}, self.right(name).mean(1)) for name in names), level, unit)
+        each = [[a for a in self.answers if a.condition == name] for name in names]
+        table = made.rename(columns={"estimate": "accuracy"}).assign(
+            n=units.n,
+            unread=[sum(a.answer is None for a in some) for some in each],
+            unfinished=[sum(not a.finished for a in some) for some in each],
+            tokens=[float(np.mean([len(a.tokens) for a in some])) for some in each],
+        )
         table.attrs = {"unit": units.unit}
         return table
 
@@ -319,7 +306,7 @@ class Evaluation:
         Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
 
         Args:
-            condition: The condition with the :class:`~mechattn.interventions.transplant.Transplant`.
+            condition: The condition with the :class:`~mechattn.interventions.recorded.Transplant`.
             donors: The donor of each problem's keys and values: ``KeysValues.donors``.
             without: The same condition without the transplant, which gives both reference answers.
             level: The level of the interval.

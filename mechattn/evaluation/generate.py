@@ -1,19 +1,21 @@
-"""Generates answers with a key-value cache, on the model without hooks that shares the parameters."""
+"""Generates answers with a key-value cache, on the model without hooks that shares the parameters; and grades them."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from fractions import Fraction
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
@@ -21,6 +23,11 @@ from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, alone, facts_of
 from mechattn.prompts.prompt import MOST
 from mechattn.prompts.sequences import PADDING, Sequence
+
+Grader = Literal["auto", "number", "math"]
+_MARK = re.compile(r"\\boxed|####|(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+−]?\s*(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_FRACTION = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-+−]?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -59,13 +66,6 @@ def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
             f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
         )
     return Sampling(new_tokens, samples, float(temperature), seed)
-
-
-def check_counts(**counts: Any) -> None:
-    """Refuse anything but whole numbers from 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,13 @@ def answers(
                 logits_to_keep=1,
             )
             logits = out.logits[:, -1].float()
-            following = _chosen(logits, asked, batch.lengths + step, temperature, seed)
+            following = logits.argmax(-1)
+            if temperature > 0:  # the one at a keyed random point of the cumulative distribution
+                at = zip(asked, batch.lengths + step, strict=True)
+                keys = [token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in at]
+                cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+                point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
+                following = torch.searchsorted(cumulative, point).clamp(max=logits.shape[-1] - 1)[:, 0]
             written.append(following)
             likely.append(logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1))
             open_ &= ~torch.isin(following, torch.tensor(sorted(end), device=device))
@@ -134,24 +140,6 @@ def answers(
             tokens = following[:, None]
     rows, logprobs = torch.stack(written, 1).tolist(), torch.stack(likely, 1).double()
     return [until_end(row, each, end) for row, each in zip(rows, logprobs, strict=True)]
-
-
-def _chosen(
-    logits: Float[Tensor, "batch d_vocab"],
-    asked: Seq[Request],
-    positions: Int[Tensor, " batch"],
-    temperature: float,
-    seed: int,
-) -> Int[Tensor, " batch"]:
-    """The likeliest token, or the one at a keyed random point of the cumulative distribution."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    samples = [
-        token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in zip(asked, positions, strict=True)
-    ]
-    point = keyed_uniform(torch.cat(samples), 1)[:, 0]
-    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    return torch.searchsorted(cumulative, point.double() * cumulative[:, -1:]).clamp(max=logits.shape[-1] - 1)[:, 0]
 
 
 def until_end(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
@@ -182,21 +170,15 @@ class _Padded:
         origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
         self._segments: Int[Tensor, "batch pos"] = padded([s.segment for s in sequences], PADDING)
-        self.cut = self._cut(padded) if any(s.edge_mask for s in sequences) else None
+        self.cut = None  # blind queries, the keys that they don't see, and whether generated tokens are blind too
+        if any(s.edge_mask for s in sequences):
+            no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
+            cut = [(s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n) for s, n in zip(sequences, no)]
+            later = torch.tensor([bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=device)
+            self.cut = padded([q for q, _ in cut], 0), padded([k for _, k in cut], 0), later
         # Position ids with gaps need a mask: without one, transformers treats them as several packed sequences.
         self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
         self.step = 0
-
-    def _cut(self, padded: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Blind queries, the keys that they don't see, and whether generated tokens are blind too."""
-        sequences = [a.sequence for a in self.asked]
-        no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
-        pairs = [
-            (s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n)
-            for s, n in zip(sequences, no, strict=True)
-        ]
-        later = torch.tensor([bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=self.device)
-        return padded([q for q, _ in pairs], 0), padded([k for _, k in pairs], 0), later
 
     def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
         """The position ids of the tokens read at this step."""
@@ -230,6 +212,12 @@ class _Padded:
     @contextmanager
     def acting(self, model: Any) -> Iterator[None]:
         """The interventions of the sequences, in order, each acting on its rows."""
+
+        def target(rows: list[int]) -> Any:
+            index = torch.tensor(rows, device=self.device)
+            ids = tuple(self.asked[row].prompt for row in rows)
+            return lambda: Target(index, ids, self.positions()[index], self.segments()[index])
+
         found: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int]]] = {}
         for row, asked in enumerate(self.asked):
             several = asked.sequence.interventions
@@ -237,16 +225,11 @@ class _Padded:
         with ExitStack() as stack:
             for several, rows in found.values():
                 for intervention in several:
-                    stack.enter_context(intervention.acting(model, self._target(rows)))
+                    stack.enter_context(intervention.acting(model, target(rows)))
             if read_first(each for several, _ in found.values() for each in several):
                 mask, ids = self.mask(0), self.position_ids(0)
                 model(input_ids=self.tokens, attention_mask=mask, position_ids=ids, use_cache=False, logits_to_keep=1)
             yield
-
-    def _target(self, rows: list[int]) -> Any:
-        index = torch.tensor(rows, device=self.device)
-        ids = tuple(self.asked[row].prompt for row in rows)
-        return lambda: Target(index, ids, self.positions()[index], self.segments()[index])
 
 
 def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
@@ -267,3 +250,94 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
         f"{name!r} cuts edges, and a {kind} model {why}: generation with cut edges is not supported "
         f"here. Omit the condition"
     )
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The final answer of a text, and whether it is right.
+
+    Args:
+        answer: The final answer; None if none was found.
+        right: Whether it equals the reference; False if no answer was found.
+    """
+
+    answer: str | None
+    right: bool
+
+
+def check_grader(grader: str) -> None:
+    """Refuse a grader that doesn't exist, or whose package is not installed."""
+    if grader not in get_args(Grader):
+        raise OptionError(f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}")
+    if grader == "math":
+        _math_verify()
+
+
+def grader_for(solution: str) -> Literal["number", "math"]:
+    """ "number" for a reference that ends in a plain number, "math" for any other."""
+    return "number" if final_number(solution, marked=False) is not None else "math"
+
+
+def grade(text: str, solution: str, grader: Grader = "auto") -> Grade:
+    """Grade the final answer of a text against a reference.
+
+    - "number": the first number after the last mark ("Answer:", "####", "\\boxed{…}"), exactly: "1,000" is 1000,
+      "\\frac{1}{2}" and "1/2" are 0.5, "$" and units don't matter. Without a mark no answer is read.
+    - "math": the package math-verify, which compares expressions.
+    - "auto": "number" if the reference is one.
+
+    Args:
+        text: The model's text.
+        solution: The reference: the answer, or a worked solution that ends with it.
+        grader: The grader.
+    """
+    if (grader_for(solution) if grader == "auto" else grader) == "math":
+        parse, verify = _math_verify()
+        gold = parse(solution if "\\boxed" in solution or "$" in solution else f"${solution}$")
+        got = parse(text)
+        return Grade(str(got[-1]), bool(verify(gold, got))) if got else Grade(None, False)
+    expected, found = final_number(solution, marked=False), final_number(text)
+    if expected is None:
+        raise OptionError(f'the reference {solution!r} does not end in a number; use grader="math"')
+    return Grade(None if found is None else str(found), found == expected)
+
+
+def final_number(text: str, marked: bool = True) -> Fraction | None:
+    """The number after the last mark of a text; with ``marked=False``, also a text that is only a number."""
+    for mark in reversed(list(_MARK.finditer(text))):
+        found = _first_number(text[mark.end() :].split("\n\n")[0])
+        if found is not None:
+            return found
+    if marked:
+        return None
+    bare = text.strip().strip("$").strip()
+    return _first_number(bare) if _NUMBER.fullmatch(bare.rstrip("%")) or _FRACTION.fullmatch(bare) else None
+
+
+def _first_number(text: str) -> Fraction | None:
+    fraction = _FRACTION.search(text)
+    plain = next((m for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m[0])), None)
+    if fraction and (plain is None or fraction.start() <= plain.start()):
+        value = Fraction(_ascii(fraction[2])) / int(fraction[3]) if int(fraction[3]) else None
+        return None if value is None else -value if fraction[1] in ("-", "−") else value
+    if plain is None:
+        return None
+    top, _, bottom = _ascii(plain[0]).replace(",", "").replace(" ", "").partition("/")
+    if bottom and not Fraction(bottom):
+        return None
+    return Fraction(top) / Fraction(bottom) if bottom else Fraction(top)
+
+
+def _ascii(number: str) -> str:
+    return number.replace("−", "-").replace("+", "")
+
+
+def _math_verify() -> tuple:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise OptionError(
+            "these references are not plain numbers, and comparing expressions needs math-verify: "
+            'pip install "mechattn[math]"'
+        ) from None
+    return parse, verify

@@ -1,28 +1,41 @@
-"""Answers from a server, which is probed first: as token ids, or as a text that gives exactly the same tokens."""
+"""Answers from a server, which is compared with the model or itself by a few greedy ones before, in and after a run."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
-from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
-from mechattn.evaluation.completions import Asked, Connection, Reply, connected
-from mechattn.evaluation.generate import Answer, Request, Sampling, until_end
-from mechattn.evaluation.server import Server
-from mechattn.evaluation.server_probe import Probe, probed, some_of, stretches, takes_ids
+from mechattn.errors import ModelError, OptionError, PromptTooLong, ServerError
+from mechattn.evaluation.completions import Asked, Connection, Reply, connected, texts_of
+from mechattn.evaluation.generate import Answer, Request, Sampling, answers, native_of, until_end
+from mechattn.evaluation.server import Refused, Server
 from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.hooked import alone
+from mechattn.model.weights import weights_hash
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
+from mechattn.results.provenance import name_of
+from mechattn.stats.intervals import wilson_interval
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
+T = TypeVar("T")
+ANSWERS, TOKENS = 16, 32
+ALIKE = 0.9  # the least share of answers that are the local model's: on the toys bfloat16 has 1, 30 % noise .75 at most
+ITSELF, WORSE = 0.6, 0.2  # the same against the server itself, at first; and how many fewer are alike later
+LOGPROB = 0.05  # the largest mean difference in nats; on the toys bfloat16 gives 0.005, 8 bits 0.016, 4 bits 0.35
+_TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
+_EVERY, _MOST = 256, 8  # one probe within so many answers, and the most of them in a run
+_HOT = 2.0  # a temperature at which no two answers are equal
 
 
 class Exchanged(ServerError):
@@ -43,10 +56,16 @@ class Served:
 
     def answered(self, todo: Seq[Todo]) -> Iterator[list[tuple[Todo, Answer, str]]]:
         """Each answer with its text, in the order of arrival; within and after them the server is probed again."""
-        with _bar(len(todo)) as advance:
+        from tqdm.auto import tqdm
+
+        began, written = time.monotonic(), 0
+        with tqdm(desc="answers", total=len(todo), unit="answer", delay=2) as bar:
             for some in stretches(todo, self.sampling.seed):
                 for one, answer, text in self._answered(some):
-                    advance(len(answer.tokens))
+                    written += len(answer.tokens)
+                    rate = f"{written / max(time.monotonic() - began, 1e-3):,.0f} tokens/s"
+                    bar.set_postfix_str(rate, refresh=False)
+                    bar.update()
                     yield [(one, answer, text)]
                 if why := self.probe.again(len(some)):
                     error = Exchanged(
@@ -63,7 +82,12 @@ class Served:
         asked = ((one, self._asked(one, new_tokens)) for one in todo)
         doubtful: dict[Key, tuple[Answer, str]] = {}
         for one, reply in self.connection.replies(asked):
-            answer, text = as_answer(reply, self.model)
+            logprobs, text = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64), reply.text
+            answer = Answer(reply.tokens, reply.stopped, float(logprobs.mean()))
+            if reply.tells_ids:
+                answer = until_end(list(reply.tokens), logprobs, self.model.end)
+                text = self.model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
+                answer = replace(answer, finished=answer.finished or reply.stopped)
             # the last allowed token may have ended the answer, although the server says "length"
             if not reply.tells_ids and not reply.stopped and len(answer.tokens) < new_tokens:
                 doubtful[_key(one)] = answer, text
@@ -78,14 +102,11 @@ class Served:
         prompt, name, wanted = one
         ids = tuple(wanted.sequence.tokens.tolist())
         room = min(self.model.cfg.n_ctx, self.connection.longest or self.model.cfg.n_ctx) - len(ids)
-        return Asked(
-            ids if self.texts is None else self.texts[prompt.id, name],
-            len(ids),
-            min(new_tokens, room),
-            self.model,
-            self.sampling.temperature,
-            seed_of(self.sampling.seed, prompt.id, wanted.sample),
-        )
+        # The same under each condition, as without a server; 31 bits, which every server takes.
+        key = f"{self.sampling.seed} {wanted.sample} {prompt.id}".encode("utf-8", "backslashreplace")
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
+        sent = ids if self.texts is None else self.texts[prompt.id, name]
+        return Asked(sent, len(ids), min(new_tokens, room), self.model, self.sampling.temperature, seed)
 
 
 @contextmanager
@@ -102,8 +123,14 @@ def served(
     with connected(server, at_once) as connection:
         if connection.longest is not None:
             check_room(prompts, sequences, sampling.new_tokens, connection.longest, f"the server at {server.address}")
-        ids = takes_ids(connection, sequences[0], model)
-        texts = None if ids else texts_of(model.tokenizer, prompts, sequences, server.address)
+        ids = tuple(next(iter(sequences[0].values())).tokens.tolist())
+        texts: dict[tuple[str, str], str] | None = None
+        try:
+            connection.all([Asked(ids, len(ids), 1, model)])
+        except Refused as error:  # it takes no token ids
+            if error.status not in (400, 422):
+                raise
+            texts = texts_of(model.tokenizer, prompts, sequences, server.address)
         some = some_of(prompts, sequences, sampling.seed)
         probe = probed(connection, model, some, texts, sampling.temperature, before)
         yield Served(connection, model, texts, probe, sampling)
@@ -141,94 +168,185 @@ def check_room(
                 )
 
 
-def seed_of(seed: int, prompt: str, sample: int) -> int:
-    """The seed of one answer, the same under each condition, as without a server; 31 bits, which every server takes."""
-    made = hashlib.sha256(f"{seed} {sample} {prompt}".encode("utf-8", "backslashreplace"))
-    return int.from_bytes(made.digest()[:4], "big") >> 1
-
-
-def as_answer(reply: Reply, model: UnloadedModel) -> tuple[Answer, str]:
-    """An answer and its text."""
-    logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
-    if not reply.tells_ids:
-        return Answer(reply.tokens, reply.stopped, float(logprobs.mean())), reply.text
-    answer = until_end(list(reply.tokens), logprobs, model.end)
-    text = model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-    return replace(answer, finished=answer.finished or reply.stopped), text
-
-
 def _key(one: Todo) -> Key:
     return one[0].id, one[1], one[2].sample
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    """A progress bar of answers that shows tokens per second."""
-    from tqdm.auto import tqdm
+@dataclass(frozen=True)
+class Known:
+    """An answer with which a server's is compared; of the local model also the text and the gap after each token."""
 
-    began, written = time.monotonic(), 0
+    text: str
+    logprobs: tuple[float, ...] | None
+    prompt_logprobs: tuple[float, ...] | None
+    steps: tuple[str, ...] = ()
+    gaps: tuple[float, ...] = ()
 
-    def advance(tokens: int) -> None:
-        nonlocal written
-        written += tokens
-        bar.set_postfix_str(f"{written / max(time.monotonic() - began, 1e-3):,.0f} tokens/s", refresh=False)
-        bar.update()
-
-    with tqdm(desc="answers", total=total, unit="answer", delay=2) as bar:
-        yield advance
-
-
-def text_of(tokenizer: Any, ids: Seq[int]) -> str | None:
-    """The text from which a tokenizer makes exactly these ids, including its BOS token; None if there is none."""
-    ids = list(ids)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    without = [ids[1:]] if ids and ids[0] == bos else []
-    for some in (*without, ids):
-        text = _decoded(tokenizer, some)
-        if list(tokenizer(text)["input_ids"]) == ids:
-            return text
-    return None
+    def agrees(self, text: str) -> bool:
+        """Whether another answer is this one; where the local model is undecided, either token is right."""
+        mine, text = self.text.rstrip("�"), text.rstrip("�")  # which is half a character
+        if text == mine or not self.steps:
+            return text == mine
+        apart = next((i for i, step in enumerate(self.steps) if not text.startswith(step)), len(self.steps))
+        return self.gaps[apart - 1] < _TIE
 
 
-def texts_of(
-    tokenizer: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], address: str
-) -> dict[tuple[str, str], str]:
-    """The text of each prompt under each condition; refused if one would be read as different tokens."""
-    made: dict[tuple[str, str], str] = {}
-    refused: list[tuple[Prompt, str, list[int]]] = []
-    for prompt, by_name in zip(prompts, sequences, strict=True):
-        for name, sequence in by_name.items():
-            ids = sequence.tokens.tolist()
-            text = text_of(tokenizer, ids)
-            if text is None:
-                refused.append((prompt, name, ids))
-            else:
-                made[prompt.id, name] = text
-    if refused:
-        prompt, name, ids = refused[0]
-        others = sorted({name for _, name, _ in refused})
-        raise PromptError(
-            f'the server at {address} takes only text, and prompt {prompt.id} ("{prompt.excerpt}") with the condition '
-            f'"{name}" would be read as other tokens: {_first_difference(tokenizer, ids)}. So would {len(refused)} of '
-            f"{len(refused) + len(made)} in all, under {', '.join(map(repr, others))}. Omit them, or serve the model "
-            f"with an engine that takes token ids, such as vLLM or SGLang"
+@dataclass(frozen=True)
+class Probe:
+    """Questions to a server, their known answers, and the findings."""
+
+    connection: Connection
+    asked: Seq[Asked]
+    known: Seq[Known]
+    about: dict[str, Any]
+
+    def compared(self, replies: Seq[Reply]) -> dict[str, Any]:
+        """Compare answers with the known ones."""
+        pairs = list(zip(self.known, replies, strict=True))
+        same = sum(known.agrees(reply.text) for known, reply in pairs)
+        low, high = wilson_interval(same, len(pairs))
+        figures = {"alike": same / len(pairs), "alike_low": low, "alike_high": high}
+        for of, told in (
+            ("prompts", [(known.prompt_logprobs, reply.prompt_logprobs) for known, reply in pairs]),
+            ("answers", [(known.logprobs, reply.logprobs) for known, reply in pairs if known.text == reply.text]),
+        ):
+            far = [abs(a - b) for mine, theirs in told if mine and theirs for a, b in zip(mine, theirs, strict=False)]
+            if far:
+                return {**figures, "logprob_difference": sum(far) / len(far), "logprobs_of": of}
+        return {**figures, "logprob_difference": None, "logprobs_of": None}
+
+    def doubt(self, figures: Mapping[str, Any], least: float = ITSELF) -> str | None:
+        """Why a server with these figures is refused, if it is; ``least`` is against the server itself."""
+        least = ALIKE if self.known[0].steps else least
+        far = figures["logprob_difference"] or 0.0
+        if not self.connection.server.verify or (figures["alike"] >= least and far <= LOGPROB):
+            return None
+        alike, low, high = (round(100 * figures[name]) for name in ("alike", "alike_low", "alike_high"))
+        logprobs = f", log-probabilities of {figures['logprobs_of']} are {far:.3f} nats apart" if far else ""
+        return (
+            f"against {self.about['against']}: {alike} % [{low}, {high}] of {len(self.asked)} greedy answers are alike"
+            f"{logprobs} (at least {100 * least:.0f} %, at most {LOGPROB} nats)"
         )
-    return made
+
+    def again(self, since: int) -> str | None:
+        """Ask again after some answers, and record the figures; why the server is now refused, if it is."""
+        figures = self.compared(self.connection.all(self.asked))
+        self.about["again"].append({"since": since, **figures})
+        return self.doubt(figures, self.about["alike"] - WORSE)
 
 
-def _first_difference(tokenizer: Any, ids: list[int]) -> str:
-    """The first place where the text's tokens differ from the intended ones."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    got = list(tokenizer(_decoded(tokenizer, ids[1:] if ids[:1] == [bos] else ids))["input_ids"])
-    at = next((i for i, (a, b) in enumerate(zip(ids, got, strict=False)) if a != b), min(len(ids), len(got)))
-    meant, read = (_shown(tokenizer, some, at) for some in (ids, got))
-    return f"at position {at} {meant} becomes {read}"
+def stretches(todo: Seq[T], seed: int) -> list[Seq[T]]:
+    """What is asked for between two probes: the ends are drawn by seed, one in each part of the run."""
+    parts, draw = min(_MOST, -(-len(todo) // _EVERY)), random.Random(f"{seed} probe")
+    ends = [draw.randrange(*part) for part in pairwise(i * len(todo) // parts for i in range(parts + 1))]
+    return [todo[slice(*some)] for some in pairwise([0, *ends, len(todo)])]
 
 
-def _shown(tokenizer: Any, ids: list[int], at: int) -> str:
-    return f"{_decoded(tokenizer, ids[at : at + 1])!r} ({ids[at]})" if at < len(ids) else "the end"
+def probed(
+    connection: Connection,
+    model: UnloadedModel,
+    some: Seq[tuple[str, str, Sequence]],
+    texts: Mapping[tuple[str, str], str] | None,
+    temperature: float,
+    before: Mapping[str, Any] | None,
+) -> Probe:
+    """Ask a server some questions; refuse it if it is not the model, or no longer that of the run that is resumed."""
+    longest = min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx)
+    asked = [
+        Asked(
+            tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name],
+            len(sequence),
+            min(TOKENS, longest - len(sequence)),
+            model,
+            prompt_logprobs=True,
+        )
+        for prompt, name, sequence in some
+    ]
+    first = connection.all(asked)
+    known, against = _here(model, some, asked)
+    found: dict[str, Any] = {
+        "model": name_of(connection.model),
+        "sent": "token ids" if texts is None else "text",
+        "answers": len(some),
+        "against": against,
+        "counted": all(reply.counted for reply in first),
+        "texts": [reply.text for reply in first],
+        "again": [],
+    }
+    known = known or [Known(reply.text, reply.logprobs, reply.prompt_logprobs) for reply in first]
+    probe = Probe(connection, asked, known, found)
+    figures = probe.compared(first if known[0].steps else connection.all(asked))
+    found |= figures
+    _check(probe, before)
+    if temperature > 0:
+        found["same_seed"] = _same_seed(connection, asked, found["texts"])
+    if before is None:
+        return probe
+    return replace(probe, about={**before, "again": [*before.get("again", []), {"since": 0, **figures}]})
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
+    """Refuse a server whose answers are not the model's, or no longer those of the run that is resumed."""
+    server, found = probe.connection.server, probe.about
+    if why := probe.doubt(found):
+        raise ServerError(
+            f"the server at {server.address} is not the model, {why}. Is it quantised, another revision, or does it "
+            "change the prompt? With verify=False its answers are accepted, and these figures are recorded"
+        )
+    same = [a == b for a, b in zip(found["texts"], (before or found)["texts"], strict=False)]
+    if server.verify and sum(same) < ITSELF * len(same):
+        raise ServerError(
+            f"the server at {server.address} gives other answers than when this run began ({sum(same)} of {len(same)} "
+            "are the same), so it now serves another model. Serve the first one, or use a new file"
+        )
+
+
+def some_of(prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], seed: int) -> list[tuple[str, str, Sequence]]:
+    """The sequences for a probe: prompts in an order drawn by seed, with each condition in turn."""
+    names, order = list(sequences[0]), list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    pairs = [(at, names[(i + turn) % len(names)]) for turn in range(len(names)) for i, at in enumerate(order)]
+    return [(prompts[at].id, name, sequences[at][name]) for at, name in pairs[:ANSWERS]]
+
+
+def _here(model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq[Asked]) -> tuple[list[Known], str]:
+    """The local model's answers, if it is loaded, and a description of what the server is compared with."""
+    try:
+        native = None if model.loaded is None else native_of(model.loaded)
+    except ModelError:
+        native = None
+    if native is None:
+        return [], "a second run of itself"
+    made = answers(native, [Request(prompt, sequence, 0) for prompt, _, sequence in some], TOKENS, model.end)
+    known = [
+        _known(native, model.tokenizer, sequence.tokens.tolist(), list(answer.tokens[: one.new_tokens]))
+        for (_, _, sequence), answer, one in zip(some, made, asked, strict=True)
+    ]
+    dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
+    return known, f"the model here ({dtype}, weights {weights_hash(model.loaded)})"
+
+
+@alone
+@torch.no_grad()
+def _known(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Known:
+    """The local model's answer, with its log-probabilities in one pass."""
+    tokens = torch.tensor([prompt + answer], device=next(native.parameters()).device)
+    likely = native(input_ids=tokens).logits[0].double().log_softmax(-1)
+    told = tuple(likely[:-1].gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    split = len(prompt) - 1
+    gaps = tuple((-likely[split:].topk(2).values.diff()[:, 0]).tolist())
+    steps = [tokenizer.decode(answer[:i], skip_special_tokens=True) for i in range(len(answer) + 1)]
+    return Known(steps[-1], told[split:], told[:split], tuple(step.rstrip("�") for step in steps), gaps)
+
+
+def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> float:
+    """The fraction of answers that the same seed repeats; refuses a server that does not sample."""
+    hot = [replace(one, temperature=_HOT, seed=seed) for seed, one in enumerate(asked)]
+    first, second = ([reply.text for reply in connection.all(hot)] for _ in range(2))
+    if first == list(greedy):
+        raise ServerError(
+            f"the server at {connection.server.address} does not sample: {len(hot)} answers at temperature {_HOT:g} "
+            "are the greedy ones. `transformers serve` samples only if generation_config.json of the checkpoint says "
+            "do_sample = true"
+        )
+    return sum(a == b for a, b in zip(first, second, strict=True)) / len(hot)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -146,7 +147,9 @@ async def exchanged(client: Any, server: Server, path: str, body: Any, most: int
             refused.status = status
             if status not in (408, 429) and status < 500:
                 break
-            wait = _asked_wait(headers) or wait
+            with suppress(KeyError, ValueError):  # absent, or a date
+                asked = float(headers["retry-after"])
+                wait = asked if 0 < asked <= _WAITS[2] else wait
         if attempt < retries:
             await sleep(wait)
     raise failed
@@ -176,15 +179,6 @@ def _parsed(content: bytes, server: Server) -> Any:
         raise Garbled("its JSON is incomplete or invalid") from None
     server.check_hides_key(text)
     return data
-
-
-def _asked_wait(headers: Mapping[str, str]) -> float | None:
-    """The seconds after which a busy server wants to be asked again, if it says so."""
-    try:
-        seconds = float(headers["retry-after"])
-    except (KeyError, ValueError):  # absent, or a date
-        return None
-    return seconds if 0 < seconds <= _WAITS[2] else None
 
 
 def _check_address(address: str) -> None:

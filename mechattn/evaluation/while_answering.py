@@ -219,11 +219,11 @@ def while_answering(
     if unknown:
         raise OptionError(f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation")
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
-    measured = [_measured(measure, evaluation, prompts, name, condition) for name, condition in named.items()]
-    flow, uniform, right, tokens, read = zip(*measured, strict=True)
-    flows, nulls, verdicts, lengths = (dict(zip(named, part, strict=True)) for part in (flow, uniform, right, tokens))
+    made = [_measured(measure, evaluation, prompts, name, condition) for name, condition in named.items()]
+    flow, uniform, right, tokens, read = (dict(zip(named, part, strict=True)) for part in zip(*made, strict=True))
     units = units_of(evaluation._of([prompt.id for prompt in prompts]), "auto")
-    return WhileAnswering(flows, nulls, verdicts, lengths, read[0], units, str(model.cfg.model_name), predicting)
+    name = str(model.cfg.model_name)
+    return WhileAnswering(flow, uniform, right, tokens, read[BASELINE], units, name, predicting)
 
 
 def _measured(

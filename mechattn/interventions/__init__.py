@@ -2,7 +2,7 @@
 
 from mechattn.interventions.ablation import HeadAblation as HeadAblation
 from mechattn.interventions.ablation import Knockout as Knockout
-from mechattn.interventions.affine_attention import AffineAttention as AffineAttention
 from mechattn.interventions.arm import ARM as ARM
-from mechattn.interventions.transplant import KeysValues as KeysValues
-from mechattn.interventions.transplant import Transplant as Transplant
+from mechattn.interventions.recorded import AffineAttention as AffineAttention
+from mechattn.interventions.recorded import KeysValues as KeysValues
+from mechattn.interventions.recorded import Transplant as Transplant

@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mechattn.errors import Interrupted, OptionError, OutputError
+from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
-from mechattn.jobs.job import Job
-from mechattn.jobs.kept_chunks import Parts, discard_parts, explained, open_parts
-from mechattn.jobs.size_estimate import announced
+from mechattn.jobs.job import Job, announced
+from mechattn.jobs.kept_chunks import FRESH, Parts, explained, open_parts
 from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import move_whole, say, sweep
@@ -74,20 +73,31 @@ def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
     check_result_place(path, used=not fresh)
-    chunks = _of_shard(job, shard)
+    chunks = list(range(len(job.chunks)))[shard[0] - 1 :: shard[1]]
+    if not chunks:
+        raise OptionError(
+            f"shard {shard[0]}/{shard[1]} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
+            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
+        )
     if not fresh:
         _mend(job, path, chunks, executor.parts)
     if not fresh and (stored := _stored(job, path, chunks)) is not None:
         say(f"{path} already holds the result of this run; nothing was computed")
         yield Computed(stored, path, now=False)
-        discard_parts(parts_folder(path), job)
+        folder = parts_folder(path)
+        if folder.is_dir():  # what is kept for it goes; anything else in the folder stays
+            with suppress(MechattnError, OSError), open_parts(folder, job) as parts:
+                parts.remove()
         return
     check_result_place(path)
     if words := announced(job, path):
         say(words)
     with open_parts(parts_folder(path), job, fresh) as parts:
         store = ChunkStore(job, parts, chunks)
-        store.drop_damaged()
+        for chunk in parts.done():
+            if bad := unlike(parts.store, parts.read(chunk).provenance[OBJECTS]):
+                say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
+                parts.drop(chunk)
         try:
             _compute(store, executor)
             store.finish(path)
@@ -133,13 +143,6 @@ class ChunkStore:
     parts: Parts
     chunks: Seq[int]  # in the store, in order
 
-    def drop_damaged(self) -> None:
-        """Drop kept chunks whose objects differ from what was written."""
-        for chunk in self.parts.done():
-            if bad := unlike(self.parts.store, self.parts.read(chunk).provenance[OBJECTS]):
-                say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
-                self.parts.drop(chunk)
-
     def write(self, chunk: int, content: bytes) -> bytes:
         """Write the per-prompt values of a chunk; return its other arrays and a record of what was written."""
         with explained(f"nothing more can be written to {self.parts.folder}"):
@@ -159,17 +162,6 @@ class ChunkStore:
             upload(store, place)
 
 
-def _of_shard(job: Job, shard: Shard) -> list[int]:
-    number, of = shard
-    chunks = list(range(len(job.chunks)))[number - 1 :: of]
-    if not chunks:
-        raise OptionError(
-            f"shard {number}/{of} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
-            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
-        )
-    return chunks
-
-
 def _compute(store: ChunkStore, executor: Executor) -> None:
     """Compute the missing chunks."""
     from tqdm.auto import tqdm
@@ -181,12 +173,16 @@ def _compute(store: ChunkStore, executor: Executor) -> None:
         return
     before = done[:1]
     hidden = {"disable": True} if len(chunks) == 1 else {}  # otherwise the environment's TQDM_DISABLE decides
-    bar = tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden)
-    with bar:
+    with tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden) as bar:
         for chunk, content in executor.parts(store.job, todo):
             receipt = store.write(chunk, content)
             if before:
-                parts.check_same(before.pop(), receipt)
+                try:  # a kept chunk and a new one have to belong together
+                    merge_results([parts.read(before.pop()), unpacked(receipt)])
+                except OptionError as error:
+                    raise OptionError(
+                        f"the chunks kept in {parts.folder} belong to another run. {error}. Undo the change, or {FRESH}"
+                    ) from None
             parts.write(chunk, receipt)
             bar.update()
 

@@ -66,21 +66,17 @@ class Local:
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one.
+    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one."""
 
-    Args:
-        address: The address of a running cluster ("auto", "ray://host:10001"); by default one is started on this
-            machine, which no other machine can reach.
-        workers: The number of actors; by default the number of GPUs, or cores, of the cluster.
-    """
-
-    address: str | None = None
-    workers: int | None = None
+    address: str | None = None  # "auto", "ray://host:10001"; else one is started here that no other machine can reach
+    workers: int | None = None  # the number of actors; by default that of the GPUs, or cores, of the cluster
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
         """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
         ray = self._connected()
-        actors = _Actors(ray, replace(job, threads=job.threads or 1), self._count(ray, job, len(chunks)))
+        has, job = ray.cluster_resources(), replace(job, threads=job.threads or 1)
+        room = self.workers or int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
+        actors = _Actors(ray, job, max(1, min(room, len(chunks))))
         try:
             for _ in actors.each("check", chunks):
                 pass
@@ -95,25 +91,17 @@ class Ray:
             return loaded
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         try:
-            return _start_alone(quiet) if self.address is None else self._joined(quiet)
+            if self.address is None:
+                return _start_alone(quiet)
+            import ray
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
-
-    def _joined(self, options: dict[str, Any]) -> Any:
-        import ray
-
         try:
-            ray.init(address=self.address, **options)
+            ray.init(address=self.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from None
         return ray
-
-    def _count(self, ray: Any, job: Job, chunks: int) -> int:
-        """The number of actors, at most one per chunk."""
-        has = ray.cluster_resources()
-        room = int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
-        return max(1, min(self.workers or room, chunks))
 
 
 @dataclass
@@ -138,13 +126,17 @@ class _Actors:
         waiting = list(reversed(chunks))
         while waiting or any(chunk is not None for _, chunk in self.busy.values()):
             while waiting and self.idle:
-                self._give(task, waiting.pop())
+                idle, given = self.idle.pop(0), waiting.pop()
+                self.busy[getattr(idle, task).remote(given)] = idle, given
             (come,), _ = self.ray.wait(list(self.busy), num_returns=1)
             actor, chunk = self.busy.pop(come)
             try:
                 made = self.ray.get(come)
             except self.ray.exceptions.RayActorError as error:
-                self._replace(chunk, error)
+                self.lost[chunk] += 1
+                if self.lost[chunk] >= TRIES:
+                    raise OutputError(_lost(self.job, chunk, error)) from error
+                self._start()
                 waiting += [] if chunk is None else [chunk]
                 continue
             except self.ray.exceptions.RayTaskError as error:
@@ -158,11 +150,6 @@ class _Actors:
         for actor in [*self.idle, *(actor for actor, _ in self.busy.values())]:
             self.ray.kill(actor)
 
-    def _give(self, task: _Task, chunk: int) -> None:
-        actor = self.idle.pop(0)
-        method = actor.check if task == "check" else actor.part
-        self.busy[method.remote(chunk)] = actor, chunk
-
     def _start(self) -> None:
         threads = self.job.threads or 1
         options: dict[str, Any] = {"num_cpus": 1 if self.gpu else threads, "num_gpus": 1 if self.gpu else 0}
@@ -170,12 +157,6 @@ class _Actors:
         made = self.ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment)
         actor = made.remote(self.stored)
         self.busy[actor.load.remote()] = actor, None
-
-    def _replace(self, chunk: int | None, error: Exception) -> None:
-        self.lost[chunk] += 1
-        if self.lost[chunk] >= TRIES:
-            raise OutputError(_lost(self.job, chunk, error)) from error
-        self._start()
 
 
 class _Actor:
@@ -216,11 +197,14 @@ def _start_alone(options: Mapping[str, Any]) -> Any:
     with _set(_ONE_MACHINE | _token()):
         import ray
 
-        with _one_machine(ray):
-            try:
-                ray.init(address="local", include_dashboard=False, **options)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise OptionError(f"no Ray cluster can be started here: {str(error).splitlines()[0]}") from error
+        constants = ray._private.ray_constants  # of a Ray that was imported earlier and has read its environment
+        before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise OptionError(f"no Ray cluster can be started here: {str(error).splitlines()[0]}") from error
+        finally:
+            constants.ENABLE_RAY_CLUSTER = before
     address = ray.util.get_node_ip_address()
     if address not in _LOOPBACK:
         ray.shutdown()
@@ -251,15 +235,3 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _one_machine(ray: Any) -> Iterator[None]:
-    """Do the same for a Ray that was imported earlier and has already read its environment."""
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before

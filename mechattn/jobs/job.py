@@ -1,21 +1,27 @@
-"""A run that can be computed in chunks on any machine: the settings that determine its numbers, and its worker."""
+"""A run that can be computed in chunks on any machine: what decides its numbers, its worker, and its size foretold."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mechattn.analysis.analysis import Analysis
+from mechattn.axes import SEGMENTS
+from mechattn.engine.check import with_baseline, with_names
+from mechattn.engine.forward import BLIND, with_nulls
 from mechattn.engine.run import Run, RunOptions, Sequences, make_plan
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_counts
+from mechattn.model.checkpoint import layers_and_heads
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import stored_hash
 from mechattn.prompts.conditions import Condition
@@ -27,6 +33,11 @@ from mechattn.store.result_bytes import packed
 CHUNK = 64  # prompts
 _THREADS = 1024  # with many more, such as 100,000, the process ends with a segmentation fault
 _AHEAD = 16  # chunks whose checked sequences are kept until they are measured; later ones are rebuilt
+LARGE = 2**30  # bytes of per-prompt values, from which on the size is said
+VALUES, POSITIONS, MOMENTS, TOKENS = (
+    "each prompt's values", "each prompt's positions", "moments by position", "the tokens that were read",
+)  # fmt: skip
+_LETTERS = 4  # of an English token
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,7 @@ class Job:
                 f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was "
                 "given; save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
             )
-        for name, value in (("chunk", self.chunk), ("threads", 1 if self.threads is None else self.threads)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+        check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
         if self.threads is not None and self.threads > _THREADS:
             raise OptionError(f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower")
         if self.values not in ("float32", "float16"):
@@ -95,22 +104,18 @@ class Job:
     def decides(self) -> dict[str, Any]:
         """Everything that determines the numbers, as text that can be compared with that of a later run."""
         own = ("model", "dtype", "verify", "chunk", "threads")
+        groups = [prompt.group for prompt in self.prompts]  # stored with the numbers, which they do not change
         return {
             **{name: repr(getattr(self, name)) for name in own},
             **{name: repr(value) for name, value in vars(self.options).items()},
             "prompts": f"{len(self.prompts)} with the hash {provenance.digest(self.prompts)}",
-            **self._groups(),
+            **({"groups": provenance.digest(groups)} if any(groups) else {}),
             **({} if self.values == "float32" else {"values": self.values}),
             "weights": stored_hash(self.model),
             "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
             "analyses": identity(self.analyses),
             "versions": provenance.versions(),
         }
-
-    def _groups(self) -> dict[str, str]:
-        """The groups, which are stored with the numbers but do not change them."""
-        groups = [prompt.group for prompt in self.prompts]
-        return {"groups": provenance.digest(groups)} if any(groups) else {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -153,16 +158,68 @@ class Worker:
         return [self.job.prompts[place] for place in self.job.chunks[chunk]]
 
 
-def with_threads(threads: int | None) -> AbstractContextManager[None]:
-    """Set the number of torch threads within a ``with`` block; None leaves it unchanged."""
-    return nullcontext() if threads is None else _threads(threads)
-
-
 @contextmanager
-def _threads(threads: int) -> Any:
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Set the number of torch threads within a ``with`` block; None leaves it unchanged."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def stored_bytes(
+    analyses: Seq[Any], layers: int, heads: int, prompts: int, conditions: int, length: int, inserted: int,
+    positions: str,
+) -> dict[str, int]:  # fmt: skip
+    """The bytes of the arrays in memory, by kind."""
+    sizes = {"head": heads, "segment": len(SEGMENTS), "to_segment": len(SEGMENTS), "other_condition": conditions}
+    longest = length + inserted
+    found = dict.fromkeys((VALUES, MOMENTS, POSITIONS), 0)
+    for analysis in analyses:
+        sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
+        for name, quantity in with_nulls(analysis).items():
+            if name.endswith(BLIND):  # only in models with ALiBi or learned sinks
+                continue
+            cells = conditions * layers * prod(sizes.get(dim, longest) for dim in quantity.dims if dim != "key")
+            if "key" not in quantity.dims:
+                wide = 8 if "other_condition" in quantity.dims else 4  # products of changes are summed in float64
+                found[VALUES] += wide * prompts * cells
+                continue
+            found[MOMENTS] += 3 * 8 * cells * (longest + length)
+            if positions == "prompts":
+                found[POSITIONS] += 4 * prompts * cells * (longest + length)
+    return found | {TOKENS: prompts * (3 * 4 * conditions * longest + 8)}
+
+
+def foretold(job: Job) -> int | None:
+    """The approximate bytes of per-prompt values for all shards of a job; None if the model's config does not say."""
+    try:
+        size = layers_and_heads(job.model)
+    except ModelError:  # not on this machine, or invalid, which a worker will report
+        return None
+    if size is None:
+        return None
+    given = job.options.layers
+    layers = len(given) if isinstance(given, (list, tuple, range)) else size[0] if given is None else 1
+    conditions, inserted = with_baseline(job.conditions), 0
+    for condition in conditions.values():
+        while hasattr(condition, "condition"):  # a variant of another condition
+            condition = condition.condition
+        count, text = getattr(condition, "count", 0), getattr(condition, "text", "")  # of those that say
+        inserted = max(inserted, count if isinstance(count, int) and count else len(str(text)) // _LETTERS)
+    lengths = [len(p.tokens) or len(p.system + p.question + p.answer) // _LETTERS for p in job.prompts]
+    found = stored_bytes(
+        with_names(job.analyses), layers, size[1], len(job.prompts), len(conditions), max(lengths, default=0),
+        inserted, job.options.positions,
+    )  # fmt: skip
+    return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[TOKENS]
+
+
+def announced(job: Job, path: str | Path) -> str | None:
+    """What to say about a job before it begins; None if it is small."""
+    size = foretold(job) or 0
+    words = f"{size / 2**30:,.1f} GiB" if size >= 2**30 / 10 else f"{-(-size // 2**20)} MiB"
+    about = f"{path}: about {words} of per-prompt values, which are stored chunk by chunk and read in blocks"
+    return about if size >= LARGE else None

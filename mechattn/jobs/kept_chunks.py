@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mechattn.errors import MechattnError, OptionError, OutputError
+from mechattn.errors import OptionError, OutputError
 from mechattn.jobs.job import Job
-from mechattn.results.merge import merge_results
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say, write_file
 from mechattn.store.objects import Store, files_in, named
@@ -25,7 +24,7 @@ _CHUNK = re.compile(r"([0-9]{5,})-([0-9a-f]{16})\.zip")
 _STORE = "store"  # of a large result, until it is complete
 _IN_STORE = r"(/(zarr\.json|[^/]+/(zarr\.json|[^/]+/(zarr\.json|c(/[0-9]+)*/?)?)?)?(\.new)?)?"
 _OURS = re.compile(rf"{_STORE}{_IN_STORE}|({_CHUNK.pattern}|{re.escape(_JOB)})(\.new)?|{_LOCK}")
-_FRESH = "discard them and start again: mechattn run --fresh, in Python fresh=True"
+FRESH = "discard them and start again: mechattn run --fresh, in Python fresh=True"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,14 @@ class Parts:
         """The complete chunks; damaged ones are reported on stderr."""
         found = []
         for path, (chunk, checksum) in self.chunks().items():
-            if _checksum(chunk, _content(path)) == checksum:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise OutputError(
+                    f"{path} cannot be read ({error.strerror or error}); nothing was deleted. Run the same command "
+                    "again when it can be"
+                ) from error
+            if _checksum(chunk, content) == checksum:
                 found.append(chunk)
             else:
                 say(f"{path} is damaged (its checksum does not match); computing it again")
@@ -73,15 +79,6 @@ class Parts:
         for path, (number, _) in self.chunks().items():
             if number == chunk and path != but:
                 path.unlink()
-
-    def check_same(self, before: int, now: bytes) -> None:
-        """Check that a kept chunk and a new one belong together."""
-        try:
-            merge_results([self.read(before), unpacked(now)])
-        except OptionError as error:
-            raise OptionError(
-                f"the chunks kept in {self.folder} belong to another run. {error}. Undo the change, or {_FRESH}"
-            ) from None
 
     def forget(self) -> int:
         """Discard the chunks and return their number."""
@@ -123,27 +120,6 @@ def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
     """Open the parts of a job, locked for this process."""
     from filelock import FileLock, Timeout
 
-    _check_folder(folder)
-    try:
-        with FileLock(folder / _LOCK, timeout=0):
-            parts = Parts(folder)
-            _check_job(parts, job, fresh)
-            yield parts
-    except Timeout:
-        raise OutputError(
-            f"another process is computing this result: it holds {folder / _LOCK}. Wait for it, or give this run "
-            "another output"
-        ) from None
-
-
-def discard_parts(folder: Path, job: Job) -> None:
-    """Discard what is kept for a finished job; anything else in the folder stays."""
-    if folder.is_dir():
-        with suppress(MechattnError, OSError), open_parts(folder, job) as parts:
-            parts.remove()
-
-
-def _check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         strangers = _strangers(folder)
@@ -156,6 +132,16 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is where finished chunks are kept, and holds {named(strangers)}, which mechattn did not write; "
             "move that away, or give this run another output"
         )
+    try:
+        with FileLock(folder / _LOCK, timeout=0):
+            parts = Parts(folder)
+            _check_job(parts, job, fresh)
+            yield parts
+    except Timeout:
+        raise OutputError(
+            f"another process is computing this result: it holds {folder / _LOCK}. Wait for it, or give this run "
+            "another output"
+        ) from None
 
 
 def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
@@ -169,7 +155,7 @@ def _check_job(parts: Parts, job: Job, fresh: bool) -> None:
         if theirs and parts.done():
             raise OptionError(
                 f"{parts.folder} keeps chunks of another run: {name} was {_short(theirs.get(name))} and is now "
-                f"{_short(ours[name])}. Restore it to resume, or {_FRESH}"
+                f"{_short(ours[name])}. Restore it to resume, or {FRESH}"
             )
     if theirs is not None and (count := parts.forget()):
         why = "as asked" if theirs else f"as {_JOB}, which says to which run they belong, is empty"
@@ -202,16 +188,6 @@ def _kept_job(parts: Parts) -> dict[str, Any] | None:
 
 def _strangers(folder: Path) -> list[str]:
     return sorted(name for name in files_in(folder) if not _OURS.fullmatch(name))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise OutputError(
-            f"{path} cannot be read ({error.strerror or error}); nothing was deleted. Run the same command again "
-            "when it can be"
-        ) from error
 
 
 def _short(value: Any) -> str:

@@ -43,27 +43,23 @@ def made_conditions(
     sections: Mapping[str, Condition], tokenizer: Callable[[], Any] | None = None
 ) -> dict[str, kinds.Condition]:
     """Build the conditions of a file; a sweep gives several, named after their values."""
-    counts = _default_counts(sections, tokenizer) if tokenizer else {}
+    # Of each section without a count: what its text can reach; a control takes the first condition's.
+    open_ones = {name: section for name, section in sections.items() if "count" not in section.options and tokenizer}
+    found: dict[str, int] = {}
+    for name, section in open_ones.items():
+        if tokenizer and section.kind == "MeaninglessTokens":
+            default = kinds.MeaninglessTokens()
+            text, separator = (section.options.get(key, getattr(default, key)) for key in ("text", "separator"))
+            if isinstance(text, str) and text and isinstance(separator, str):
+                found[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
+    counted = [name for name, section in open_ones.items() if found and "count" in _keys(CONDITIONS[section.kind])]
+    counts = dict.fromkeys(counted, next(iter(found.values()), 0)) | found
     made: dict[str, kinds.Condition] = {}
     for name, section in sections.items():
         kinds.check_name(name)
         varied = _varied(section, counts.get(name), f"conditions.{name}")
         made |= {", ".join(filter(None, (name, of))): one for of, one in varied.items()}
     return made
-
-
-def _default_counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> dict[str, int]:
-    """The token count of each section without one: what its text can reach; a control takes the first condition's."""
-    open_ones = {name: section for name, section in sections.items() if "count" not in section.options}
-    found: dict[str, int] = {}
-    for name, section in open_ones.items():
-        if section.kind == "MeaninglessTokens":
-            default = kinds.MeaninglessTokens()
-            text, separator = (section.options.get(key, getattr(default, key)) for key in ("text", "separator"))
-            if isinstance(text, str) and text and isinstance(separator, str):
-                found[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
-    counted = [name for name, section in open_ones.items() if "count" in _keys(CONDITIONS[section.kind])]
-    return dict.fromkeys(counted, next(iter(found.values()))) | found if found else {}
 
 
 def _varied(section: Condition, count: int | None, where: str) -> dict[str, kinds.Condition]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mechattn.render.draw import DARK, faint
-from mechattn.render.view import Script, in_script, view_script
+from mechattn.render.views import Script, in_script, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
@@ -32,13 +32,6 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
         scaled = np.nan_to_num(scaled)
     data = np.ascontiguousarray(scaled.astype(f"<{kind}")).tobytes()
     return {"shape": list(scaled.shape), "kind": kind, "data": base64.b64encode(data).decode()}
-
-
-def unpacked(array: Packed) -> np.ndarray:
-    """Unpack an array as the page's script does."""
-    kind = array["kind"]
-    values = np.frombuffer(base64.b64decode(array["data"]), dtype=f"<{kind}").astype(np.float64)
-    return values.reshape(array["shape"]) / (SCALE if kind == "f2" else 1.0)
 
 
 def squeezed(text: str) -> str:

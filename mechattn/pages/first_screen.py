@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from mechattn.analysis import ANALYSES
+from mechattn.contrast.contrast import Verdict
 from mechattn.engine.collect import lacking
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.figure_sections import time_words
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
-from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
 VERDICT_COLUMNS = (
@@ -29,13 +28,7 @@ VERDICT_COLUMNS = (
 
 @dataclass(frozen=True)
 class ShownModel:
-    """What a page shows of one model.
-
-    Args:
-        result: The result.
-        maps: A result with attention maps of a few prompts; ``result`` itself by default.
-        start: The layer and head that are shown first.
-    """
+    """What a page shows of one model: its result, maps of a few prompts (or its own), and the first layer and head."""
 
     result: Result
     maps: Result | None = None
@@ -114,7 +107,8 @@ def picture(rows: Seq[Change]) -> Picture | None:
     if not drawn:
         return None
     ends = np.array([(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float)
-    step = _step(float(ends.max() - ends.min()))
+    reach, steps = float(ends.max() - ends.min()), (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    step = next((step for step in steps if reach / step <= 6), 10.0)  # at most six marks cover the axis
     start, end = np.floor(ends.min() / step) * step, np.ceil(ends.max() / step) * step
     end = max(end, start + step)
 
@@ -143,12 +137,6 @@ def picture(rows: Seq[Change]) -> Picture | None:
     return Picture(marks, ticks, at(0.0), says)
 
 
-def _step(reach: float) -> float:
-    """A round distance between marks, so that at most six cover the axis."""
-    steps = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    return next((step for step in steps if reach / step <= 6), 10.0)
-
-
 def sentence(rows: Seq[Change]) -> str:
     """Describe the picture in one sentence: the first condition, a second one for comparison, uniform attention."""
     drawn = [row for row in rows if row.verdict is not None]
@@ -171,7 +159,8 @@ def sentence(rows: Seq[Change]) -> str:
 
 def _amount(found: Seq[Interval]) -> str:
     """How much more or less; with signs if the direction differs or an interval holds 0."""
-    words = _range([float(change.estimate) for change in found])
+    shown = list(dict.fromkeys(percent(v) for v in sorted((float(change.estimate) for change in found), key=abs)))
+    words = shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
     if all(change.high < 0 for change in found):
         return f"{words.replace('−', '')} less"
     if all(change.low > 0 for change in found):
@@ -184,12 +173,6 @@ def _unsure(found: Seq[Verdict]) -> str:
     count = sum(bool(v.change.low <= 0 <= v.change.high) for v in found)
     of = f" in {count} of them" if len(found) > 1 else ""
     return f", which cannot be distinguished from 0{of}" if count else ""
-
-
-def _range(values: Seq[float]) -> str:
-    """Percentages from the closest to 0 to the farthest."""
-    shown = list(dict.fromkeys(percent(v) for v in sorted(values, key=abs)))
-    return shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
 
 
 def _beside(found: Seq[Verdict]) -> str:
@@ -252,6 +235,12 @@ def strip_words(result: Result) -> str:
     parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
     parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
     return " · ".join([*parts, time_words(result)])
+
+
+def time_words(result: Result) -> str:
+    """When the numbers were computed; a range if several runs were merged."""
+    time = result.provenance["time"]
+    return time if isinstance(time, str) else " to ".join(time)
 
 
 @contextmanager

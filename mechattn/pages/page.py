@@ -1,7 +1,8 @@
-"""Writes a self-contained page of results: the main change, a map of all heads, figures and provenance."""
+"""Writes a self-contained page of results: the main change, a map of all heads, sections of figures, provenance."""
 
 from __future__ import annotations
 
+import html
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mechattn.axes import BASELINE
+import numpy as np
+
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.markup import visible
 from mechattn.pages.embedded import packed_script, page_script, template
-from mechattn.pages.figure_sections import Section, citation, drawn_section, prompt_section
 from mechattn.pages.first_screen import (
     VERDICT_COLUMNS,
     ShownModel,
@@ -22,29 +25,45 @@ from mechattn.pages.first_screen import (
     picture,
     sentence,
     strip_words,
+    time_words,
     verdict_rows,
     verdict_sentences,
 )  # fmt: skip
-from mechattn.pages.map_data import check_memory, instrument
+from mechattn.pages.page_data import check_memory, instrument
+from mechattn.render.attention_figures import received_attention
 from mechattn.render.declared import listed_or_chosen
-from mechattn.render.received_figures import received_attention
-from mechattn.render.view import Script, View, check_page_place, save_page
-from mechattn.render.words import model_caption
+from mechattn.render.views import Script, View, check_page_place, in_script, save_page
+from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class About:
-    """What a page says of itself.
+class Section:
+    """A part of a page: its heading, how to read it, its main number in a sentence, and a figure, a view or tokens."""
 
-    Args:
-        title: The title.
-        subtitle: What is measured, in one line.
-        command: The command that made it.
-        lead: A template, and what fills it, in place of the first screen.
-    """
+    title: str
+    note: str = ""
+    says: str = ""
+    figure: str = ""  # as JSON that is safe in a script element
+    height: int = 0
+    view: str = ""  # HTML
+    script: str = ""  # the library that the view needs
+    tokens: Seq[tuple[str, str]] = ()  # their texts and segments
+    made: Seq[tuple[str, str]] = ()
+    citation: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The segments that occur, for the legend."""
+        present = {name for _, name in self.tokens}
+        return [name for name in SEGMENTS if name in present]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a page says of itself, and a template with what fills it, in place of the first screen."""
 
     title: str
     subtitle: str
@@ -169,7 +188,8 @@ def _first_shown(figures: Figures) -> tuple[int, int] | None:
     for draw, options in figures:
         if draw is received_attention and "layer" in options:
             heads = options.get("heads")
-            return int(options["layer"]), int(heads[0]) if isinstance(heads, list) and heads else 0
+            layer = int(np.atleast_1d(options["layer"])[0])
+            return layer, int(heads[0]) if isinstance(heads, list) and heads else 0
     return None
 
 
@@ -193,3 +213,98 @@ def _drawn(figures: Figures, of: Result | Seq[Result], command: str, missing: li
             if missing is None:
                 raise
             missing.append(f"{draw.__name__}: {error}")
+
+
+def prompt_section(result: Result, condition: str | None = None) -> Section:
+    """The first prompt of a result as the model reads it, with each segment marked."""
+    condition = result.shown_condition(condition)
+    title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
+    first = result["sequences"].sel(condition=condition)
+    coded = zip(first.first_prompt_text.values, first.segment_index.isel(prompt=0).values, strict=True)
+    tokens = [(visible(str(text)), SEGMENTS[code]) for text, code in coded if code >= 0]
+    return Section(title, "The first of the prompts.", tokens=tokens)
+
+
+def drawn_section(
+    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = ""
+) -> Section:
+    """Turn a figure into a section, described by the text in the figure itself."""
+    figure = draw(results, **options)
+    of = [results] if isinstance(results, Result) else list(results)
+    heading, _, under = figure.layout.title.text.partition("<br>")
+    title = html.unescape(heading)
+    figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
+    if draw is received_attention:
+        how = "heads chosen by hand" if isinstance(options.get("heads"), list) else "heads chosen by the data"
+        shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()
+        title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
+        notes = [_received_note(of[0], alone=shown == BASELINE)]
+        choose = options.get("choose")
+        if isinstance(choose, int) and shown != BASELINE:
+            notes += [choice_words(of[0], shown, layer, choose) for layer in layers]
+        note = " ".join(filter(None, notes))
+    else:
+        note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
+    return Section(
+        title,
+        note,
+        says=said(figure),
+        figure=in_script(figure.to_json()),
+        height=int(figure.layout.height or 450),
+        made=[row for result in of for row in _made_rows(result, command)],
+        citation=citation(title, of),
+    )
+
+
+def _received_note(result: Result, alone: bool) -> str:
+    options = result.provenance["analyses"]["received_attention"]
+    which = {"original": "the original tokens", "all": "all tokens"}.get(
+        options["queries"], f"the {options['queries']}"
+    )
+    self_too = " (its own position counts)" if options["include_self"] else ""
+    lines, beside = (
+        "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original tokens, aligned; bottom "
+        "row: the whole sequence with the inserted span shaded.",
+        "Part of a fall is there by definition, as attention is positive and sums to 1",
+    )
+    if alone:
+        lines = "Blue: the unchanged prompts; dotted: uniform attention."
+        beside = "A key's value falls with its position by definition, as fewer tokens come after it"
+    return (
+        f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
+        f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
+        f"{beside}; compare with the uniform null."
+    )
+
+
+def view_section(view: View, title: str, note: str) -> Section:
+    """Turn a view into a section."""
+    return Section(title, note, view=view.body, script=view.script or "")
+
+
+def _made_rows(result: Result, command: str = "") -> list[tuple[str, str]]:
+    """How the numbers of a figure were made."""
+    about, model = result.provenance, result.provenance["model"]
+    rows = [("model", model_caption(result)), ("architecture", model["architecture"])]
+    rows += [
+        (name, str(model[name])) for name in ("revision", "weights", "dtype", "verified") if model.get(name) is not None
+    ]
+    rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
+    rows += [(f"condition {name}", made["written"]) for name, made in about["conditions"].items()]
+    rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", time_words(result))]
+    rows += [("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))]
+    return rows + [("command", command)] * bool(command)
+
+
+def citation(title: str, results: Seq[Result]) -> str:
+    """How to cite a figure: a caption and a BibTeX entry."""
+    about = results[0].provenance
+    version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
+    of = "; ".join(
+        f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}" for r in results
+    )
+    return (
+        f"{title}. {of}. Made with mechattn {version}, transformer-lens {about['versions']['transformer-lens']}.\n\n"
+        f"@software{{mechattn, title = {{mechattn: what attention does, measured on hooked transformers}}, "
+        f"author = {{{{The mechattn developers}}}}, version = {{{version}}}, year = {{{year}}}}}"
+    )

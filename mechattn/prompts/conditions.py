@@ -8,13 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError
 from mechattn.functional.attention import EdgeMask
-from mechattn.markup import fields_table
+from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_place, check_run, position
 from mechattn.prompts.prompt import HALVES, MOST, Prompt
 from mechattn.prompts.sequences import Sequence, insert
 from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
-from mechattn.shown import plain
 
 
 @runtime_checkable

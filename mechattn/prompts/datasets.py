@@ -1,9 +1,10 @@
-"""Loads prompts: the built-in word problems, a .jsonl file, or a dataset on the hub."""
+"""Loads prompts: built-in word problems, a .jsonl file, a dataset on the hub; and makes repeated random tokens."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,8 +14,10 @@ from typing import Any
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.hub import asked_once, may_be_on_hub
+from mechattn.prompts.fillers import random_tokens
 from mechattn.prompts.problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
+from mechattn.prompts.templates import TokenizedModel, own_bos
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
 _FIELDS = ("answer", "group")
@@ -39,7 +42,7 @@ def load_prompts(
     Args:
         source: "word-problems"; "recall", questions that contain their answer, which toy:relay solves; the path of a
             .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
-            "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.repeated.repeated_random`.
+            "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.datasets.repeated_random`.
         limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
         field: The field with the question.
         system: The text before each question; by default that of the word problems, and none before other questions.
@@ -99,9 +102,14 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
             "random tokens have no field, text or answer, and are drawn from the vocabulary of a model: "
             "ma.repeated_random(model)"
         )
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None:
+        _check_limit(limit, generated=source in (GENERATED, RECALL))
+
+
+def _check_limit(limit: Any, generated: bool) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
-    if source in (GENERATED, RECALL) and (limit or 0) > MOST:
+    if generated and limit > MOST:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
@@ -227,3 +235,61 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
         ) from error
     return [dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))]
+
+
+SHORTEST, LONGEST = 25, 50
+
+
+def repeated_random(
+    model: TokenizedModel,
+    limit: int = 64,
+    *,
+    span: tuple[int, int] = (SHORTEST, LONGEST),
+    times: int = 2,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its own span.
+
+    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier copy of the span.
+
+    Args:
+        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the model uses one. Without
+            a tokenizer, all ids can be drawn.
+        limit: The number of prompts.
+        span: The shortest and the longest span, in tokens; all lengths are equally likely.
+        times: How often the span occurs.
+        seed: The seed of the draws.
+
+    Raises:
+        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or needs more tokens than
+            the vocabulary has.
+
+    Source:
+        Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
+    """
+    _check_limit(limit, generated=True)
+    shortest, longest = span
+    if not 1 <= shortest <= longest or times < 2:
+        raise OptionError(
+            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two repetitions"
+        )
+    bos = own_bos(model)
+    made = []
+    for index in range(limit):
+        draw = random.Random(f"repeated {seed} {index}")
+        tokens = _distinct(model, draw.randint(shortest, longest), draw)
+        made.append(Prompt(tokens=(*([] if bos is None else [bos]), *tokens * times), id=str(index)))
+    return made
+
+
+def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
+    size = int(model.cfg.d_vocab)
+    if model.tokenizer is None and size >= count:
+        return draw.sample(range(size), count)
+    found: dict[int, None] = {}
+    # Draws are with replacement, so a small vocabulary needs several rounds.
+    for _ in range(200 if size >= count else 0):
+        found |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+        if len(found) >= count:
+            return list(found)[:count]
+    raise OptionError(f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter span")

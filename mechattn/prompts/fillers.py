@@ -39,9 +39,7 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
         return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
 
     low, high = 1, count + 1
-    while (
-        len(encode(high)) < count and high < _MOST * count
-    ):  # a tokenizer may merge several repetitions into one token
+    while len(encode(high)) < count and high < _MOST * count:  # a token may hold several repetitions
         high *= 2
     while low < high:  # the length grows with the repetitions: find the first that is long enough
         middle = (low + high) // 2

@@ -11,6 +11,8 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 Split = Literal["train", "test"]
@@ -58,21 +60,22 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """The split that the chain belongs to: about one chain in ten is for testing."""
-        return "test" if hashlib.sha256(self.chain.encode()).digest()[0] % 10 == 0 else "train"
+        """The split that the chain belongs to."""
+        return _split(self.chain)
 
 
 @dataclass
 class _Story:
     """The story so far: who owns the things, how many there are, and the calculations."""
 
+    rng: random.Random
     name: str
     item: str
     value: int
     chain: str
-    sentences: list[str]
-    sums: list[str]
     others: list[str]
+    sentences: list[str] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
     forms: list[str] = field(default_factory=list)
 
     @property
@@ -83,15 +86,23 @@ class _Story:
     def him(self) -> str:
         return "him" if self.name in _HE else "her"
 
-    def choose(self, rng: random.Random, kind: str, *ways: str) -> str:
+    def choose(self, kind: str, *ways: str) -> str:
         """Choose one of several ways to say something, and record the choice."""
-        which = rng.choice(range(len(ways)))
+        which = self.rng.choice(range(len(ways)))
         self.forms.append(f"{kind} {which}")
         return ways[which]
 
-    def tell(self, rng: random.Random, kind: str, *ways: str) -> None:
+    def tell(self, kind: str, *ways: str) -> None:
         """Add a sentence, said in one of several ways."""
-        self.sentences.append(self.choose(rng, kind, *ways))
+        self.sentences.append(self.choose(kind, *ways))
+
+    def compare(self, form: str, how: str) -> None:
+        """Continue with the next person, who has as many things as this one, or more or fewer."""
+        before = self.name
+        self.others.append(before)
+        self.name = self.others.pop(0)
+        self.forms.append(form)
+        self.sentences.append(f"{self.name} has {how.format(item=self.item)} {before}.")
 
     def apply(self, sign: str, operand: int) -> int:
         """Work out one step, write it down, and return the value that it started from."""
@@ -109,11 +120,11 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     names = rng.sample(PEOPLE, 4)
     item = rng.choice(_COUNTED) if rng.random() < 0.8 else rng.choice(_MEASURED)
     first = rng.randint(2, 99)
-    story = _Story(names[0], item, first, str(first), [], [], names[1:])
-    _opening(rng, story)
+    story = _Story(rng, names[0], item, first, str(first), names[1:])
+    _opening(story)
     for _ in range(steps - 1):
-        rng.choice(_possible_steps(story))(rng, story)
-    last = _finish(rng, story)
+        rng.choice(_possible_steps(story))(story)
+    last = _finish(story)
     question = " ".join([*story.sentences, last])
     if rng.random() < 0.1:  # a second way to write the marks, so that " ?" and " /" are ordinary tokens too
         question = question.replace("?", " ?")
@@ -132,10 +143,8 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
 def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0) -> Iterator[Problem]:
     """An endless stream of problems of one split: the same arguments give the same stream."""
     rng = random.Random(f"word-problems {split} {seed}")
-    while True:
-        problem = generate_problem(rng, rng.choice(steps))
-        if problem.split == split:
-            yield problem
+    every = (generate_problem(rng, rng.choice(steps)) for _ in count())
+    return (problem for problem in every if problem.split == split)
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,8 @@ class Recall:
 
     @property
     def split(self) -> Split:
-        """About one question in ten is for testing, by a hash of its text."""
-        return "test" if hashlib.sha256(self.question.encode()).digest()[0] % 10 == 0 else "train"
+        """The split that the question belongs to."""
+        return _split(self.question)
 
 
 def generate_recall(rng: random.Random, most: int = MOST_PEOPLE) -> Recall:
@@ -174,31 +183,33 @@ def generate_recall(rng: random.Random, most: int = MOST_PEOPLE) -> Recall:
 def recall_questions(split: Split, seed: int = 0, most: int = MOST_PEOPLE) -> Iterator[Recall]:
     """An endless stream of questions of one split: the same arguments give the same stream."""
     rng = random.Random(f"recall {split} {seed}")
-    while True:
-        made = generate_recall(rng, most)
-        if made.split == split:
-            yield made
+    every = (generate_recall(rng, most) for _ in count())
+    return (question for question in every if question.split == split)
 
 
-def _opening(rng: random.Random, story: _Story) -> None:
+def _split(text: str) -> Split:
+    """The split by a hash of a text: about one in ten is for testing."""
+    return "test" if hashlib.sha256(text.encode()).digest()[0] % 10 == 0 else "train"
+
+
+def _opening(story: _Story) -> None:
     name, item, value = story.name, story.item, story.value
     story.tell(
-        rng,
         "opening",
         f"{name} has {value} {item}.",
         f"{name} starts the week with {value} {item}.",
-        f"There are {value} {item} in the {rng.choice(_PLACES)} of {name}.",
+        f"There are {value} {item} in the {story.rng.choice(_PLACES)} of {name}.",
         f"{name} owns {value} {item}.",
-        f"At first {name} has {value} {item} in a {rng.choice(_PLACES)}.",
+        f"At first {name} has {value} {item} in a {story.rng.choice(_PLACES)}.",
     )
 
 
 def _possible_steps(story: _Story) -> list[Any]:
     possible = []
     if story.value + 60 <= LARGEST:
-        possible += [_gain, _gain, _other_has_more]
+        possible += [_gain, _gain, partial(_other_has, more=True)]
     if story.value >= 3:
-        possible += [_lose, _lose, _other_has_fewer]
+        possible += [_lose, _lose, partial(_other_has, more=False)]
     if story.value * 2 <= 200:
         possible += [_multiply]
     if _divisors(story.value):
@@ -206,28 +217,23 @@ def _possible_steps(story: _Story) -> list[Any]:
     return possible
 
 
-def _finish(rng: random.Random, story: _Story) -> str:
+def _finish(story: _Story) -> str:
     """The last step and the question: another calculation and how many there are, or what they cost."""
     possible = _possible_steps(story)
     if story.value * 2 <= 200 and " of " not in story.item:
         possible.append(_price)
-    last = rng.choice(possible)
-    if last is _price:
-        return _price(rng, story)
-    last(rng, story)
-    return _how_many(rng, story)
+    return story.rng.choice(possible)(story) or _how_many(story)
 
 
 def _divisors(value: int) -> list[int]:
     return [k for k in _TIMES_WORDS if value % k == 0 and value > k]
 
 
-def _gain(rng: random.Random, story: _Story) -> None:
-    more = rng.randint(2, 60)
+def _gain(story: _Story) -> None:
+    more = story.rng.randint(2, 60)
     he, him, item, other = story.he, story.him, story.item, story.others[0]
-    day, place = rng.choice(_DAYS), rng.choice(_PLACES)
+    day, place = story.rng.choice(_DAYS), story.rng.choice(_PLACES)
     story.tell(
-        rng,
         "gain",
         f"{he.capitalize()} buys {more} more.",
         f"{day} {other} gives {him} {more} more {item}.",
@@ -238,12 +244,11 @@ def _gain(rng: random.Random, story: _Story) -> None:
     story.apply("+", more)
 
 
-def _lose(rng: random.Random, story: _Story) -> None:
-    fewer = rng.randint(1, min(60, story.value - 1))
+def _lose(story: _Story) -> None:
+    fewer = story.rng.randint(1, min(60, story.value - 1))
     he, item, other = story.he, story.item, story.others[0]
-    day, place = rng.choice(_DAYS), rng.choice(_PLACES)
+    day, place = story.rng.choice(_DAYS), story.rng.choice(_PLACES)
     story.tell(
-        rng,
         "loss",
         f"{he.capitalize()} gives {fewer} to {other}.",
         f"{day} {he} loses {fewer} of them.",
@@ -254,64 +259,42 @@ def _lose(rng: random.Random, story: _Story) -> None:
     story.apply("-", fewer)
 
 
-def _multiply(rng: random.Random, story: _Story) -> None:
-    factor = rng.choice([k for k in _TIMES_WORDS if story.value * k <= 200])
+def _multiply(story: _Story) -> None:
+    factor = story.rng.choice([k for k in _TIMES_WORDS if story.value * k <= 200])
     times, he, item = _TIMES_WORDS[factor], story.he, story.item
-    if rng.random() < 0.4:
-        other = _next_person(story)
-        story.forms.append("as many as")
-        story.sentences.append(f"{story.name} has {times} as many {item} as {other}.")
+    if story.rng.random() < 0.4:
+        story.compare("as many as", f"{times} as many {{item}} as")
     else:
         story.tell(
-            rng,
             "product",
-            f"{rng.choice(_DAYS)} {he} has {times} as many.",
+            f"{story.rng.choice(_DAYS)} {he} has {times} as many.",
             f"A week later {he} has {times} as many {item}.",
         )
     story.apply("*", factor)
 
 
-def _divide(rng: random.Random, story: _Story) -> None:
-    parts = rng.choice(_divisors(story.value))
+def _divide(story: _Story) -> None:
+    parts = story.rng.choice(_divisors(story.value))
     he, item = story.he, story.item
     story.tell(
-        rng,
         "share",
         f"{he.capitalize()} puts them into {parts} equal boxes and keeps only one box.",
-        f"{rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
+        f"{story.rng.choice(_DAYS)} {he} shares the {item} equally among {parts} people and keeps one share.",
         f"{he.capitalize()} packs them in {parts} bags with the same number/bag and keeps one bag.",
     )
     story.apply("÷", parts)
 
 
-def _other_has_more(rng: random.Random, story: _Story) -> None:
-    more = rng.randint(2, 60)
-    before = _next_person(story)
-    story.forms.append("more than")
-    story.sentences.append(f"{story.name} has {more} more {story.item} than {before}.")
-    story.apply("+", more)
+def _other_has(story: _Story, more: bool) -> None:
+    number = story.rng.randint(2, 60) if more else story.rng.randint(1, min(60, story.value - 1))
+    word = "more" if more else "fewer"
+    story.compare(f"{word} than", f"{number} {word} {{item}} than")
+    story.apply("+" if more else "-", number)
 
 
-def _other_has_fewer(rng: random.Random, story: _Story) -> None:
-    fewer = rng.randint(1, min(60, story.value - 1))
-    before = _next_person(story)
-    story.forms.append("fewer than")
-    story.sentences.append(f"{story.name} has {fewer} fewer {story.item} than {before}.")
-    story.apply("-", fewer)
-
-
-def _next_person(story: _Story) -> str:
-    """Continue the story with the next person; return the previous one."""
-    before = story.name
-    story.others.append(before)
-    story.name = story.others.pop(0)
-    return before
-
-
-def _how_many(rng: random.Random, story: _Story) -> str:
+def _how_many(story: _Story) -> str:
     name, item = story.name, story.item
     return story.choose(
-        rng,
         "question",
         f"How many {item} does {name} have now?",
         f"How many {item} does {name} have in the end?",
@@ -322,12 +305,11 @@ def _how_many(rng: random.Random, story: _Story) -> str:
     )
 
 
-def _price(rng: random.Random, story: _Story) -> str:
-    price = rng.choice([p for p in range(2, 10) if story.value * p <= 400])
+def _price(story: _Story) -> str:
+    price = story.rng.choice([p for p in range(2, 10) if story.value * p <= 400])
     name, one = story.name, story.item.removesuffix("s")
     story.apply("*", price)
     return story.choose(
-        rng,
         "price",
         f"Each {one} costs {price} dollars. How much do the {story.item} of {name} cost?",
         f"The price is {price} dollars/{one}. What does {name} pay for all {story.item}?",

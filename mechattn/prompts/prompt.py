@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import bool as bool_
 
 from mechattn.errors import OptionError, PromptError, warn
-from mechattn.shown import plain
+from mechattn.markup import plain
 
 Template = Literal["plain", "chat"]
 MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory

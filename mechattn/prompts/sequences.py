@@ -131,6 +131,11 @@ class Batch:
         """Which positions a condition inserted."""
         return self.origin == INSERTED
 
+    @property
+    def after_inserted(self) -> Bool[Tensor, "batch pos"]:
+        """The original tokens that come after an inserted one."""
+        return (self.inserted.cumsum(-1) > 0) & (self.origin >= 0)
+
     def of_segment(self, name: str) -> Bool[Tensor, "batch pos"]:
         """Which positions belong to the segment ``name``."""
         return self.segment == SEGMENTS.index(name)

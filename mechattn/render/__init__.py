@@ -4,31 +4,31 @@ from mechattn.render.activation_figures import activation_histogram as activatio
 from mechattn.render.activation_figures import activation_metrics as activation_metrics
 from mechattn.render.activation_figures import agreement as agreement
 from mechattn.render.activation_figures import near_zero_by_class as near_zero_by_class
+from mechattn.render.activation_figures import update_by_position as update_by_position
+from mechattn.render.activation_figures import update_histogram as update_histogram
+from mechattn.render.activation_figures import update_map as update_map
 from mechattn.render.answer_figures import accuracy as accuracy
 from mechattn.render.answer_figures import accuracy_map as accuracy_map
-from mechattn.render.answer_figures import accuracy_sweep as accuracy_sweep
 from mechattn.render.answer_figures import by_samples as by_samples
 from mechattn.render.answer_figures import diversity as diversity
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
-from mechattn.render.change_figures import change_map as change_map
-from mechattn.render.change_figures import patching_map as patching_map
-from mechattn.render.change_figures import sweep as sweep
-from mechattn.render.change_figures import two_by_two as two_by_two
+from mechattn.render.attention_figures import change_map as change_map
+from mechattn.render.attention_figures import changes as changes
+from mechattn.render.attention_figures import patching_map as patching_map
+from mechattn.render.attention_figures import received_attention as received_attention
+from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
-from mechattn.render.layer_figures import shift_rank as shift_rank
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
-from mechattn.render.prompt_views import attention_explorer as attention_explorer
-from mechattn.render.prompt_views import attention_pattern as attention_pattern
-from mechattn.render.prompt_views import pattern_difference as pattern_difference
-from mechattn.render.prompt_views import received_text as received_text
-from mechattn.render.received_figures import across_layers as across_layers
-from mechattn.render.received_figures import meaningless_and_sentence as meaningless_and_sentence
-from mechattn.render.received_figures import received_attention as received_attention
-from mechattn.render.update_figures import update_by_position as update_by_position
-from mechattn.render.update_figures import update_histogram as update_histogram
-from mechattn.render.update_figures import update_map as update_map
+from mechattn.render.views import explorer as explorer
+from mechattn.render.views import pattern as pattern
+from mechattn.render.views import received_text as received_text
 from mechattn.render.words import verdict_words as verdict_words
+
+
+def __dir__() -> list[str]:
+    """The functions; not the files that they are in."""
+    return sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

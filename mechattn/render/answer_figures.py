@@ -12,7 +12,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.change_figures import sweep
+from mechattn.render.attention_figures import changes
 from mechattn.render.declared import figure as declare
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.words import model_caption, quantity_words, says
@@ -31,47 +31,42 @@ _LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
 
 
 @declare("evaluation")
-def accuracy(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Plot accuracy by condition with 95 % intervals, one colour per model; dotted lines mark the baselines.
+def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
+    """Plot accuracy with 95 % intervals, one colour per model: by condition, or over the values of a swept option.
+
+    By condition, dotted lines mark the baselines.
 
     Args:
-        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure.
-    """
-    names = _conditions(tables)
-    figure = draw.panels()
-    by_name = {model: table.set_index("condition").reindex(names) for model, table in tables.items()}
-    series = [(model, _percents(rows)) for model, rows in by_name.items()]
-    draw.side_by_side(figure, names, series, COLOURS, grouped=False, hovertemplate=_HOVER)
-    for rows, colour in zip(by_name.values(), cycle(COLOURS), strict=False):
-        draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
-    _finish(figure, tables, "accuracy by condition")
-    return figure
-
-
-@declare("evaluation")
-def accuracy_sweep(tables: Mapping[str, pd.DataFrame], option: str = "count") -> go.Figure:
-    """Plot accuracy over the values of a swept option with 95 % intervals, one line per model.
-
-    Args:
-        tables: The table of ``Evaluation.accuracy()`` for each model by name, with conditions from ``ma.sweep``.
-        option: The swept option.
+        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure; with ``over``, of
+            conditions from ``ma.sweep``.
+        over: The swept option on the horizontal axis, such as "count".
 
     Raises:
-        OptionError: No condition is named after the option.
+        OptionError: There are no tables, or no condition is named after the option.
     """
-    names = [name for name in _conditions(tables) if f"{option}=" in name]
-    if not names:
-        raise OptionError(f"no condition is named {option}=…; evaluate with conditions=ma.sweep(…)")
-    values = [name.split(f"{option}=")[1].split(",")[0] for name in names]
-    numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
-    start = [BASELINE] if option == "count" else []
-    figure = draw.panels()
-    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
-        rows = table.set_index("condition").reindex([*start, *names])
+    names, figure = _conditions(tables), draw.panels()
+    start = [BASELINE] if over == "count" else []
+    if over:
+        names = [name for name in names if f"{over}=" in name]
+        if not names:
+            raise OptionError(f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)")
+        values = [name.split(f"{over}=")[1].split(",")[0] for name in names]
+        numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
         x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
-        _points(figure, x, rows, model, colour, mode="lines+markers", customdata=[*start, *names])
-    figure.update_xaxes(title_text="inserted tokens" if option == "count" else option)
-    _finish(figure, tables, f"accuracy by {option}")
+        names = [*start, *names]
+        figure.update_xaxes(title_text="inserted tokens" if over == "count" else over)
+    series = [(model, table.set_index("condition").reindex(names)) for model, table in tables.items()]
+    if over:
+        for (model, rows), colour in zip(series, cycle(COLOURS), strict=False):
+            _points(figure, x, rows, model, colour, mode="lines+markers", customdata=names)
+    else:
+        shown = [(model, _percents(rows)) for model, rows in series]
+        draw.side_by_side(figure, names, shown, COLOURS, grouped=False, hovertemplate=_HOVER)
+        for (_, rows), colour in zip(series, cycle(COLOURS), strict=False):
+            draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
+    figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
+    note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
+    draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
 
 
@@ -201,9 +196,9 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
 
 @declare("evaluation")
 def dose_curves(
-    accuracy: pd.DataFrame,
+    answers: pd.DataFrame,
     result: Result,
-    option: str = "count",
+    over: str = "count",
     quantity: str = "received",
     segment: str = "question",
     *,
@@ -216,9 +211,9 @@ def dose_curves(
     intervals over prompts, dotted: that of uniform attention.
 
     Args:
-        accuracy: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
+        answers: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
         result: A run of the same conditions.
-        option: The swept option.
+        over: The swept option.
         quantity: A positive quantity of the result.
         segment: The segment of the quantity.
         layer: One layer; the mean over all by default.
@@ -227,21 +222,21 @@ def dose_curves(
     Raises:
         OptionError: No condition is named after the option, or the evaluation and the result have different conditions.
     """
-    ours, theirs = ({n for n in names if f"{option}=" in n} for names in (accuracy.condition, result.conditions))
+    ours, theirs = ({n for n in names if f"{over}=" in n} for names in (answers.condition, result.conditions))
     if ours != theirs:
         apart = sorted(ours ^ theirs)[0]
         raise OptionError(f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both")
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
-    upper = accuracy_sweep({"right answers": accuracy}, option)
-    lower = sweep(result, option, quantity, segment, layer)
+    upper = accuracy({"right answers": answers}, over)
+    lower = changes(result, None, quantity, segment, layer, over=over)
     figure.add_traces(upper.data, rows=1, cols=1)
     figure.add_traces(lower.data, rows=2, cols=1)
     draw.rule(figure, y=0, row=2, column=1)
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     note = "bars: 95 %, over problems above, over prompts below; dotted: uniform attention"
-    draw.title(figure, f"{model_caption(result)}: answers and attention by {option}", note, 640, top=150)
+    draw.title(figure, f"{model_caption(result)}: answers and attention by {over}", note, 640, top=150)
     said = [
         f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}" for what, t in (trends or {}).items()
     ]
@@ -271,12 +266,6 @@ def _n(tables: Seq[pd.DataFrame]) -> str:
     units = {table.attrs.get("unit", "prompts") for table in tables}
     what = "problems" if units == {"prompts"} else units.pop() if len(units) == 1 else "problems or groups of them"
     return f"{', '.join(map(str, counts))} {what}"
-
-
-def _finish(figure: go.Figure, tables: Mapping[str, pd.DataFrame], title: str) -> None:
-    note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
-    figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
-    draw.title(figure, title, note, 460)
 
 
 def _said(table: pd.DataFrame) -> str:

@@ -26,19 +26,12 @@ _OURS = ("template", "meta")  # the template, and metadata that plotly doesn't d
 
 @dataclass(frozen=True)
 class Declared:
-    """A figure: the function that draws it, and what it needs.
-
-    Args:
-        draw: The function; if its first parameter is ``result`` or ``results``, it draws results.
-        needs: The dataset of the analysis that it shows; by its ``reading``, if a mapping; "" if ``quantity`` decides.
-        compares: Whether it needs a condition other than the baseline.
-        report: The options with which a report shows it, besides layer, condition and heads; empty for not at all.
-    """
+    """A figure: the function that draws it, and what it needs."""
 
     draw: Callable
-    needs: str | Mapping[str, str]
-    compares: bool
-    report: Seq[Mapping[str, Any]]
+    needs: str | Mapping[str, str]  # the dataset that it shows, by its reading if a mapping; "" if the quantity decides
+    compares: bool  # whether it needs a condition other than the baseline
+    report: Seq[Mapping[str, Any]]  # with which options a report shows it, besides layer, condition and heads
 
     @property
     def takes(self) -> Mapping[str, Any]:

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mechattn.axes import BASELINE
-from mechattn.contrast.blocks import in_parts
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import by_layer as values_by_layer
-from mechattn.contrast.quantities import check_condition
+from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
@@ -35,6 +33,7 @@ _WORDS = {
     "induction_mass": "attention to the tokens after them",
     "inserted_mass": "attention to the inserted tokens",
     "concentration": "p(1) − p(2)",
+    "shift_rank_one_share": "rank of the shift Σσ, s₁² / Σ s²",
 }
 _AFFINE = "affine_shift"
 
@@ -88,7 +87,7 @@ def heads_by_layer(
     return says(figure, _means(result, variable, null, names))
 
 
-@declare(report=[{"quantity": "span_mass"}, {"quantity": "block_magnitude"}])
+@declare(report=[{"quantity": name} for name in ("span_mass", "block_magnitude", "shift_rank_one_share")])
 def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
@@ -157,31 +156,6 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
         f"{mean_words(result, at.scale_uniform)} under uniform attention; the affine form misses "
         f"{mean_words(result, at.relative_error)} of the output's norm.",
     )
-
-
-@declare(_AFFINE, compares=True, report=[{}])
-def shift_rank(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
-    """Plot the share of the shift Σσ along its first direction by layer, as a mean over heads, for each condition.
-
-    Args:
-        result: A result with ``AffineShift``.
-        conditions: The conditions; all but the baseline by default.
-    """
-    names = [name for name in result.conditions if name != BASELINE] if conditions is None else list(conditions)
-    if not names:
-        raise OptionError("the baseline has no shift; run a condition that inserts tokens")
-    share = result[_AFFINE].shift_rank_one_share
-    figure, parts = draw.panels(), []
-    for name, colour in zip(names, cycle((WITH, THIRD, WITHOUT, *OTHERS)), strict=False):
-        values = share.sel(condition=result.condition(name))
-        if values.notnull().any():
-            _bars(figure, result, values, name, colour, None)
-            parts.append(f"{name} {mean_words(result, values)}")
-    figure.update_xaxes(title_text="layer", dtick=1 if share.sizes["layer"] <= 16 else None)
-    figure.update_yaxes(title_text="s₁² / Σ s²")
-    note = "of the matrix of shifts [query, d_head], mean over heads; 95 % intervals over prompts"
-    draw.title(figure, f"{model_caption(result)}: rank of the shift", note, 420)
-    return says(figure, f"Share of the first direction, mean over layers: {'; '.join(parts)}.")
 
 
 def _bars(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:

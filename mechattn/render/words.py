@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
 
-    from mechattn.stats.comparison import Verdict
+    from mechattn.contrast.contrast import Verdict
 
 
 def quantity_words(quantity: str, segment: str) -> str:
@@ -123,8 +123,8 @@ def choice_words(result: Result, condition: str, layer: int, choose: int) -> str
         return ""
     shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
     return (
-        f"Chosen on random halves of the prompts, {choose} heads of this layer have {100 * shared:.0f}\u00a0% of both "
-        f"choices in common ({100 * chance:.0f}\u00a0% by chance)."
+        f"Chosen on random halves of the prompts, {choose} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
+        f"both choices in common ({100 * chance:.0f}\u00a0% by chance)."
     )
 
 

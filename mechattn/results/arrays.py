@@ -74,18 +74,14 @@ def _read_stacked(
     for array in arrays:
         start, end = end, end + len(array)
         at = np.flatnonzero((rows >= start) & (rows < end))
-        if len(at):
-            _put(made, at, array, rows[at] - start, spans)
+        begins = [span.indices(2**62)[0] for span in spans]
+        if not len(at) or any(begin >= size for begin, size in zip(begins, array.shape[1:])):
+            continue  # it ends before this block begins
+        some = rows[at] - start
+        values = array[(slice(int(some.min()), int(some.max()) + 1), *spans)].values[some - some.min()]
+        target: Any = (at, *(slice(0, size) for size in values.shape[1:]))
+        made[target] = values
     return made.squeeze(tuple(axis for axis, part in enumerate(key) if isinstance(part, (int, np.integer))))
-
-
-def _put(made: np.ndarray, at: np.ndarray, array: xr.Variable, rows: np.ndarray, spans: Seq[slice]) -> None:
-    """Copy rows of one array into the rows of the whole."""
-    if any(start >= size for (start, *_), size in zip((s.indices(2**62) for s in spans), array.shape[1:])):
-        return  # it ends before this block begins
-    values = array[(slice(int(rows.min()), int(rows.max()) + 1), *spans)].values[rows - rows.min()]
-    target: Any = (at, *(slice(0, size) for size in values.shape[1:]))
-    made[target] = values
 
 
 def digest(datasets: Mapping[str, xr.Dataset]) -> str:
@@ -127,23 +123,17 @@ def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _hashed(datasets: Mapping[str, xr.Dataset], numbers: Callable[[np.ndarray], np.ndarray]) -> str:
     made = hashlib.blake2b(digest_size=16)
-    for header, variable in _variables(datasets):
-        made.update(header)
-        if variable.dtype.kind in TEXT:
-            made.update(json.dumps([str(text) for text in variable.values.flat]).encode())
-        else:
-            for block in blocks_of(variable):
-                made.update(numbers(block).data)
-    return made.hexdigest()
-
-
-def _variables(datasets: Mapping[str, xr.Dataset]) -> Iterator[tuple[bytes, xr.Variable]]:
     for name in sorted(datasets):
         for label, variable in sorted(datasets[name].variables.items(), key=lambda item: str(item[0])):
-            kind = "text" if variable.dtype.kind in TEXT else variable.dtype.newbyteorder("<").str
+            text = variable.dtype.kind in TEXT
+            kind = "text" if text else variable.dtype.newbyteorder("<").str
             parts = [name, str(label), variable.dims, variable.shape, kind, plain_attributes(variable.attrs)]
-            yield json.dumps(parts, sort_keys=True).encode(), variable
-        yield (
-            json.dumps([name, plain_attributes(datasets[name].attrs)], sort_keys=True).encode(),
-            xr.Variable((), np.int8(0)),
-        )
+            made.update(json.dumps(parts, sort_keys=True).encode())
+            if text:
+                made.update(json.dumps([str(one) for one in variable.values.flat]).encode())
+            else:
+                for block in blocks_of(variable):
+                    made.update(numbers(block).data)
+        made.update(json.dumps([name, plain_attributes(datasets[name].attrs)], sort_keys=True).encode())
+        made.update(numbers(np.zeros(1, np.int8)).data)
+    return made.hexdigest()

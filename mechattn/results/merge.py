@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import reduce
@@ -15,7 +16,7 @@ from mechattn.errors import OptionError
 from mechattn.results.arrays import SOURCES, stacked
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
-from mechattn.stats.moments import Moments
+from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,11 +46,16 @@ def merge_results(results: Seq[Result]) -> Result:
     if len(results) == 1:
         return results[0]
     results = sorted(results, key=lambda result: _keys(result)[0])
+    keys = [key for result in results for key in _keys(result)]
     provenance = reduce(_merged_provenance, (_plain(result) for result in results))
     for other in results[1:]:
         _check_datasets(results[0], other)
-    _check_prompts(results)
-    order = _order(results)
+    if twice := [prompt for prompt, count in Counter(prompt for _, prompt in keys).items() if count > 1]:
+        raise OptionError(
+            f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in all); give each result "
+            "different prompts, with different ids"
+        )
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__))  # of each prompt of the whole, its index here
     datasets = {name: _merged([result[name] for result in results], order) for name in results[0].datasets}
     return Result(datasets, provenance)
 
@@ -72,24 +78,6 @@ def _keys(result: Result) -> list[tuple[int, str]]:
     return list(zip(sequences.place.values.tolist(), map(str, sequences.prompt.values), strict=True))
 
 
-def _order(results: Seq[Result]) -> np.ndarray:
-    """The index of each prompt of the whole in the concatenated results."""
-    keys = [key for result in results for key in _keys(result)]
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
-
-
-def _check_prompts(results: Seq[Result]) -> None:
-    seen: set[str] = set()
-    for result in results:
-        ids = [str(prompt) for prompt in result["sequences"].prompt.values]
-        if twice := [prompt for prompt in ids if prompt in seen]:
-            raise OptionError(
-                f"prompt {twice[0]} is in two of the results ({len(twice)} such prompts in one of them); give each "
-                "result different prompts, with different ids"
-            )
-        seen.update(ids)
-
-
 def _check_datasets(one: Result, other: Result) -> None:
     """Check that variables, their meaning and, apart from prompts, their coordinates are the same."""
     _agree("the analyses", sorted(one.datasets), sorted(other.datasets))
@@ -105,11 +93,8 @@ def _check_datasets(one: Result, other: Result) -> None:
                 _agree(f"the type of {where}", str(ours[variable].dtype), str(theirs[variable].dtype))
         for dim in ours.dims:
             if dim != "prompt" and dim not in GROW:
-                _agree(f"{dim} of {name}", _labels(ours, dim), _labels(theirs, dim))
-
-
-def _labels(dataset: xr.Dataset, dim: Any) -> Any:
-    return dataset[dim].values.tolist() if dim in dataset.coords else dataset.sizes[dim]
+                labels = [one[dim].values.tolist() if dim in one.coords else one.sizes[dim] for one in (ours, theirs)]
+                _agree(f"{dim} of {name}", *labels)
 
 
 def _agree(what: str, one: Any, other: Any) -> None:
@@ -125,7 +110,10 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
     made: dict[Any, Any] = {}
     for name in (str(name) for name in first if f"{name}_n" in first and f"{name}_variance" in first):
-        made |= _moments(parts, name)
+        of = (name, f"{name}_variance", f"{name}_n")  # only the last axis differs in length
+        each = (Moments.from_statistics(*(part[one].values for one in (of[2], of[0], of[1]))) for part in parts)
+        merged = reduce(Moments.merge, each)
+        made |= dict(zip(of, (merged.known_mean, merged.variance, merged.n), strict=True))
     for name in (str(name) for name in first if name not in made):
         arrays = [part[name] for part in parts]
         many = "prompt" in first[name].dims
@@ -156,16 +144,6 @@ def _padded(values: np.ndarray, wanted: Seq[int | None]) -> np.ndarray:
     if values.dtype.kind in "TOU":
         values = values.astype(np.dtypes.StringDType())
     return np.pad(values, missing, constant_values=_FILL[values.dtype.kind])
-
-
-def _moments(parts: Seq[xr.Dataset], name: str) -> dict[str, np.ndarray]:
-    """Mean, variance and n over all prompts; only the last axis differs in length."""
-    each = (
-        Moments.from_statistics(*(part[f"{name}{suffix}"].values for suffix in ("_n", "", "_variance")))
-        for part in parts
-    )
-    merged = reduce(Moments.merge, each)
-    return {name: merged.known_mean, f"{name}_variance": merged.variance, f"{name}_n": merged.n}
 
 
 def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) -> np.ndarray:

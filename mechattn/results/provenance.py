@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mechattn.shown import without_secrets
+from mechattn.markup import without_secrets
 
 if TYPE_CHECKING:
     from mechattn.results.result import Result
@@ -63,12 +63,12 @@ def name_of(place: str) -> str:
 
 def command_of(words: Seq[str], paths: bool = False) -> str:
     """The command line, with file names only unless ``paths`` is set, and never with a password."""
-    return " ".join(["mechattn", *(without_secrets(word) if paths else _word(word) for word in words)])
-
-
-def _word(word: str) -> str:
-    option, is_set, value = word.partition("=")
-    return f"{option}={name_of(value)}" if is_set and option.startswith("-") else name_of(word)
+    said = ["mechattn"]
+    for word in words:
+        option, is_set, value = word.partition("=")
+        short = f"{option}={name_of(value)}" if is_set and option.startswith("-") else name_of(word)
+        said.append(without_secrets(word) if paths else short)
+    return " ".join(said)
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -141,12 +141,21 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{identity(k, within)}: {identity(v, within)}' for k, v in value.items())}}}"
     if isinstance(value, (tuple, list, Set)):
-        return _several(value, within)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return _function(value, within) if inspect.isroutine(value) else _named(value)
-    if hasattr(value, "__array__"):
-        return f"{type(value).__name__}({_numbers(value)})"
-    return _object(value, within)
+        made = [identity(one, within) for one in value]
+        if isinstance(value, Set):
+            return f"{{{', '.join(sorted(made))}}}"
+        return f"[{', '.join(made)}]" if isinstance(value, list) else f"({', '.join(made)}{',' * (len(made) == 1)})"
+    if inspect.isroutine(value):
+        return _function(value, within)
+    if isinstance(value, type):
+        return _named(value)
+    if not hasattr(value, "__array__"):
+        return _object(value, within)
+    plain = value.detach().cpu() if hasattr(value, "detach") else value  # an array of numpy or torch
+    values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
+    content = hashlib.sha256(values.tobytes() if values.dtype != object else repr(values.tolist()).encode())
+    kind, dtype = type(value).__name__, getattr(plain, "dtype", values.dtype)
+    return f"{kind}({dtype}, {values.shape}, {content.hexdigest()[:12]})"
 
 
 def kind_of(value: Any) -> str:
@@ -158,15 +167,6 @@ def kind_of(value: Any) -> str:
 def is_ours(kind: Any) -> bool:
     """Whether a class or function is mechattn's."""
     return str(getattr(kind, "__module__", "")).partition(".")[0] == "mechattn"
-
-
-def _several(values: Any, within: tuple[int, ...]) -> str:
-    made = [identity(value, within) for value in values]
-    if isinstance(values, Set):
-        return f"{{{', '.join(sorted(made))}}}"
-    if isinstance(values, list):
-        return f"[{', '.join(made)}]"
-    return f"({', '.join(made)}{',' * (len(made) == 1)})"
 
 
 def _function(function: Any, within: tuple[int, ...]) -> str:
@@ -211,11 +211,3 @@ def _source(kind: Any) -> str:
     except (OSError, TypeError):
         inner = vars(kind).values() if isinstance(kind, type) else ()
         return "".join([str(getattr(kind, "__qualname__", "")), *map(_source, filter(inspect.isfunction, inner))])
-
-
-def _numbers(array: Any) -> str:
-    """The dtype, the shape and a hash of a numpy or torch array."""
-    plain = array.detach().cpu() if hasattr(array, "detach") else array
-    values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
-    content = values.tobytes() if values.dtype != object else repr(values.tolist()).encode()
-    return f"{getattr(plain, 'dtype', values.dtype)}, {values.shape}, {hashlib.sha256(content).hexdigest()[:12]}"

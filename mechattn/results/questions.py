@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Unpack
 
-    from mechattn.contrast.contrast import Contrast
+    from mechattn.contrast.contrast import Contrast, Verdict
     from mechattn.results.result import Result
-    from mechattn.stats.comparison import Verdict
     from mechattn.stats.resolution import Resolution
 
 
@@ -198,7 +197,7 @@ class Questions:
         Raises:
             OptionError: No such quantity, condition or segment, more than one number per head, or too few prompts.
         """
-        from mechattn.contrast.ranked_heads import ranked_heads
+        from mechattn.contrast.heads import ranked_heads
 
         return ranked_heads(
             self._result, quantity, top, condition=condition, segment=segment, select=select, unit=unit, level=level

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
-from mechattn.markup import table
+from mechattn.markup import shown, table
 from mechattn.results.provenance import Provenance
 from mechattn.results.questions import Questions
-from mechattn.shown import shown
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     import xarray as xr
 
@@ -120,6 +120,14 @@ def memory_bytes(memory: str) -> int:
     if not match or not float(match[1]):
         raise OptionError(f'memory={memory!r}: write it like "2GiB" or "500MiB"')
     return int(float(match[1]) * _BUDGETS[match[2].upper()])
+
+
+def part_of(result: Result, dim: str, some: slice | np.ndarray) -> Result:
+    """The result for some layers or prompts only, without reading any values."""
+    if isinstance(some, slice) and some == slice(None):
+        return result
+    cut = {name: one.isel({dim: some}) if dim in one.dims else one for name, one in result.datasets.items()}
+    return replace(result, datasets=cut)
 
 
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:

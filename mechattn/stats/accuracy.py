@@ -1,4 +1,4 @@
-"""Statistics for right and wrong answers: pass@k, paired comparisons and detectable differences."""
+"""Statistics for right and wrong answers: shares, pass@k, paired comparisons and detectable differences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 from scipy import optimize, special, stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import wilson_interval
+from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+
+_FEW = 5.0  # units away from the edge: with that many, half of the variance is what was measured
+_FEW_PAIRS = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ def paired_accuracy(
         raise OptionError(
             f"{len(a)} answers against {len(b)}: give both an answer to every problem, and at least one problem"
         )
-    only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
-    low, high = _newcombe(a, b, level)
+    only_first, only_second, n = int((a & ~b).sum()), int((~a & b).sum()), len(a)
+    low, high = _newcombe(int((a & b).sum()), only_first, only_second, n, level)
     return PairedAccuracy(
         difference=float(a.mean() - b.mean()),
         low=low,
@@ -59,8 +62,8 @@ def paired_accuracy(
         p=mcnemar_mid_p(only_first, only_second),
         only_first=only_first,
         only_second=only_second,
-        n=len(a),
-        detectable=detectable_difference(len(a), (only_first + only_second) / len(a)),
+        n=n,
+        detectable=detectable_difference(n, (only_first + only_second) / n),
     )
 
 
@@ -75,20 +78,17 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
     return float(min(1.0, 2 * stats.binom.cdf(least, n, 0.5) - stats.binom.pmf(least, n, 0.5)))
 
 
-def _newcombe(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]:
+def _newcombe(both: int, only_first: int, only_second: int, n: int, level: float) -> tuple[float, float]:
     """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation of the answers."""
-    n = len(a)
-    both, neither = int((a & b).sum()), int((~a & ~b).sum())
-    only_first, only_second = int((a & ~b).sum()), int((~a & b).sum())
-    margins = (both + only_first) * (neither + only_second) * (both + only_second) * (neither + only_first)
+    neither, first, second = n - both - only_first - only_second, both + only_first, both + only_second
+    margins = first * (n - first) * second * (n - second)
     covariance: float = both * neither - only_first * only_second
     if covariance > 0:
         covariance = max(covariance - n / 2, 0)
     phi = covariance / np.sqrt(margins) if margins else 0.0
-    p1, p2 = a.mean(), b.mean()
-    (low1, high1), (low2, high2) = (wilson_interval(int(x.sum()), n, level) for x in (a, b))
-    down, up = p1 - low1, high1 - p1
-    down2, up2 = p2 - low2, high2 - p2
+    (low1, high1), (low2, high2) = (wilson_interval(right, n, level) for right in (first, second))
+    p1, p2 = first / n, second / n
+    down, up, down2, up2 = p1 - low1, high1 - p1, p2 - low2, high2 - p2
     below = np.sqrt(max(down**2 - 2 * phi * down * up2 + up2**2, 0))
     above = np.sqrt(max(up**2 - 2 * phi * up * down2 + down2**2, 0))
     return float(p1 - p2 - below), float(p1 - p2 + above)
@@ -164,3 +164,47 @@ def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:
     """
     grams = [tuple(tokens[i : i + n]) for tokens in answers for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else float("nan")
+
+
+def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
+    """The mean of units' shares, each between 0 and 1, with a score interval within 0 and 1; NaN is left out.
+
+    Wilson's interval for ``n / φ`` trials with Student's t, where φ is the variance between units as a fraction of
+    ``p (1 − p)``, drawn towards 1 where few units differ from 0 (or 1, whichever is nearer): when all are right there
+    is no variance to measure, and each unit counts as one trial. Without averages, where each unit is 0 or 1, it is
+    Wilson's interval. Coverage at nominal 95 %, measured with beta-binomial answers, 12 to 200 problems of 8 answers
+    and shares of 0.5 to 0.99: 95 to 100 %, but for 12 problems at 0.99 (90 to 100 %).
+    """
+    known = values[~np.isnan(values)]
+    n = len(known)
+    if not n:
+        return Interval(*(np.array(np.nan) for _ in range(3)))
+    mean = float(known.mean())
+    single = bool(np.isin(known, (0, 1)).all())
+    spread, away = mean * (1 - mean), int((known != float(mean > 0.5)).sum())
+    sure = away / (away + _FEW)
+    measured = min(1.0, float(known.var(ddof=1)) / spread) if n > 1 and spread > 0 else 1.0
+    ratio = 1.0 if single else sure * measured + 1 - sure
+    far = stats.norm.ppf((1 + level) / 2) if single or n < 2 else stats.t.ppf((1 + level) / 2, n - 1)
+    trials = n / ratio
+    centre = (mean + far**2 / (2 * trials)) / (1 + far**2 / trials)
+    half = far / (1 + far**2 / trials) * np.sqrt(spread / trials + far**2 / (4 * trials**2))
+    return Interval(np.array(mean), np.clip(centre - half, 0, mean), np.clip(centre + half, mean, 1))
+
+
+def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
+    """The mean of units' differences between two shares, with a t interval that few differing units don't shrink to 0.
+
+    The variance is drawn towards that of one unit of +1 and one of −1 among ``n + 2`` (as Bonett and Price 2012 do for
+    single answers) where few units differ at all, and is never below the measured one.
+    """
+    plain, n = t_interval(d, level), len(d)
+    half = stats.t.ppf((1 + level) / 2, n - 1) * deviation(d) / np.sqrt(n)
+    return Interval(plain.estimate, np.clip(plain.estimate - half, -1, 1), np.clip(plain.estimate + half, -1, 1))
+
+
+def deviation(d: np.ndarray) -> float:
+    """The standard deviation of units' differences that :func:`share_difference` takes."""
+    away = int((d != 0).sum())
+    sure, variance = away / (away + _FEW_PAIRS), float(d.var(ddof=1))
+    return float(np.sqrt(max(variance, sure * variance + (1 - sure) * 2 / (len(d) + 2))))

@@ -59,34 +59,22 @@ def row_blocks(rows: int, n: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def spread(d: np.ndarray) -> np.ndarray:
-    """The standard deviation of each column; 0 if its values differ only by rounding."""
-    return without_noise(d.std(0, ddof=1), d)
-
-
 def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
     """The standard deviations of columns, with 0 in place of what is rounding error."""
     largest = np.maximum(d.max(0, initial=0.0), -d.min(0, initial=0.0))
     return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
 
-def bootstrap_t(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """The bootstrap-t interval of the mean of each column of d [prompt, cell].
+def t_quantiles(
+    d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
+) -> tuple[np.ndarray, np.ndarray]:
+    """The quantiles of t* for each column of d [prompt, cell] that give the ends of its bootstrap-t interval.
 
     ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with ``t* = (mean* − mean) / (s* / √n)``
 
     Source:
         Hall 1988.
     """
-    mean, error = d.mean(0), spread(d) / np.sqrt(len(d))
-    upper, lower = t_quantiles(d, counts, level)
-    return mean - upper * error, mean - lower * error
-
-
-def t_quantiles(
-    d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
-) -> tuple[np.ndarray, np.ndarray]:
-    """The quantiles of t* for each column of d that give the lower and the upper end of its interval."""
     ends = []
     for start in range(0, d.shape[1], _COLUMNS):
         drawn = _studentised(d[:, start : start + _COLUMNS], counts, dtype)
@@ -99,17 +87,13 @@ def t_quantiles(
 class Tails:
     """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t lies.
 
-    Args:
-        largest: The largest t* of each resample over all cells, or 0.
-        smallest: The smallest.
-        alone: Twice the share of each cell's own t* that are at least as far out as its t; 0 if none is.
-        family: Two-sided p of each cell adjusted for all of them (step-down): the same for the extreme t* of the cells
-            that are no further out, and no smaller than that of the cells further out.
+    ``family`` is the two-sided p of each cell adjusted for all of them (step-down): that for the extreme t* of the
+    cells that are no further out, and no smaller than that of the cells further out.
     """
 
-    largest: np.ndarray
+    largest: np.ndarray  # the largest t* of each resample over all cells, or 0
     smallest: np.ndarray
-    alone: np.ndarray
+    alone: np.ndarray  # twice the share of each cell's own t* that are at least as far out as its t; 0 if none is
     family: np.ndarray
 
 
@@ -151,16 +135,14 @@ def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> np.
     s* is at least a tenth of s: if one prompt causes all of a cell's spread, a resample without it has none, and its
     infinite t* would make all simultaneous intervals infinite.
     """
-    deviation = spread(d)
+    deviation = without_noise(d.std(0, ddof=1), d)
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0).astype(dtype, copy=False)
-    return np.concatenate(
-        [_t_of_block(scaled, block[rows].astype(dtype)) for block in counts for rows in row_blocks(*block.shape)]
-    )
-
-
-def _t_of_block(scaled: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """t* [resample, cell] for cells [prompt, cell] with mean 0 and standard deviation 1."""
-    size = counts.sum(1, keepdims=True)
-    mean = counts @ scaled / size
-    variance = (counts @ scaled**2 / size - mean**2) * size / (size - 1)
-    return mean / np.sqrt(np.maximum(variance, _SMALLEST_SPREAD**2) / size)
+    made = []
+    for block in counts:
+        for rows in row_blocks(*block.shape):
+            drawn = block[rows].astype(dtype)
+            size = drawn.sum(1, keepdims=True)
+            mean = drawn @ scaled / size
+            variance = (drawn @ scaled**2 / size - mean**2) * size / (size - 1)
+            made.append(mean / np.sqrt(np.maximum(variance, _SMALLEST_SPREAD**2) / size))
+    return np.concatenate(made)

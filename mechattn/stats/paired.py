@@ -1,16 +1,15 @@
-"""Statistics for many paired differences: intervals, sign-flip tests, false discovery rate, power."""
+"""Statistics for many paired differences: intervals, sign-flip tests, false discovery rate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import ceil
+from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
-from mechattn.stats.bags import ALONE, Bags
 from mechattn.stats.bootstrap import (
     Counts,
     Tails,
@@ -18,63 +17,43 @@ from mechattn.stats.bootstrap import (
     resample,
     resample_sequentially,
     row_blocks,
-    spread,
     t_quantiles,
     tails,
     without_noise,
 )
-from mechattn.stats.intervals import blocks_of, moments_of_many, t_interval, t_interval_of_moments
-from mechattn.stats.random_draws import false_discovery
+from mechattn.stats.intervals import Moments, blocks_of
+from mechattn.stats.resolution import EXACT, RESAMPLES, detectable_size, enough
+from mechattn.stats.units import Bags
 
 FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
-RESAMPLES = 9999
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
-EXACT = 12  # prompts: all 4,096 sign patterns are tried
 _CHUNK = 2000
 _KEPT = 2**26  # bytes of draws kept for the next table
 _ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
-Signs = list[np.ndarray]  # sign patterns as bits, in blocks
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Paired statistics over prompts for each cell (such as layer × head), as arrays in the shape of the cells.
+    """Paired statistics over ``n`` prompts for each cell (such as layer × head), as arrays in the shape of the cells.
 
-    The tests (effect_size, p, q, detectable) apply to difference − null. Without a null they apply to the difference
-    itself, and null, beyond and its intervals are NaN.
+    ``difference``, ``null`` and ``beyond`` are means: of the difference, of that under the null, such as uniform
+    attention, and of what remains. Tests are of ``beyond``; without a null they are of the difference itself, and null,
+    beyond and its intervals are NaN. ``effect_size`` is the tested mean divided by its standard deviation (d_z).
 
-    Args:
-        n: The number of prompts.
-        difference: Mean difference.
-        low: Lower end of its t interval.
-        high: Upper end.
-        low_bootstrap: Lower end of the bootstrap-t interval; NaN below 20 prompts.
-        high_bootstrap: Upper end.
-        low_simultaneous: Lower end of the simultaneous interval over all cells, by the studentised bootstrap of the
-            largest and the smallest t; NaN below 10 prompts. Coverage at nominal 95 %, measured with 1 to 256 cells: 93
-            to 98 % for normal data; for lognormal data (σ = 1) 88 to 97 % at 10 prompts, 92 to 99 % at 20, 95 to 99 %
-            at 64; for more skewed data (σ = 2) 13 to 64 % at 20 and 91 to 95 % at 64.
-        high_simultaneous: Upper end.
-        null: Mean difference under the null, such as uniform attention.
-        beyond: Mean of difference − null.
-        beyond_low: Lower end of its t interval.
-        beyond_high: Upper end.
-        beyond_low_bootstrap: Lower end of its bootstrap-t interval, from the same resamples.
-        beyond_high_bootstrap: Upper end.
-        beyond_low_simultaneous: Lower end of its simultaneous interval.
-        beyond_high_simultaneous: Upper end.
-        effect_size: Mean of the tested difference divided by its standard deviation over prompts (Cohen's d_z).
-        skewness: Skewness of the tested difference over prompts; NaN if it doesn't vary.
-        p: Two-sided p that its mean is 0: the larger of the sign-flip test's, which is exact if differences are
-            symmetric, and from 10 prompts on the bootstrap-t test's, which allows for skewness.
-        p_flip: The sign-flip test's alone.
-        p_family: Adjusted for all cells together (step-down over the largest t, Romano and Wolf): the probability that
-            any cell without an effect is below 0.05 is 5 %; NaN below 10 prompts.
-        q: Benjamini-Hochberg over all cells' p.
-        detectable: The smallest mean, up to sign, that q < 0.05 finds with 80 % power if no other cell has an effect
-            (of a t test; measured with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
+    ``low`` and ``high`` are the ends of t intervals. The bootstrap-t ones are NaN below 20 prompts. The simultaneous
+    ones, over all cells by the studentised bootstrap of the largest and the smallest t, are NaN below 10. Coverage of
+    these at nominal 95 %, measured with 1 to 256 cells: 93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97
+    % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64; for more skewed data (σ = 2) 13 to 64 % at 20 and 91 to 95 % at
+    64.
+
+    ``p`` is two-sided, that the mean is 0: the larger of the sign-flip test's (``p_flip``), which is exact if
+    differences are symmetric, and from 10 prompts on the bootstrap-t test's, which allows for ``skewness``.
+    ``p_family`` is adjusted for all cells together (step-down over the largest t, Romano and Wolf): the probability
+    that any cell without an effect is below 0.05 is 5 %. ``q`` is Benjamini-Hochberg over all cells' p. ``detectable``
+    is the smallest mean, up to sign, that q < 0.05 finds with 80 % power if no other cell has an effect (of a t test;
+    measured with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
     """
 
     n: int
@@ -128,13 +107,7 @@ class PairedStream:
     All cells share the draws, which preserves the correlation of their errors for simultaneous intervals. There are two
     kinds of resamples, since the largest t of many cells is far off in plain resamples of few units
     (stats/bootstrap.py). Means, t intervals, effect sizes and detectable differences use single units. With more than
-    2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/bags.py), in float32.
-
-    Args:
-        n: The number of units: prompts or their groups.
-        level: As for :func:`paired`.
-        resamples: As for :func:`paired`.
-        seed: As for :func:`paired`.
+    2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/units.py), in float32.
     """
 
     def __init__(self, n: int, level: float, resamples: int, seed: int) -> None:
@@ -145,7 +118,23 @@ class PairedStream:
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
         """Add some cells [unit, cell] with their values under the null; None if no null is known."""
-        self._parts.append(self._described(d, expected, np.broadcast_to(rounding, d.shape[1:])))
+        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), rounding)
+        unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
+        null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
+        ends = _intervals(d, self.level)
+        beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
+        mean, deviation = beyond["mean"], beyond["deviation"]
+        cubes, varies, nan = np.zeros(mean.shape), deviation > 0, np.full(mean.shape, np.nan)
+        for rows in blocks_of(tested):
+            cubes += ((tested[rows] - mean) ** 3).sum(0) / len(d)
+        cubed = (deviation * np.sqrt((len(d) - 1) / len(d))) ** 3
+        made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown, "beyond": mean + unknown}
+        made["effect_size"] = np.divide(mean, deviation, out=nan.copy(), where=varies)
+        made |= {"skewness": np.divide(cubes, cubed, out=nan, where=varies), "detectable": deviation}
+        made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
+        made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
+        bags = (lambda values: values) if self.bags is None else self.bags.means
+        self._parts.append(made | {"resampled": bags(d), "tested": bags(tested)})
 
     def made(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
@@ -171,20 +160,6 @@ class PairedStream:
         q = false_discovery(p)
         return Paired(n=self.n, p=p, p_flip=p_flip, q=q, **made)
 
-    def _described(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray) -> Columns:
-        """The statistics of each cell's units, and the values to resample."""
-        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), rounding)
-        unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
-        null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
-        ends = _intervals(d, self.level)
-        beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
-        made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown}
-        made |= {"beyond": beyond["mean"] + unknown} | _sizes(tested, beyond["mean"], beyond["deviation"])
-        made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
-        made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
-        bags = (lambda values: values) if self.bags is None else self.bags.means
-        return made | {"resampled": bags(d), "tested": bags(tested)}
-
     def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, Tails | None]:
         """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
@@ -207,13 +182,12 @@ class PairedStream:
         }, found
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and signs."""
 
     plain: Counts
     sequential: Counts
-    signs: Signs
+    signs: list[np.ndarray]  # patterns as bits, in blocks
 
 
 def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
@@ -228,12 +202,11 @@ _kept_draws = lru_cache(maxsize=1)(_draws)  # a page makes a hundred tables with
 
 def _intervals(d: np.ndarray, level: float) -> Columns:
     """The t interval for the mean of each column, with the mean and standard deviation."""
-    if len(d) > ALONE and not np.isnan((many := moments_of_many(d))[0]).any():
-        mean, variance = many
-        _, low, high = t_interval_of_moments(np.full(mean.shape, len(d)), mean, variance, level)
-        return {"low": low, "high": high, "mean": mean, "deviation": without_noise(np.sqrt(variance), d)}
-    _, low, high = t_interval(d, level)
-    return {"low": low, "high": high, "mean": d.mean(0), "deviation": spread(d)}
+    found = Moments.of_rows(d)
+    _, low, high = found.interval(level)
+    gone = np.where(found.n < len(d), np.nan, 0.0)
+    deviation = without_noise(np.sqrt(found.variance), d) + gone
+    return {"low": low, "high": high, "mean": found.mean + gone, "deviation": deviation}
 
 
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
@@ -243,69 +216,12 @@ def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUN
     return difference
 
 
-def enough(resamples: int, cells: int) -> int:
-    """The number of sign patterns that the false discovery rate needs for this number of cells: at least 20 each."""
-    return max(resamples, 20 * cells)
-
-
-def _sizes(d: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> Columns:
-    """The effect sizes and skewness of tested differences, and their standard deviations."""
-    varies = deviation > 0
-    size = np.divide(mean, deviation, out=np.full_like(mean, np.nan), where=varies)
-    cubes = np.zeros(mean.shape)
-    for rows in blocks_of(d):
-        cubes += ((d[rows] - mean) ** 3).sum(0)
-    n = len(d)
-    population = deviation * np.sqrt((n - 1) / n)
-    skewness = np.divide(cubes / n, population**3, out=np.full_like(mean, np.nan), where=varies)
-    return {"effect_size": size, "skewness": skewness, "detectable": deviation}
-
-
-def chance(n: int, tests: int, level: float, patterns: int) -> float:
-    """The probability that a test whose differences all have one sign has q below the level by itself."""
-    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
-    if n <= EXACT:
-        return float(tests * extreme < level)
-    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
-    return float(stats.binom.cdf(hits, patterns, extreme))
-
-
-def power(effect: float, n: int, tests: int = 1, level: float = 0.05) -> float:
-    """The probability that a t test over n units finds an effect (d_z), if none of the other tests finds one.
-
-    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q < level asks of a test
-    alone; times the probability that sign flips can be as small.
-    """
-    reach = chance(n, tests, level, enough(RESAMPLES, tests))
-    far, shift = stats.t.ppf(1 - level / (2 * tests), n - 1), effect * np.sqrt(n)
-    wrong = np.nan_to_num(stats.nct.cdf(-far, n - 1, shift))  # SciPy gives NaN for what is below 1e-20
-    return reach * float(stats.nct.sf(far, n - 1, shift) + wrong)
-
-
-@lru_cache(maxsize=256)
-def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8) -> float:
-    """The effect (d_z) that :func:`power` finds with a given probability; NaN with too few units for any."""
-    if n < 3 or chance(n, tests, level, enough(RESAMPLES, tests)) <= sure:
-        return float("nan")
-    if power(0.0, n, tests, level) >= sure:
-        return 0.0
-    most = 2.0
-    while power(most, n, tests, level) < sure:
-        most *= 2
-    return float(optimize.brentq(lambda effect: power(effect, n, tests, level) - sure, 0.0, most))
-
-
-def sign_flip(d: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
+def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64) -> np.ndarray:
     """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with as large a mean.
 
     Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random patterns. The test
-    is exact if differences are symmetric about 0.
+    is exact if differences are symmetric about 0. ``dtype`` is that of the sums.
     """
-    return flipped(d, drawn_signs(len(d), resamples, generator))
-
-
-def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64) -> np.ndarray:
-    """As :func:`sign_flip` with given sign patterns; ``dtype`` is that of the sums."""
     signs = list(signs)
     tried, count = sum(map(len, signs)), np.zeros(d.shape[1])
     some = np.flatnonzero(~_beyond_all(d, tried))
@@ -338,3 +254,11 @@ def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Itera
         rows = min(_CHUNK, resamples - start)
         bits = [generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0 for r in row_blocks(rows, n)]
         yield np.concatenate([np.packbits(some, axis=1) for some in bits])
+
+
+def false_discovery(p: np.ndarray) -> np.ndarray:
+    """Benjamini-Hochberg over all p that are not NaN."""
+    q, known = np.full(p.shape, np.nan), ~np.isnan(p)
+    if known.any():
+        q[known] = stats.false_discovery_control(p[known])
+    return q

@@ -1,17 +1,19 @@
-"""The resolution of sign-flip tests: the smallest p and q for a number of prompts and tests."""
+"""What tests can find: the smallest p and q for a number of prompts and tests, and the power of a test among many."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import floor
+from math import ceil, floor
 
 import numpy as np
+from scipy import optimize, stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.paired import EXACT, RESAMPLES, chance, detectable_size, enough
-from mechattn.stats.paired import power as power_of
+from mechattn.stats.units import check_whole
 
+RESAMPLES = 9999
+EXACT = 12  # prompts: all 4,096 sign patterns are tried
 SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST = 200
 
@@ -63,13 +65,17 @@ class Resolution:
         return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
 
 
+def enough(resamples: int, cells: int) -> int:
+    """The number of sign patterns that the false discovery rate needs for this number of cells: at least 20 each."""
+    return max(resamples, 20 * cells)
+
+
 def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
     """What a number of units can detect in a family of tests."""
     for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+        check_whole(name, value)
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
@@ -109,8 +115,8 @@ def power(heads: int, *, effect: float | None = None, prompts: int | None = None
         OptionError: Both effect and prompts are left out, or a number is out of range.
     """
     for name, value, least in (("heads", heads, 1), ("prompts", prompts, 3)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
+        if value is not None:
+            check_whole(name, value, least)
     if effect is not None and not (isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf):
         raise OptionError(f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5")
     if not isinstance(sure, float) or not 0 < sure < 1:
@@ -136,3 +142,37 @@ def _fewest(tests: int, level: float, patterns: int) -> int:
     while fewest > 1 and chance(fewest - 1, tests, level, patterns) >= SURE:
         fewest -= 1
     return fewest
+
+
+def chance(n: int, tests: int, level: float, patterns: int) -> float:
+    """The probability that a test whose differences all have one sign has q below the level by itself."""
+    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
+    if n <= EXACT:
+        return float(tests * extreme < level)
+    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
+    return float(stats.binom.cdf(hits, patterns, extreme))
+
+
+def power_of(effect: float, n: int, tests: int = 1, level: float = 0.05) -> float:
+    """The probability that a t test over n units finds an effect (d_z), if none of the other tests finds one.
+
+    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q < level asks of a test
+    alone; times the probability that sign flips can be as small.
+    """
+    reach = chance(n, tests, level, enough(RESAMPLES, tests))
+    far, shift = stats.t.ppf(1 - level / (2 * tests), n - 1), effect * np.sqrt(n)
+    wrong = np.nan_to_num(stats.nct.cdf(-far, n - 1, shift))  # SciPy gives NaN for what is below 1e-20
+    return reach * float(stats.nct.sf(far, n - 1, shift) + wrong)
+
+
+@lru_cache(maxsize=256)
+def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8) -> float:
+    """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units for any."""
+    if n < 3 or chance(n, tests, level, enough(RESAMPLES, tests)) <= sure:
+        return float("nan")
+    if power_of(0.0, n, tests, level) >= sure:
+        return 0.0
+    most = 2.0
+    while power_of(most, n, tests, level) < sure:
+        most *= 2
+    return float(optimize.brentq(lambda effect: power_of(effect, n, tests, level) - sure, 0.0, most))

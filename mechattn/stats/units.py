@@ -1,4 +1,4 @@
-"""Units of replication: prompts, or groups of prompts that are not independent of each other."""
+"""Units of replication: prompts, groups of prompts that depend on each other, or random bags where there are many."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+from scipy import sparse
 
 from mechattn.errors import OptionError
 
 Unit = Literal["auto", "prompt"]
+ALONE = 2000  # units: up to this number, each is resampled on its own
+_MOST = 1000  # bags
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of replication of a set of prompts, in order of first appearance.
-
-    Args:
-        prompts: The number of prompts.
-        of: The unit of each prompt, counted from 0; None if every prompt is its own unit.
-    """
+    """The units of replication of a set of prompts, in order of first appearance."""
 
     prompts: int
-    of: np.ndarray | None = None
+    of: np.ndarray | None = None  # the unit of each prompt, counted from 0; None if every prompt is its own unit
 
     @classmethod
     def grouped(cls, groups: Seq[str]) -> Units:
@@ -82,15 +80,64 @@ class Units:
             return
         if self.of is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
-        if self.n == 1:
-            raise OptionError(
-                f"all {self.prompts} prompts are in one group, which gives no interval; give prompts of at least "
-                f"{fewest} groups{why}{instead}"
-            )
-        raise OptionError(f"there are {self.words}; give prompts of at least {fewest} groups{why}{instead}")
+        one = f"all {self.prompts} prompts are in one group, which gives no interval"
+        have = one if self.n == 1 else f"there are {self.words}"
+        raise OptionError(f"{have}; give prompts of at least {fewest} groups{why}{instead}")
 
 
 def check_unit(unit: str) -> None:
     """Refuse an unknown unit."""
     if unit not in get_args(Unit):
         raise OptionError(f'unit={unit!r}: choose "auto" (groups where prompts have them) or "prompt"')
+
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """Random bags of equal size that are resampled in place of very many units: ``⌊n / m⌋`` of ``m = ⌈n / 1000⌉``.
+
+    ``n mod m`` bags get one of the remaining units each.
+    """
+
+    order: np.ndarray  # the units, one bag after another
+    starts: np.ndarray  # the index in ``order`` where each bag begins
+
+    @classmethod
+    def drawn(cls, n: int, seed: int) -> Bags | None:
+        """Draw bags of n units; None if there are few enough to resample single units."""
+        if n <= ALONE:
+            return None
+        count = resampled(n)
+        sizes = np.full(count, n // count)
+        sizes[: n - sizes.sum()] += 1
+        order = np.random.default_rng([seed, 1]).permutation(n)  # a stream other than that of the resamples
+        return cls(order, np.concatenate([[0], np.cumsum(sizes)[:-1]]))
+
+    @property
+    def n(self) -> int:
+        """The number of bags."""
+        return len(self.starts)
+
+    @property
+    def words(self) -> str:
+        """The bags in words, such as "1,000 random bags of 100" or "876 random bags of 6 or 7"."""
+        least, rest = divmod(len(self.order), self.n)
+        return f"{self.n:,} random bags of {least:,}" + (f" or {least + 1:,}" if rest else "")
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """The mean of each bag's units, for values [unit, …]."""
+        ends = np.append(self.starts, len(self.order))
+        sums = sparse.csr_array((np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order)))
+        made: np.ndarray = sums @ values.reshape(len(values), -1)
+        made /= np.diff(ends)[:, None]
+        return made.reshape(self.n, *values.shape[1:])
+
+
+def resampled(n: int) -> int:
+    """The number of units, or bags of units, that are resampled when there are n units."""
+    return n if n <= ALONE else n // -(-n // _MOST)
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not a whole number, or is too small."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")

@@ -42,8 +42,7 @@ _Several = str | list[str]  # of a merged result
 
 def root_of(store: Store, sizes: Mapping[str, int], where: object) -> dict[str, Any]:
     """The attributes at the root."""
-    found: dict[str, Any] = _checked(store, sizes, ROOT, where, _attributes)
-    return found
+    return dict(_checked(store, sizes, ROOT, where, _attributes))
 
 
 def check_folder(
@@ -114,13 +113,12 @@ def _check_objects(
 ) -> None:
     """Refuse an array that lacks an object, has another one, or one of another size."""
     region = regions.get(array)
-    few = region is None or prod(-(-size // part) for size, part in zip(region.shape, region.piece)) > len(names)
-    wanted = set() if region is None or few else {f"{array}/{at}" for at in region.names()}
-    if region is not None and few:
+    if region and prod(-(-size // part) for size, part in zip(region.shape, region.piece)) > len(names):
         raise OutputError(f"the result at {where} is damaged: it has {len(names)} objects of {array}, which needs more")
-    if strangers := [name for name in names if name not in wanted]:
-        raise OutputError(f"the result at {where} is damaged: {strangers[0]} belongs to none of its arrays")
-    assert region is not None
+    wanted = {f"{array}/{at}" for at in region.names()} if region else set()
+    if region is None or not wanted.issuperset(names):
+        stranger = next(name for name in names if name not in wanted)
+        raise OutputError(f"the result at {where} is damaged: {stranger} belongs to none of its arrays")
     texts, count = region.dtype == "text", prod(region.piece)
     size = CHECKSUM + (_LENGTH * (1 + count) if texts else count * np.dtype(region.dtype).itemsize)
     for name in names:
@@ -150,8 +148,7 @@ def _checked(store: Store, sizes: Mapping[str, int], name: str, where: object, c
 def _attributes(about: Mapping[str, Any]) -> dict[str, Any]:
     if about["node_type"] != "group" or not isinstance(about["attributes"], dict):
         raise ValueError("it is no group")
-    found: dict[str, Any] = about["attributes"]
-    return found
+    return dict(about["attributes"])
 
 
 def _region(about: Mapping[str, Any]) -> Region | None:
@@ -173,8 +170,8 @@ def _region(about: Mapping[str, Any]) -> Region | None:
     if grid["name"] != "regular" or about["chunk_key_encoding"] != _KEYS:
         raise ValueError("it is divided differently")
     dims = tuple(map(str, about["dimension_names"] or ()))
-    widths = [part for dim, part in zip(dims, piece) if dim in GROW]
-    width, dtype = min([*widths, WIDTH]) or 1, "text" if kind == "string" else str(kind)
+    width = min([WIDTH, *(part for dim, part in zip(dims, piece) if dim in GROW)]) or 1
+    dtype = "text" if kind == "string" else str(kind)
     made = Region(dims, tuple(shape), dtype, max([1, *piece[:1]]), about["attributes"], width)
     if len(dims) != len(shape) or made.piece != tuple(piece):
         raise ValueError(f"its objects have the shape {piece}, but it has the shape {shape}")
@@ -243,10 +240,11 @@ class _Provenance(_Part):
 
 
 def _problem(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> str | None:
+    """What is wrong, if anything: whole sequences; the same prompts, conditions, layers, segments in all."""
     if "sequences" not in datasets:
         return "its sequences are missing"
     sequences = datasets["sequences"]
-    labels: dict[str, list[Any]] = {}
+    labels: dict[str, list[Any]] = {"layer": about["measured_layers"], "segment": list(SEGMENTS)}
     for dim in ("prompt", "condition"):
         if dim not in sequences.coords or sequences[dim].dims != (dim,):
             return f"its sequences have no {dim}s"
@@ -255,10 +253,6 @@ def _problem(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> st
             return f"two of its {dim}s have the same name, or there are none"
     if labels["condition"][0] != BASELINE:
         return "its first condition is not the baseline"
-    return _sequences_problem(sequences) or _others_problem(datasets, labels, about["measured_layers"])
-
-
-def _sequences_problem(sequences: xr.Dataset) -> str | None:
     for name in _TOKENS:
         found = sequences.get(name)
         if found is None or found.dims != ("prompt", "condition", "pos") or found.dtype.kind != "i":
@@ -267,25 +261,10 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         return "its sequences have no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
         return "its sequences have groups without the dimension prompt"
-    if sequences.segment_index.variable._in_memory:  # arrays not in memory are checked when they are read
-        return segments_problem(sequences.segment_index.values)
-    return None
-
-
-def _others_problem(
-    datasets: Mapping[str, xr.Dataset], labels: Mapping[str, list[str]], layers: list[int]
-) -> str | None:
-    """What is wrong with the analyses' dimensions, if anything: prompts, conditions, layers, segments must agree."""
-    expected: dict[str, list[Any]] = {**labels, "layer": layers, "segment": list(SEGMENTS)}
     for name, dataset in datasets.items():
-        for dim, wanted in expected.items():
-            if dim not in dataset.dims:
-                continue
-            if dim not in dataset.coords or not _equal(dataset[dim].values, wanted):
+        for dim in set(labels) & set(dataset.dims):
+            have = dataset[dim].values if dim in dataset.coords else np.empty(0)
+            if (have.tolist() if have.dtype.kind in "iu" else [str(value) for value in have]) != labels[str(dim)]:
                 return f"{name} has other {dim}s"
-    return None
-
-
-def _equal(values: np.ndarray, wanted: list[Any]) -> bool:
-    found = values.tolist() if values.dtype.kind in "iu" else [str(value) for value in values]
-    return found == wanted
+    indices = sequences.segment_index
+    return segments_problem(indices.values) if indices.variable._in_memory else None  # or when they are read

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mechattn.errors import OutputError
-from mechattn.shown import plain
+from mechattn.markup import plain
 from mechattn.store.atomic_writes import flush, write_file
 
 SCHEMA = 6
@@ -27,6 +27,7 @@ ROOT = "zarr.json"
 OBJECTS = "objects"  # in the root attributes: the checksum of every other object
 BEGUN = "begun"  # likewise, at an address: what is writing
 COMPLETE = "complete"
+MANIFEST = "manifest"  # of a folder that is read as the merge of the results it names
 _HERE = ("file://", "local://")  # fsspec's names for this machine
 _NAMED = 4  # files listed in a message
 _OF_A_RUN = re.compile(r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL)
@@ -43,6 +44,19 @@ def as_place(path: str | Path) -> str | Path:
         raise OutputError(f'{path!r} is not a path: give one such as "out/llama.zarr"')
     here = str(path).partition("://")[2] if str(path).startswith(_HERE) else path
     return str(path) if is_address(path) else Path(here).absolute()
+
+
+def is_beside(name: str) -> bool:
+    """Whether a name leads to nothing but what is next to a place, or in a folder next to it."""
+    path = PurePosixPath(name)
+    return bool(name) and "://" not in name and "\\" not in name and not path.is_absolute() and ".." not in path.parts
+
+
+def beside(place: str | Path, name: str) -> str | Path:
+    """The place with this name next to another one."""
+    if is_address(place):
+        return f"{str(place).rstrip('/').rpartition('/')[0]}/{name}"
+    return Path(as_place(place)).parent / name
 
 
 def filesystem(address: str) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import TEXT
 from mechattn.results.merge import GROW
-from mechattn.results.result import Result
+from mechattn.results.result import Result, part_of
 from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, seal_of
 
 if TYPE_CHECKING:
@@ -82,15 +82,15 @@ class Region:
         for at in product(*(range(-(-size // part)) for size, part in zip(self.shape, self.piece))):
             yield "/".join(["c", *map(str, at)])
 
-    @classmethod
-    def from_json(cls, about: Mapping[str, Any]) -> Region:
-        """Restore a region from ``asdict``, through JSON."""
-        return cls(**{**about, "dims": tuple(about["dims"]), "shape": tuple(about["shape"])})
-
 
 def in_regions(variable: xr.Variable) -> bool:
     """Whether a variable is cut by prompts: it has more than one number per prompt."""
     return variable.dims[:1] == ("prompt",) and variable.ndim > 1 and variable.dtype.kind in "fi"
+
+
+def written_of(dataset: xr.Dataset) -> list[str]:
+    """The names of the variables that are cut by prompts."""
+    return [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
 
 
 def region_of(variable: xr.Variable, chunk: int, half: bool = False, width: int = WIDTH) -> Region:
@@ -134,8 +134,7 @@ def write_chunk(
     """Write the per-prompt values of a chunk into its regions; return the rest with a record of what was written."""
     objects, regions, rest = {}, {}, {}
     for name, dataset in result.datasets.items():
-        written = [str(label) for label, variable in dataset.variables.items() if in_regions(variable)]
-        for label in written:
+        for label in written_of(dataset):
             variable = dataset[label].variable
             region = region_of(variable, chunk, half, width)
             values = variable.values
@@ -152,7 +151,7 @@ def write_chunk(
                     )
                 store.put(path, content)
             regions[f"{name}/{label}"] = asdict(region)
-        rest[name] = dataset.drop_vars(written)
+        rest[name] = dataset.drop_vars(written_of(dataset))
     store.flush(objects)
     return Result(rest, {**result.provenance, OBJECTS: objects, REGIONS: regions})
 
@@ -171,8 +170,9 @@ def finish(
 
     objects: dict[str, str] = dict(receipt.provenance[OBJECTS])
     count = receipt["sequences"].sizes["prompt"]
-    of_a_chunk = {name: Region.from_json(about) for name, about in receipt.provenance[REGIONS].items()}
-    regions = {name: replace(region, shape=(count, *region.shape[1:])) for name, region in of_a_chunk.items()}
+    regions = {}
+    for name, known in receipt.provenance[REGIONS].items():
+        regions[name] = Region(**{**known, "dims": tuple(known["dims"]), "shape": (count, *known["shape"][1:])})
     made: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(made), zarr_format=3)
 
@@ -221,16 +221,11 @@ def copied(result: Result, store: Store, check: Callable[[], object] = lambda: N
     objects: dict[str, str] = {}
     regions: dict[str, Any] = {}
     for start in range(0, count, chunk):
-        some = slice(start, start + chunk)
-        cut = {n: one.isel(prompt=some) if "prompt" in one.dims else one for n, one in result.datasets.items()}
-        part = replace(result, datasets=cut)
+        part = part_of(result, "prompt", slice(start, start + chunk))
         made = write_chunk(store, start // chunk, part, chunk, False, width=min(WIDTH, longest)).provenance
         objects |= made[OBJECTS]
         regions = made[REGIONS]
-    rest = {
-        n: one.drop_vars([v for v in one.variables if in_regions(one[v].variable)])
-        for n, one in result.datasets.items()
-    }
+    rest = {n: one.drop_vars(written_of(one)) for n, one in result.datasets.items()}
     about = {**result.provenance, OBJECTS: objects, REGIONS: regions}
     finish(store, Result(rest, about), {}, check)
 

@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from zarr.abc.store import ByteRequest
-from zarr.abc.store import Store as ZarrStore
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.storage import MemoryStore
 
-from mechattn.errors import MechattnError, OutputError
+from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
+from mechattn.results.merge import merge_results
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.store.atomic_writes import check_name, recover
 from mechattn.store.declared import check_datasets, check_folder, check_provenance, damaged, root_of, segments_problem
-from mechattn.store.manifest import MANIFEST, read_manifest
-from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, as_place, attributes_of, seal_of
+from mechattn.store.objects import (
+    COMPLETE,
+    MANIFEST,
+    OBJECTS,
+    ROOT,
+    SCHEMA,
+    Store,
+    as_place,
+    attributes_of,
+    beside,
+    is_beside,
+    seal_of,
+)
 from mechattn.store.pieces import CHECKSUM, Region, in_regions, object_digest
 
 if TYPE_CHECKING:
@@ -88,9 +99,15 @@ def _read(place: str | Path, path: str | Path) -> Result:
     if ROOT not in sizes:
         raise OutputError(f"there is no stored result at {path}")
     attrs = root_of(store, sizes, path)
-    _check_root(attrs, path)
+    schema = attrs.get("mechattn_schema")
+    if schema is None:
+        raise OutputError(f"{path} is not a result of mechattn: it has no schema")
+    if schema != SCHEMA:
+        raise OutputError(f"the result at {path} has schema {schema}; this version of mechattn reads schema {SCHEMA}")
+    if not attrs.get(COMPLETE):  # written last at an address, where renaming is not possible
+        raise OutputError(f"the result at {path} is incomplete; write it again")
     if MANIFEST in attrs:
-        return read_manifest(attrs[MANIFEST], place, partial(read_result, lazy=True))
+        return _merged(attrs[MANIFEST], place)
     try:
         about = json.loads(attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -108,14 +125,33 @@ def _read(place: str | Path, path: str | Path) -> Result:
     return Result(_in_order(datasets, about), about)
 
 
-def _check_root(attrs: Mapping[str, Any], where: object) -> None:
-    found = attrs.get("mechattn_schema")
-    if found is None:
-        raise OutputError(f"{where} is not a result of mechattn: it has no schema")
-    if found != SCHEMA:
-        raise OutputError(f"the result at {where} has schema {found}; this version of mechattn reads schema {SCHEMA}")
-    if not attrs.get(COMPLETE):  # written last at an address, where renaming is not possible
-        raise OutputError(f"the result at {where} is incomplete; write it again")
+def _merged(parts: Any, place: str | Path) -> Result:
+    """The results that a manifest names, merged without copying any."""
+    found = []
+    for name, known in manifest_parts(parts, place):
+        where = beside(place, name)
+        result, now = read_result(where, lazy=True), attributes_of(as_place(where))
+        if now.get(MANIFEST) is not None or str(now.get("digest")) != known:
+            raise OutputError(f"{where} was changed after it became part of {place}: merge the results again")
+        found.append(result)
+    try:
+        return merge_results(found)
+    except OptionError as error:
+        raise OutputError(f"the results named by {place} do not belong to one run: {error}") from None
+
+
+def manifest_parts(parts: Any, place: str | Path) -> Iterator[tuple[str, str]]:
+    """Yield names and digests; only names next to the manifest are allowed, so that it cannot fetch from elsewhere."""
+    if not isinstance(parts, list) or not parts:
+        raise OutputError(f"the manifest at {place} is damaged: it names no results")
+    digests = [str(part.get("digest")) for part in parts if isinstance(part, dict)]
+    if len(set(digests)) < len(digests):  # if they lie, the second one does not match
+        raise OutputError(f"the manifest at {place} is damaged: it names a result twice")
+    for part in parts:
+        name = part.get("name") if isinstance(part, dict) else None
+        if not isinstance(name, str) or not is_beside(name):
+            raise OutputError(f"the manifest at {place} names {name!r}, which is not next to it")
+        yield name, str(part.get("digest"))
 
 
 def _dataset(stored: xr.Dataset, place: str | Path) -> xr.Dataset:
@@ -133,10 +169,8 @@ def _dataset(stored: xr.Dataset, place: str | Path) -> xr.Dataset:
 
 def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> dict[str, xr.Dataset]:
     """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
-    names = [name for name in about["analyses"] if name in datasets]
-    names += sorted(set(datasets) - set(names))
     made = {}
-    for name in names:
+    for name in dict.fromkeys([*(name for name in about["analyses"] if name in datasets), *sorted(datasets)]):
         of = datasets[name]  # with all its coordinates: those of no quantity too
         by_name = {label: of.variables[label] for label in sorted(of.data_vars, key=str)}
         made[name] = of.drop_vars(list(by_name)).assign(by_name)
@@ -151,74 +185,49 @@ def read_errors(where: object, error: Exception) -> MechattnError:
     return OutputError(f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}")
 
 
-class Listed(ZarrStore):
-    """The objects of a result as a store of Zarr's; ``sealed`` is the digest of the result when it was opened."""
+class Listed(MemoryStore):
+    """The objects of a result as a store of Zarr's, which has their names and reads each when it is asked for.
 
-    supports_writes = supports_deletes = False
-    supports_listing = True
+    ``sealed`` is the digest of the result when it was opened.
+    """
 
     def __init__(
         self, store: Store, objects: Mapping[str, str], regions: Mapping[str, Region], sealed: object, where: object
     ) -> None:
-        super().__init__(read_only=True)
-        self.store, self.objects, self.regions, self.sealed, self.where = store, objects, regions, sealed, where
+        self.objects = {ROOT: "", **objects}
+        super().__init__(self.objects, read_only=True)  # type: ignore[arg-type]
+        self.store, self.regions, self.sealed, self.where = store, regions, sealed, where
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Listed) and (self.store, self.sealed) == (other.store, other.sealed)
 
     async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:  # fmt: skip
         """Read an object, and compare it with the listing."""
-        if key not in self.objects and key != ROOT:
-            return None
-        return prototype.buffer.from_bytes(await asyncio.to_thread(self._read, key))
+        return await asyncio.to_thread(self.get_sync, key, prototype=prototype)
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:  # fmt: skip
+        """As :meth:`get`, which Zarr may call instead."""
+        of = prototype or default_buffer_prototype()
+        return of.buffer.from_bytes(self._read(key)) if key in self.objects else None
 
     def _read(self, key: str) -> bytes:
         try:
             content = self.store.get(key)
             if key == ROOT:
                 return content or b""
-            why = self._problem(key, content)
-            if content is not None and not why:
-                return content
+            why: str | None = "it is missing" if content is None else "it is not what was written here"
+            if content is not None and object_digest(key, content) == self.objects[key]:
+                if not key.startswith(f"{_SEGMENTS}/c"):
+                    return content
+                dtype = np.dtype(self.regions[_SEGMENTS].dtype)
+                if (why := segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))) is None:
+                    return content
         except Exception as error:  # files and the network have their own errors
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if attributes_of(self.store.place).get("digest") != self.sealed:
             raise OutputError(f"the result at {self.where} was replaced or deleted after it was opened: load it again")
         raise OutputError(damaged(self.where, key, self.regions, str(why)))
-
-    def _problem(self, key: str, content: bytes | None) -> str | None:
-        if content is None or object_digest(key, content) != self.objects[key]:
-            return "it is missing" if content is None else "it is not what was written here"
-        if not key.startswith(f"{_SEGMENTS}/c"):
-            return None
-        return segments_problem(np.frombuffer(content[:-CHECKSUM], np.dtype(self.regions[_SEGMENTS].dtype)))
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:  # fmt: skip
-        return [await self.get(key, prototype) for key, _ in key_ranges]
-
-    async def exists(self, key: str) -> bool:
-        return key in self.objects or key == ROOT
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self._check_writable()
-
-    async def delete(self, key: str) -> None:
-        self._check_writable()
-
-    async def list(self) -> AsyncIterator[str]:
-        for name in (ROOT, *self.objects):
-            yield name
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        for name in (ROOT, *self.objects):
-            if name.startswith(prefix):
-                yield name
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        start = f"{prefix.rstrip('/')}/" if prefix else ""
-        for name in {name[len(start) :].partition("/")[0] for name in (ROOT, *self.objects) if name.startswith(start)}:
-            yield name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,9 @@ def packed(result: Result) -> bytes:
     return made.getvalue()
 
 
-def unpacked(stored: bytes | Path, where: object = "these bytes") -> Result:
+def unpacked(stored: bytes | Path) -> Result:
     """The result from which :func:`packed` made these bytes; of a file, large arrays are read on demand."""
-    later, where = (stored, stored) if isinstance(stored, Path) else (None, where)
+    later, where = (stored, str(stored)) if isinstance(stored, Path) else (None, "these bytes")
     try:
         with zipfile.ZipFile(later or io.BytesIO(stored)) as file:  # type: ignore[arg-type]
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
@@ -78,8 +79,10 @@ def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Pat
 
     made: dict[str, Any] = {}
     for name, one in about["variables"].items():
-        if later is not None and _is_large(one, stored):
-            made[name] = _read_later(one, later)
+        alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1
+        if later is not None and alone and stored.getinfo(str(one["at"])).file_size > _LARGE:
+            lazy = LazyArray(tuple(one["shape"]), np.dtype(one["dtype"]), partial(_read_later, one, later))
+            made[name] = lazy_variable(lazy, one["dims"], one["attrs"])
             continue
         content = stored.read(str(one["at"]))
         if one["dtype"] == "text":
@@ -91,15 +94,7 @@ def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Pat
     return xr.Dataset(made, coords, about["attrs"])
 
 
-def _is_large(one: dict[str, Any], stored: zipfile.ZipFile) -> bool:
-    alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1
-    return alone and stored.getinfo(str(one["at"])).file_size > _LARGE
-
-
-def _read_later(one: dict[str, Any], path: Path) -> xr.Variable:
-    def read(key: Key) -> np.ndarray:
-        with zipfile.ZipFile(path) as stored:
-            values = np.frombuffer(stored.read(str(one["at"])), dtype=np.dtype(one["dtype"]))
-        return values.reshape(one["shape"])[key].copy()
-
-    return lazy_variable(LazyArray(tuple(one["shape"]), np.dtype(one["dtype"]), read), one["dims"], one["attrs"])
+def _read_later(one: dict[str, Any], path: Path, key: Key) -> np.ndarray:
+    with zipfile.ZipFile(path) as stored:
+        values = np.frombuffer(stored.read(str(one["at"])), dtype=np.dtype(one["dtype"]))
+    return values.reshape(one["shape"])[key].copy()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.commands.figures import make_figures
+from mechattn.commands.pages import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
 from mechattn.model.architectures import tiny_model
@@ -397,7 +397,7 @@ def test_saving_over_something_else(slash_result, tmp_path):
 
 
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.commands.figures.run", None)
+    monkeypatch.setattr("mechattn.commands.pages.run", None)
     with pytest.raises(OptionError, match="at least 6 prompts"):
         make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0]))
     with pytest.raises(OptionError, match="heads are 0 to 7"):
@@ -405,7 +405,7 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
 
 
 def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.commands.figures.load_model", None)
+    monkeypatch.setattr("mechattn.commands.pages.load_model", None)
     monkeypatch.setattr("mechattn.commands.run_config.computed", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
@@ -443,7 +443,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
         ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; the conditions are slash"),
         ({"figures": [{"kind": "scale_by_layer"}]}, r"shows AffineShift, which is not among the analyses"),
-        ({"figures": [{"kind": "two_by_two"}]}, r"two_by_two needs conditions"),
+        ({"figures": [{"kind": "by_layer"}]}, r"by_layer needs quantity"),
         ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
         ({"model": []}, r"give at least one model"),
     ],

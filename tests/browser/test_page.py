@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.pages.figure_sections import drawn_section, prompt_section, view_section
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, results_page, write_page
+from mechattn.pages.page import About, drawn_section, prompt_section, results_page, view_section, write_page
 from mechattn.pages.page import page as result_page
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
@@ -153,7 +152,7 @@ def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
 
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
-    from mechattn.commands.figures import make_figures
+    from mechattn.commands.pages import make_figures
     from mechattn.pages.embedded import packed_script
     from tests.figures_config import figures_config
 
@@ -222,7 +221,7 @@ def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
 
 
 def test_a_difference_view_opens(opened, toy, tmp_path):
-    view = ma.pattern_difference(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
+    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5), difference=True)
     view.save(tmp_path / "view.html")
     page = opened(tmp_path / "view.html")
     assert "“MeaninglessTokens” minus the baseline" in page.locator("figcaption").inner_text()

@@ -9,8 +9,8 @@ import torch
 
 import mechattn as ma
 from mechattn.claims import evidence, judge
+from mechattn.claims.evidence import ClaimSettings
 from mechattn.claims.register import read_register
-from mechattn.claims.settings import ClaimSettings
 from mechattn.claims.verdicts import markdown
 from mechattn.errors import Interrupted, MechattnError, ModelError, OptionError, OutputError, PromptTooLong
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from mechattn.claims import rules
+from mechattn.claims.evidence import conditions_for
 from mechattn.claims.measures import MEASURES
 from mechattn.claims.register import LONGEST_QUOTE, PAPER, SHIPPED, read_register
-from mechattn.claims.settings import conditions_for
 from mechattn.claims.verdicts import register_markdown
 from mechattn.errors import ConditionError, OptionError
 
@@ -61,8 +61,8 @@ def test_a_register_of_ones_own(tmp_path):
     (claim,) = register.claims
     assert (claim.key, claim.parts[0].rule_of()) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
     assert not register.about.known
-    figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "shift_rank"')
-    assert read(tmp_path, figure).claims[0].figure == "shift_rank", "whatever a report can show"
+    figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "scale_by_layer"')
+    assert read(tmp_path, figure).claims[0].figure == "scale_by_layer", "whatever a report can show"
     inferred = GOOD.replace(
         'quote = "it falls"\nsource = "paper"\nwhere = "section 1"\norigin = "stated"',
         'origin = "inferred"\nsays = "ours"',

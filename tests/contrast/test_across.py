@@ -8,7 +8,7 @@ import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.table import with_equivalence
 from mechattn.errors import OptionError
-from mechattn.stats.crossed import crossed
+from mechattn.stats.random_effects import crossed
 
 FILLERS = ["/", "-", "?", "*", "+", "="]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mechattn as ma
+from mechattn.contrast.stability import jaccard_by_chance
 from mechattn.errors import OptionError
 from mechattn.stats.paired import paired
-from mechattn.stats.selection_overlap import jaccard_by_chance
 from tests.contrast.test_compare import made_up
 
 HEADS = 60

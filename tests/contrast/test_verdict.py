@@ -5,8 +5,7 @@ import pytest
 import xarray as xr
 
 from mechattn.results.result import Result
-from mechattn.stats.comparison import relative_change
-from mechattn.stats.intervals import t_interval
+from mechattn.stats.intervals import relative_change, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
 

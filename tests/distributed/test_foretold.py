@@ -6,8 +6,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.run_config import run_from_config
-from mechattn.jobs import size_estimate as sizes
-from mechattn.jobs.size_estimate import announced, foretold
+from mechattn.jobs import job as sizes
+from mechattn.jobs.job import announced, foretold
 from mechattn.store.pieces import in_regions
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.jobs.size_estimate import stored_bytes
+from mechattn.jobs.job import stored_bytes
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "benchmarks" / "growth.py"
 

@@ -21,7 +21,8 @@ def listed() -> list[str]:
 def public() -> list[str]:
     """Where each public name is defined."""
     things = [getattr(ma, name) for name in ma.__all__]
-    things += [thing for space in things if inspect.ismodule(space) for thing in vars(space).values()]
+    spaces = [space for space in things if inspect.ismodule(space)]
+    things += [thing for space in spaces for name, thing in vars(space).items() if not name.startswith("_")]
     found = [thing for thing in things if inspect.isfunction(thing) or inspect.isclass(thing)]
     return sorted({f"{thing.__module__}.{thing.__name__}" for thing in found})
 

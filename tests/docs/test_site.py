@@ -203,7 +203,7 @@ def test_the_api_is_headed_by_names_that_users_type(site):
     assert not {page: plumbing & set(shown) for page, shown in labels.items() if plumbing & set(shown)}
     shown = {label for page in labels.values() for label in page}
     assert {f"ma.{name}" for name in ma.__all__ if not inspect.ismodule(getattr(ma, name))} <= shown
-    assert {"ma.analyses.HeadUpdates", "ma.interventions.ARM", "ma.render.two_by_two"} <= shown
+    assert {"ma.analyses.HeadUpdates", "ma.interventions.ARM", "ma.render.changes"} <= shown
     assert {"compare", "verdict", "save"} <= set(labels["results"])
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from mechattn.errors import OptionError
-from mechattn.evaluation.grading import check_grader, final_number, grade, grader_for
+from mechattn.evaluation.generate import check_grader, final_number, grade, grader_for
 
 F = Fraction
 NUMBERS = [

@@ -9,7 +9,7 @@ from scipy import stats
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.stats.shares import share_difference, share_interval
+from mechattn.stats.accuracy import share_difference, share_interval
 
 N, SIZE = 10, 4
 

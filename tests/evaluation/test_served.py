@@ -12,7 +12,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
-from mechattn.evaluation.served_answers import text_of
+from mechattn.evaluation.completions import text_of
 from tests.evaluation.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)

@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation.server_probe import ALIKE, Known, stretches
+from mechattn.evaluation.served_answers import ALIKE, Known, stretches
 from tests.evaluation.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}

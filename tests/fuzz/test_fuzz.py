@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
-from mechattn.commands.config_file import Config
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
 from mechattn.jobs.chunks import parse_shard
 from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.results.arrays import digest
 from mechattn.results.result import memory_bytes
+from mechattn.sections import Config
 from mechattn.store.result_bytes import packed, unpacked
 
 fuzz = settings(settings.get_profile("fuzz"))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mechattn.contrast.contrast import Verdict
 from mechattn.pages.first_screen import Change, ShownModel, changes, picture, sentence
-from mechattn.stats.comparison import Verdict
 from mechattn.stats.intervals import Interval
 
 

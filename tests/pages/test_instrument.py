@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.report import report
+from mechattn.commands.pages import report
 from mechattn.contrast.means import at_positions
-from mechattn.pages.embedded import unpacked
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.head_curves import head_curves, head_patterns, head_texts
-from mechattn.pages.map_data import head_quantities, head_values, instrument, model_data
-from tests.pages.read import data_of
+from mechattn.pages.page_data import (
+    head_curves,
+    head_patterns,
+    head_quantities,
+    head_texts,
+    head_values,
+    instrument,
+    model_data,
+)
+from tests.pages.read import data_of, unpacked
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     queries, keys = np.tril_indices(n)
     expected = square[..., queries, keys]
     np.testing.assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
-    monkeypatch.setattr("mechattn.pages.head_curves.PATTERNS", 10)
+    monkeypatch.setattr("mechattn.pages.page_data.PATTERNS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 
 

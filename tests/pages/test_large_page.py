@@ -11,10 +11,10 @@ import pytest
 import xarray as xr
 
 import mechattn as ma
-from mechattn.commands.report import figures_of, heads_table, report
-from mechattn.contrast.blocks import kept
+from mechattn.commands.pages import figures_of, heads_table, report
+from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError
-from mechattn.pages import map_data
+from mechattn.pages import page_data
 from mechattn.pages.page import results_page
 from mechattn.results.arrays import LazyArray, is_lazy, lazy_variable
 from mechattn.store.objects import Store
@@ -68,14 +68,15 @@ def expected(measured, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*left out")
 @pytest.mark.parametrize("memory", ["2GiB", SMALL])
 def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path, monkeypatch):
-    from mechattn.contrast import blocks as all_blocks
-    from mechattn.contrast import table
+    from mechattn.contrast import quantities, table
 
     blocks, held, threads = [], [], set()
     monkeypatch.setattr(
-        table, "layer_blocks", lambda *a, **k: blocks.append(all_blocks.layer_blocks(*a, **k)) or blocks[-1]
+        table, "layer_blocks", lambda *a, **k: blocks.append(quantities.layer_blocks(*a, **k)) or blocks[-1]
     )
-    monkeypatch.setattr(map_data, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1])
+    monkeypatch.setattr(
+        page_data, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1]
+    )
     missing = report([place], tmp_path / "page.html", memory=memory)
     assert missing == []
     assert any(len(layers) > 1 for layers in blocks) is (memory == SMALL)
@@ -91,7 +92,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
     for make in (
         lambda of: draw.by_layer(of, "self_share"),
         lambda of: draw.by_layer(of, "block_magnitude"),
-        lambda of: draw.two_by_two(of, ["slash", "sentence"], layer=1),
+        lambda of: draw.changes(of, ["slash", "sentence"], layer=1),
         lambda of: draw.received_attention(of, 2, choose=2),
         lambda of: draw.change_map(of, "sentence", "mass"),
     ):

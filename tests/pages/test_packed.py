@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from mechattn.pages.embedded import EXACT, kind_for, packed, unpacked
+from mechattn.pages.embedded import EXACT, kind_for, packed
+from tests.pages.read import unpacked
 
 PROBABILITIES = arrays(
     np.float64, array_shapes(max_dims=4, max_side=5), elements=st.floats(0, 1, allow_subnormal=False)

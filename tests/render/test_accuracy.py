@@ -27,10 +27,10 @@ def test_by_condition():
 
 
 def test_a_sweep_begins_at_the_baseline():
-    figure = ma.render.accuracy_sweep({"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])})
+    figure = ma.render.accuracy({"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])}, "count")
     assert list(figure.data[0].x) == [0, 10, 55]
     np.testing.assert_allclose(figure.data[0].y, [90, 80, 70])
-    places = ma.render.accuracy_sweep({"a": table(["baseline", "place=start"], [0.9, 0.8])}, "place")
+    places = ma.render.accuracy({"a": table(["baseline", "place=start"], [0.9, 0.8])}, over="place")
     assert list(places.data[0].x) == ["start"]
 
 
@@ -47,7 +47,7 @@ def test_a_map_of_two_options():
 
 def test_what_cannot_be_shown():
     with pytest.raises(OptionError, match="no condition is named count="):
-        ma.render.accuracy_sweep({"a": table(["baseline", "slash"], [0.9, 0.7])})
+        ma.render.accuracy({"a": table(["baseline", "slash"], [0.9, 0.7])}, "count")
     with pytest.raises(OptionError, match="no condition is named p1="):
         ma.render.accuracy_map(table(["baseline", "slash"], [0.9, 0.7]), "p1", "c")
     with pytest.raises(OptionError, match="no tables"):

@@ -32,29 +32,29 @@ def lines(figure):
     return {trace.name: trace for trace in figure.data if trace.name and not trace.name.endswith((", low", ", high"))}
 
 
-def test_meaningless_and_sentence(result):
-    figure = ma.render.meaningless_and_sentence([result, result], layer=1, heads=[0, 3])
+def test_received_by_model(result):
+    figure = ma.render.received_by_model([result, result], layer=1, heads=[0, 3])
     assert [a.text.split("<br>")[1] for a in figure.layout.annotations] == ["layer 1 head 0", "layer 1 head 3"]
     shown = lines(figure)
-    assert set(shown) == {"slash", "sentence"}
+    assert set(shown) == {"slash", "sentence", "uniform, slash", "uniform, sentence"}
     drawn = [t for t in figure.data if t.name == "sentence"][1]
-    expected = result["received_attention"].received.sel(condition="sentence", layer=1, head=3)
-    np.testing.assert_allclose(drawn.y, expected.values[drawn.x])
-    assert (
-        ma.render.meaningless_and_sentence(result, heads=2, one_based=True)
-        .layout.annotations[0]
-        .text.endswith("head 3")
-    )
+    at = result["received_attention"].sel(condition="sentence", layer=1)
+    np.testing.assert_allclose(drawn.y, at.received.sel(head=3).values[drawn.x])
+    null = shown["uniform, sentence"]
+    np.testing.assert_allclose(null.y, at.received_uniform.values[null.x])
+    title = ma.render.received_by_model(result, heads=2, one_based=True).layout.annotations[0].text
+    assert title.endswith("layer 1 head 3")
     with pytest.raises(OptionError, match="one head per model"):
-        ma.render.meaningless_and_sentence([result, result], heads=[1])
+        ma.render.received_by_model([result, result], heads=[1])
     with pytest.raises(OptionError, match="layer 9 was not measured"):
-        ma.render.meaningless_and_sentence(result, layer=9)
+        ma.render.received_by_model(result, layer=9)
 
 
-def test_across_layers(result):
-    figure = ma.render.across_layers(result, [0, 2], head=5, condition="slash")
-    assert [a.text for a in figure.layout.annotations] == ["Layer 0 head 5", "Layer 2 head 5"]
-    none = [t for t in figure.data if t.name == "baseline"][1]
+def test_several_layers(result):
+    figure = ma.render.received_attention(result, [0, 2], heads=[5], condition="slash")
+    assert [a.text for a in figure.layout.annotations][:2] == ["Layer 0 head 5", "Layer 2 head 5"]
+    assert figure.layout.meta["says"].count("Attention received by the question's tokens in layer") == 2
+    none = next(t for t in figure.data if t.name == "w/o slash" and t.yaxis == "y2")
     expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
     np.testing.assert_allclose(none.y, expected.values[none.x])
 
@@ -71,7 +71,7 @@ def test_change_map_marks_what_is_significant(result):
 
 
 def test_sweeps(swept):
-    figure = ma.render.sweep(swept)
+    figure = ma.render.changes(swept, over="count")
     shown = lines(figure)
     measured = shown["received"]
     assert list(measured.x) == [0, 10, 25]
@@ -79,22 +79,22 @@ def test_sweeps(swept):
     assert measured.y[2] == pytest.approx(100 * float(change.estimate))
     assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
     assert measured.y[0] == 0
-    places = lines(ma.render.sweep(swept, "place"))["there"]
+    places = lines(ma.render.changes(swept, over="place"))["there"]
     assert list(places.x) == ["start", "random"]
     with pytest.raises(OptionError, match="named text="):
-        ma.render.sweep(swept, "text")
+        ma.render.changes(swept, over="text")
 
 
 def test_two_sweeps_are_two_lines(toy, prompts):
     word = {f"word, {name}": c for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()}
     slash = {f"slash, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()}
-    shown = lines(ma.render.sweep(ma.run(toy, prompts[:3], slash | word)))
+    shown = lines(ma.render.changes(ma.run(toy, prompts[:3], slash | word), over="count"))
     assert {"slash", "word"} <= set(shown)
     assert list(shown["slash"].y) != list(shown["word"].y)
 
 
-def test_two_by_two(result):
-    shown = lines(ma.render.two_by_two(result, ["slash", "masked", "other"], layer=0))
+def test_changes_by_condition(result):
+    shown = lines(ma.render.changes(result, ["slash", "masked", "other"], layer=0))
     assert list(shown["measured"].x) == ["slash", "masked", "other"]
     baseline, masked = (
         result["received_attention"].received_by_segment.sel(condition=c, layer=0, segment="question").mean("head")
@@ -110,7 +110,7 @@ def test_scale_and_rank(result):
     dataset = result["affine_shift"].sel(condition="slash", segment="question")
     np.testing.assert_allclose(shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6)
     np.testing.assert_allclose(shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6)
-    ranks = lines(ma.render.shift_rank(result))
+    ranks = lines(ma.render.by_layer(result, "shift_rank_one_share"))
     assert set(ranks) == {"slash", "sentence", "other"}, "masked has no shift"
     with pytest.raises(OptionError, match="no condition"):
-        ma.render.shift_rank(result, ["dash"])
+        ma.render.by_layer(result, "shift_rank_one_share", conditions=["dash"])

@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.commands.report import figures_of
+from mechattn.commands.pages import figures_of
 from mechattn.render import declared
 
 DATASETS = {make().name for make in ANALYSES}
@@ -35,9 +35,15 @@ def test_all_that_draws_a_figure_is_declared():
         assert all(set(options) <= set(one.takes) for options in one.report)
 
 
+def test_files_are_not_listed_beside_figures():
+    assert set(dir(ma.render)) > set(declared.FIGURES)
+    assert all(inspect.isfunction(getattr(ma.render, name)) for name in dir(ma.render))
+    assert inspect.ismodule(ma.render.draw), "a file, which is found but not listed"
+
+
 def test_a_report_shows_what_the_result_has(results):
     for result, expected in zip(
-        results, (["received_attention", "change_map", "two_by_two", "by_layer"], ["received_attention", "by_layer"])
+        results, (["received_attention", "change_map", "changes", "by_layer"], ["received_attention", "by_layer"])
     ):
         shown = figures_of(result, 1, [0, 2])
         assert [draw.__name__ for draw, _ in shown] == expected

@@ -116,7 +116,7 @@ def test_the_explorer_holds_probabilities_and_parts(prompts):
     falcon = ma.load_model("toy:falcon")
     analyses = [AttentionMap(), ma.analyses.ScoreDecomposition()]
     result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts")
-    data = blob(ma.render.attention_explorer(result, heads=[5, 2]))
+    data = blob(ma.render.explorer(result, heads=[5, 2]))
     maps = result["attention_map"].attention.isel(prompt=0, condition=0)
     n = len(data["tokens"])
     logs = np.frombuffer(base64.b64decode(data["logs"]), "<i2").reshape(len(data["heads"]), -1)
@@ -159,7 +159,7 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
     maps = ma.run(
         model, tokens[:1], analyses=[AttentionMap(), ma.analyses.ScoreDecomposition()], layers=[0, 1], positions="prompts",
     )  # fmt: skip
-    assert len(ma.render.attention_explorer(maps).body) < 10e6
+    assert len(ma.render.explorer(maps).body) < 10e6
     with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"):
         ma.explore(model, tokens[0])
 

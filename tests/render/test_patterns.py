@@ -25,7 +25,7 @@ def drawn(view):
 
 
 def test_a_difference_is_of_the_same_two_tokens(mapped):
-    properties = drawn(ma.render.pattern_difference(mapped, 1, [0, 3]))
+    properties = drawn(ma.render.pattern(mapped, 1, [0, 3], difference=True))
     maps = mapped["attention_map"].attention.isel(prompt=0).sel(layer=1)
     origin = mapped["sequences"].origin.isel(prompt=0).sel(condition="slash").values
     length = int((origin >= 0).sum())
@@ -74,7 +74,7 @@ def test_tokens_are_escaped(toy):
 
 def test_what_is_not_there(mapped, toy, prompts):
     with pytest.raises(OptionError, match="layer 9 is not in this result"):
-        ma.render.pattern_difference(mapped, 9, [0])
+        ma.render.pattern(mapped, 9, [0], difference=True)
     with pytest.raises(OptionError, match="head 99 is out of range"):
         ma.render.received_text(mapped, 0, [99])
     several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})

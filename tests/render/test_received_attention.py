@@ -151,7 +151,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     np.testing.assert_allclose(dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6)
     assert "uniform attention would give" in figure.layout.meta["says"]
     assert "baseline" in ma.render.received_text(result, 0).body
-    assert len(ma.render.across_layers(result, (0, 1), 2).data) > 0
+    assert len(ma.render.received_attention(result, [0, 1], [2]).data) > 0
     with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
     shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
     assert not any("w/" in trace.name for trace in shown.data)

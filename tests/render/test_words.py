@@ -23,7 +23,7 @@ ANALYSES = [
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},
     "agreement": {"condition": "slash"},
-    "two_by_two": {"conditions": ["slash", "masked"]},
+    "changes": {"conditions": ["slash", "masked"]},
     "by_layer": {"quantity": "span_mass"},
 }
 
@@ -33,7 +33,7 @@ def result(toy, prompts):
     return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, positions="prompts")
 
 
-@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"sweep"}))
+@pytest.mark.parametrize("name", sorted(FIGURES))
 def test_every_figure_says_its_number_with_an_interval(result, name):
     words = said(FIGURES[name](result, **OPTIONS.get(name, {})))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
@@ -42,7 +42,7 @@ def test_every_figure_says_its_number_with_an_interval(result, name):
 
 def test_a_sweep_says_it_too(toy, prompts):
     result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]))
-    assert re.search(r"count=20: [−+].*\[.*\] \(uniform attention: −", said(ma.render.sweep(result)))
+    assert re.search(r"count=20: [−+].*\[.*\] \(uniform attention: −", said(ma.render.changes(result, over="count")))
 
 
 def interval_by_hand(ratios):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.report import summary
+from mechattn.commands.pages import summary
 from mechattn.results.arrays import canonical
 from mechattn.results.result import Result
 from mechattn.store.objects import seal_of

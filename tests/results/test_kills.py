@@ -17,7 +17,7 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.jobs.chunks import parts_folder
-from mechattn.render.view import GENERATOR, save_page
+from mechattn.render.views import GENERATOR, save_page
 from mechattn.results.arrays import digest
 from mechattn.store import pieces
 from mechattn.store.atomic_writes import write_whole

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
-from mechattn.commands.report import figures_of
+from mechattn.commands.pages import figures_of
 from mechattn.commands.run_config import FIGURES
 from mechattn.pages.page import results_page
 from mechattn.render.declared import with_plain_names
@@ -79,11 +79,8 @@ def test_our_own_markup_stays():
 def test_figures_of_configs_are_those_that_are_checked(hostile):
     drawn = {draw.__name__ for draw, _ in figures_of(hostile, 0, [0, 1])}
     others = {
-        "across_layers",
-        "sweep",
-        "meaningless_and_sentence",
+        "received_by_model",
         "near_zero_by_class",
-        "by_layer",
         "update_by_position",
     }
     assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"

@@ -9,7 +9,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import MechattnError, OptionError
-from mechattn.shown import plain, shown, without_secrets
+from mechattn.markup import plain, shown, without_secrets
 
 RED = "\x1b[31mred\x1b]0;title\x07"
 

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import paired as paired_module
-from mechattn.stats.bags import ALONE, Bags, resampled
 from mechattn.stats.paired import drawn_signs, flipped, paired
+from mechattn.stats.units import ALONE, Bags, resampled
 
 N = 2400  # 800 bags of 3
 
@@ -56,7 +56,7 @@ def test_what_needs_no_resampling_is_of_the_units():
 
 def share(n_units, alone, monkeypatch):
     """Coverage of the bootstrap-t and simultaneous intervals, and the share of p < 0.05, of skewed cells of mean 0."""
-    monkeypatch.setattr("mechattn.stats.bags.ALONE", 10**9 if alone else ALONE)
+    monkeypatch.setattr("mechattn.stats.units.ALONE", 10**9 if alone else ALONE)
     generator, tables, cells = np.random.default_rng(3), 30, 40
     own, together, found = [], [], []
     for table in range(tables):

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import bootstrap
-from mechattn.stats.bootstrap import bootstrap_t, of_extremes, resample, resample_sequentially, tails
+from mechattn.stats.bootstrap import of_extremes, resample, resample_sequentially, t_quantiles, tails, without_noise
 
 TAILS = (0.975, 0.025)
 
@@ -38,9 +38,17 @@ def t_of(d):
 def simultaneous(d, counts, level):
     """The intervals that the extreme t* of all cells give."""
     found = tails(d, np.zeros(d.shape[1]), counts)
-    upper, lower = of_extremes(found.largest, found.smallest, level)
-    spread = bootstrap.spread(d) / np.sqrt(len(d))
-    return d.mean(0) - upper * spread, d.mean(0) - lower * spread
+    return ends(d, of_extremes(found.largest, found.smallest, level))
+
+
+def bootstrap_t(d, counts, level):
+    """The intervals that each cell's own t* give."""
+    return ends(d, t_quantiles(d, counts, level))
+
+
+def ends(d, quantiles):
+    spread = without_noise(d.std(0, ddof=1), d) / np.sqrt(len(d))
+    return [d.mean(0) - quantile * spread for quantile in quantiles]
 
 
 def covered(low, high):
@@ -200,5 +208,5 @@ def test_cells_that_differ_by_rounding_only_are_left_out():
 
 def test_no_cells():
     counts = resample(20, 50, np.random.default_rng(0))
-    for ends in (bootstrap_t(np.empty((20, 0)), counts, 0.95), simultaneous(np.empty((20, 0)), counts, 0.95)):
-        assert [end.shape for end in ends] == [(0,), (0,)]
+    for made in (bootstrap_t(np.empty((20, 0)), counts, 0.95), simultaneous(np.empty((20, 0)), counts, 0.95)):
+        assert [end.shape for end in made] == [(0,), (0,)]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from mechattn.stats.crossed import crossed
 from mechattn.stats.intervals import t_interval
+from mechattn.stats.random_effects import crossed
 
 
 def drawn(units, conditions, cells, generator, mean=0.0, unit=1.0, condition=0.5, rest=1.0):

@@ -5,8 +5,7 @@ import pytest
 from scipy import stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.comparison import relative_change
-from mechattn.stats.intervals import t_interval, wilson_interval
+from mechattn.stats.intervals import relative_change, t_interval, wilson_interval
 
 
 def test_t_interval_equals_scipy():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mechattn.stats.moments import Moments
+from mechattn.stats.intervals import Moments
 
 
 def assert_same(a: Moments, b: Moments, tolerance=1e-10):

@@ -5,7 +5,8 @@ import pytest
 from scipy import stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.paired import detectable_size, paired, power, sign_flip
+from mechattn.stats.paired import drawn_signs, flipped, paired
+from mechattn.stats.resolution import detectable_size, power_of
 
 
 def drawn(n, cells, seed=0, mean=0.0, shared=0.0):
@@ -40,7 +41,7 @@ def test_drawn_signs_agree_with_all_signs():
         stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
         for column in d.T
     ]
-    got = sign_flip(d, 40_000, np.random.default_rng(0))
+    got = flipped(d, drawn_signs(len(d), 40_000, np.random.default_rng(0)))
     np.testing.assert_allclose(got, exact, atol=0.01)
     assert (got > 0).all()
 
@@ -179,14 +180,16 @@ def test_the_smallest_detectable_effect_is_found_with_its_power_in_its_family():
         found.append(made.q[0] < 0.05)
     assert made.detectable[1] == pytest.approx(effect * d[:, 1].std(ddof=1))
     assert 0.63 < np.mean(found) < 0.85
-    assert power(detectable_size(20), 20, 32) < 0.35, "negative control"
+    assert power_of(detectable_size(20), 20, 32) < 0.35, "negative control"
 
 
 @pytest.mark.parametrize(("n", "tests", "effect"), [(12, 1, 0.9), (20, 32, 1.0), (64, 784, 0.6)])
 def test_power_is_that_of_simulated_t_tests(n, tests, effect):
     d = np.random.default_rng(0).normal(effect, 1, (n, 20_000))
-    assert power(effect, n, tests) == pytest.approx((stats.ttest_1samp(d, 0).pvalue < 0.05 / tests).mean(), abs=0.015)
-    assert power(detectable_size(n, tests), n, tests) == pytest.approx(0.8)
+    assert power_of(effect, n, tests) == pytest.approx(
+        (stats.ttest_1samp(d, 0).pvalue < 0.05 / tests).mean(), abs=0.015
+    )
+    assert power_of(detectable_size(n, tests), n, tests) == pytest.approx(0.8)
 
 
 def test_too_few_prompts():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mechattn.errors import OptionError
-from mechattn.stats.random_draws import against_draws, false_discovery
+from mechattn.stats.paired import false_discovery
+from mechattn.stats.random_effects import against_draws
 
 
 def by_loops(found, draws, level=0.95):

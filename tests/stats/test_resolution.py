@@ -6,8 +6,8 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.stats.paired import EXACT, enough, paired, sign_flip
-from mechattn.stats.resolution import resolution
+from mechattn.stats.paired import drawn_signs, flipped, paired
+from mechattn.stats.resolution import EXACT, enough, resolution
 
 
 def alone(n, tests, seed=0):
@@ -35,7 +35,9 @@ def test_the_smallest_p_is_that_of_all_patterns(n):
     column = np.arange(1.0, n + 1)
     exact = stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
     assert resolution(n, 4).smallest_p == pytest.approx(exact)
-    assert resolution(n, 4).smallest_p == pytest.approx(sign_flip(column[:, None], 0, np.random.default_rng(0))[0])
+    assert resolution(n, 4).smallest_p == pytest.approx(
+        flipped(column[:, None], drawn_signs(n, 0, np.random.default_rng(0)))[0]
+    )
 
 
 @pytest.mark.parametrize("n", [14, 16, 19])
@@ -43,7 +45,7 @@ def test_with_drawn_signs_the_chance_is_that_of_draws(n):
     """784 tests: a single drawn pattern that is that of the data is one too many."""
     made, patterns = resolution(n, 784), enough(9999, 784)
     column = np.ones((n, 1))
-    p = np.array([sign_flip(column, patterns, np.random.default_rng(seed))[0] for seed in range(200)])
+    p = np.array([flipped(column, drawn_signs(n, patterns, np.random.default_rng(seed)))[0] for seed in range(200)])
     assert np.mean(784 * p < 0.05) == pytest.approx(made.chance, abs=0.08)
     assert p.min() >= made.smallest_p
     assert (made.chance >= 0.9) == (n >= made.fewest)

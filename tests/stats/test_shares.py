@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mechattn.stats.accuracy import share_difference, share_interval
 from mechattn.stats.intervals import ratio_interval, shrunken, t_interval, wilson_interval
-from mechattn.stats.shares import share_difference, share_interval
 
 
 def answered(share, alike, n, samples, generator):

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from mechattn.stats.selection_overlap import jaccard, jaccard_by_chance, largest, random_halves, significant
+from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest, random_halves, significant
 
 
 def index(one, other):

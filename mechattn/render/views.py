@@ -1,26 +1,31 @@
-"""Views of one prompt: attention maps and their difference, text coloured by received attention, and an explorer."""
+"""Views as HTML for a notebook or an offline page: attention maps, text coloured by received attention, an explorer."""
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
+import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, OutputError
 from mechattn.markup import visible
 from mechattn.render.declared import check_heads
 from mechattn.render.draw import FONT, WITH, WITHOUT
-from mechattn.render.view import View, in_script, prompt_tokens
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result
+from mechattn.store.atomic_writes import check_writable, write_whole
 
 DIGITS = 3
 MOST = 64  # heads: at 170 tokens they take 2.5 MB
@@ -33,10 +38,19 @@ _KEY = (  # symbols of the marks on the map
     '<b data-part="key-another">another</b>.'
 )
 _UNSEEN = -32768  # for a key outside the window, or masked
+GENERATOR = '<meta name="generator" content="mechattn'  # in the head of each of our pages
+_HEAD = 2**16  # bytes at the start of a file that must contain it, before any style or script
+Script = Literal["circuitsvis", "plotly"]
 
 
-def attention_pattern(
-    result: Result, layer: int, heads: Seq[int], condition: str = "baseline", prompt: int = 0
+def pattern(
+    result: Result,
+    layer: int,
+    heads: Seq[int],
+    condition: str | None = None,
+    prompt: int = 0,
+    *,
+    difference: bool = False,
 ) -> View:
     """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover for numbers.
 
@@ -44,47 +58,31 @@ def attention_pattern(
         result: A result with an attention map.
         layer: The layer, from 0.
         heads: The heads, from 0.
-        condition: The condition of the prompt.
+        condition: The condition of the prompt; the baseline by default, of a difference the first that isn't.
         prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
+        difference: Whether to show attention between original tokens under the condition minus the baseline: orange is
+            more, blue less. Rows need not sum to 0, as attention to the inserted tokens is left out.
 
     Raises:
         OptionError: There is no such layer, head, condition or prompt.
     """
+    condition = result.condition(condition) if difference else condition or BASELINE
     maps, tokens = _map(result, layer, heads, condition, prompt)
-    caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
-    return _heads_view(maps, tokens, layer, heads, caption)
-
-
-def pattern_difference(
-    result: Result, layer: int, heads: Seq[int], condition: str | None = None, prompt: int = 0
-) -> View:
-    """Show attention between original tokens under a condition minus the baseline; orange is more, blue less.
-
-    Rows need not sum to 0, as attention to the inserted tokens is left out.
-
-    Args:
-        result: A result with an attention map.
-        layer: The layer, from 0.
-        heads: The heads, from 0.
-        condition: The condition; the first that isn't the baseline by default.
-        prompt: The prompt, from 0.
-
-    Raises:
-        OptionError: There is no such layer, head, condition or prompt.
-    """
-    condition = result.condition(condition)
+    if not difference:
+        return _heads_view(
+            maps, tokens, layer, heads, f"{model_caption(result)}, layer {layer}, condition “{condition}”"
+        )
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
-    with_them, _ = _map(result, layer, heads, condition, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     kept = np.flatnonzero(origin >= 0)
-    difference = with_them[:, kept][:, :, kept] - without
-    reach = float(np.nanmax(abs(difference))) or 1.0
+    change = maps[:, kept][:, :, kept] - without
+    reach = float(np.nanmax(abs(change))) or 1.0
     caption = (
         f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
         f"baseline; orange: more, blue: less, at most {reach:.2f}"
     )
     colours = {"minValue": -reach, "maxValue": reach, "negativeColor": WITHOUT, "positiveColor": WITH}
-    return _heads_view(difference, tokens, layer, heads, caption, **colours)
+    return _heads_view(change, tokens, layer, heads, caption, **colours)
 
 
 def received_text(
@@ -126,7 +124,7 @@ def received_text(
     return View(body, 130 + 24 * sum(len(tokens) // 12 + 1 for _, tokens, _ in lines), None)
 
 
-def attention_explorer(
+def explorer(
     result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
 ) -> View:
     """Draw figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt, with controls for layer, head and rank.
@@ -274,3 +272,122 @@ def _body(data: dict[str, Any], caption: str) -> str:
         f'<div data-part="parts"{hidden}></div><div data-part="course"{hidden}></div></figure>'
         f'<script>{script}\nmechattnExplorer(document.getElementById("{name}"), {text});</script>'
     )
+
+
+@dataclass(frozen=True)
+class View:
+    """A view as HTML, which can be shown in a notebook or saved as an offline page.
+
+    In a notebook it displays in its own frame, without network requests. ``body`` can be put into a page that already
+    contains :func:`view_script`.
+
+    Args:
+        body: The HTML.
+        height: The height of the frame, in pixels.
+        script: The library whose script it needs, if any.
+    """
+
+    body: str
+    height: int = 620
+    script: Script | None = "circuitsvis"
+
+    def page(self) -> str:
+        """Return a complete HTML document that opens offline."""
+        script = f"<script>{view_script(self.script)}</script>" if self.script else ""
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>Attention</title>'
+            f"<style>:root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}</style></head>"
+            f"<body>{script}{self.body}</body></html>"
+        )
+
+    def save(self, path: str | Path, force: bool = False) -> None:
+        """Save the document to a file, completely or not at all.
+
+        Args:
+            path: The HTML file.
+            force: Replace a file that mechattn did not write.
+
+        Raises:
+            OutputError: The path holds such a file, or cannot be written to.
+        """
+        save_page(path, self.page(), force)
+
+    def __repr__(self) -> str:
+        """One line: the HTML itself is for a notebook or a file."""
+        drawn = f", drawn by {self.script}" if self.script else ""
+        return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
+
+    def _repr_html_(self) -> str:
+        # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it, without a request.
+        packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
+        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
+        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
+
+
+_UNPACKS = """<!doctype html><meta charset="utf-8"><script>
+(async () => {
+  const bytes = Uint8Array.from(atob("PACKED"), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const page = await new Response(stream).text();
+  document.open();
+  document.write(page);
+  document.close();
+})();
+</script>"""
+
+
+@cache
+def view_script(script: Script = "circuitsvis") -> str:
+    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; needed once per page."""
+    if script == "plotly":
+        import plotly.offline
+
+        text = plotly.offline.get_plotlyjs()
+    else:
+        import circuitsvis
+
+        text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script")
+
+
+def in_script(json_text: str) -> str:
+    """JSON that is safe in a script element, whatever tokens it contains."""
+    return json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
+    """The tokens of a prompt: as text for the first prompt, as ids for the others."""
+    sequences = result["sequences"].sel(condition=condition)
+    length = int((sequences.origin.isel(prompt=prompt) >= -1).sum())
+    chosen = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
+    return [str(token) for token in chosen.values[:length]]
+
+
+def check_page_place(path: str | Path, force: bool = False) -> None:
+    """Check that a page can be written here, before the run."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutputError(f'{path!r} is not a path: give one such as "out/page.html"')
+    path = Path(path)
+    check_writable(path)
+    if path.exists() and not (path.is_file() and (force or _is_ours(path))):
+        raise OutputError(
+            f"{path} exists and was not written by mechattn, so it is not replaced; choose another name, or give "
+            f"--force (in Python force=True)"
+        )
+
+
+def save_page(path: str | Path, text: str, force: bool = False) -> Path:
+    """Write a page completely or not at all; an existing page is kept until then."""
+    path = Path(path)
+    check_page_place(path, force)
+    write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with open(path, "rb") as stored:
+            head = stored.read(_HEAD).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return not head or GENERATOR in head.partition("<style")[0].partition("<script")[0]
