@@ -50,19 +50,30 @@ def dispatched_like(twin: Any, model: Any) -> Any:
     """The twin, with its activations moved and its weights brought from where they are offloaded as the model's are."""
     from accelerate.hooks import add_hook_to_module
 
-    parts = dict(twin.named_modules())
-    for name, module in model.named_modules():
-        plain = _WRAPPED.sub("", name)
-        if (hook := vars(module).get("_hf_hook")) is not None and plain in parts:
-            add_hook_to_module(parts.pop(plain), _copied(hook))
+    hooks = {_WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()}
+    for name, part in twin.named_modules():
+        if (hook := hooks.get(name)) is not None:
+            add_hook_to_module(part, _copied(hook))
+        elif any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+            add_hook_to_module(part, _copied(next(filter(_offloads, hooks.values())), name))
     return twin
 
 
-def _copied(hook: Any) -> Any:
+def _copied(hook: Any, name: str = "") -> Any:
+    """The hook for another module; with its name, for a module that TransformerLens has split or renamed."""
+    from accelerate.utils import PrefixedDataset
+
     made = copy.copy(hook)
     if hasattr(hook, "hooks"):
         made.hooks = tuple(map(_copied, hook.hooks))
+    if name:
+        made.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
     return made
+
+
+def _offloads(hook: Any) -> bool:
+    """Whether a hook brings one module's weights from where those of the whole model are stored."""
+    return bool(getattr(hook, "offload", False)) and hasattr(hook.weights_map, "dataset")
 
 
 def _hook_of(module: Any) -> Any:

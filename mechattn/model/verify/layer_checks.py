@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mechattn.functional.received import visible_keys
 from mechattn.model import heads, hooks
-from mechattn.model.devices import device_of
+from mechattn.model.devices import device_of, weights_here
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import ANOTHER_VERSION, PROBABILITY, TOLERANCE, Check, compare, limited
 
@@ -209,7 +209,8 @@ def _heads(shown: Shown) -> Check:
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     try:
         w_o = heads.output_projection(model, layer).float().cpu()
-        b_o = getattr(model.blocks[layer].attn, "b_O", None)
+        with weights_here(attention := model.blocks[layer].attn):
+            b_o = getattr(attention, "b_O", None)
     except Exception:  # an adapter that does not declare its output weights
         return None
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
