@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.devices import device_of
 from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
@@ -114,7 +115,7 @@ def _pair(named: Any) -> Any:
 
 def _patterns_act(model: HookedModel) -> bool:
     """Whether changing the pattern at its hook changes the head's output, tried on a few tokens."""
-    tokens = torch.arange(3, 9, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(3, 9, device=device_of(model))[None]
     layer = attention_layers(model)[0]
     seen: list[Tensor] = []
 

@@ -14,6 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.devices import device_of
 from mechattn.model.heads import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
@@ -112,7 +113,7 @@ def logits_of(
     model: HookedModel, sequence: Sequence, rows: int, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
     """Logits before each token of the answer, for several copies of a sequence in a batch."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     tokens = sequence.tokens.to(device).expand(rows, -1)
     options: dict[str, Any] = dict(keeping_nothing(model))
     if sequence.position_ids is not None and not torch.equal(sequence.position_ids, torch.arange(len(sequence))):

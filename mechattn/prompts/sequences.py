@@ -167,11 +167,7 @@ class Batch:
         """Return the batch on a device."""
         tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
         given = {name: getattr(self, name) for name in tensors}
-        edge_mask = (
-            None
-            if self.edge_mask is None
-            else EdgeMask(self.edge_mask.queries.to(device), self.edge_mask.keys.to(device))
-        )
+        edge_mask = None if self.edge_mask is None else self.edge_mask.to(device)
         return replace(
             self, edge_mask=edge_mask, **{name: value.to(device) for name, value in given.items() if value is not None}
         )
