@@ -120,15 +120,15 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
     for name, sequence in made.items():
         where = f'prompt {prompt.id} ("{prompt.excerpt}")'
         inserted = int(sequence.inserted.sum())
-        if lacking := len(made[BASELINE]) - len(sequence) + inserted:
-            raise PromptError(
-                f"{where} has {lacking} tokens without a partner under {name!r}, so they cannot be compared; give "
-                "versions of as many tokens, or patch: ma.patch and ma.edges leave such tokens out"
-            )
         if name == BASELINE and (inserted or sequence.edge_mask or sequence.interventions):
             does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
                 f'the condition "baseline" {does}; the baseline is the unchanged prompt, so use another name'
+            )
+        if lacking := len(made[BASELINE]) - len(sequence) + inserted:
+            raise PromptError(
+                f"{where} has {lacking} tokens without a partner under {name!r}, so they cannot be compared; give "
+                "versions of as many tokens, or patch: ma.patch and ma.edges leave such tokens out"
             )
         if len(sequence) > limit:
             raise PromptTooLong(
