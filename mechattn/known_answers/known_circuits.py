@@ -197,7 +197,7 @@ def _write(attention: Any, head: int, spec: Written, eye: Tensor) -> None:
 
 
 def _sequences(count: int, seed: int, step: int) -> list[Prompt]:
-    """Different tokens and one of them again: the answer is the token so many steps after it."""
+    """Different tokens and one of them again: the answer is the token a fixed number of steps after it."""
     made = []
     for index in range(count):
         draw = random.Random(f"known circuit {seed} {index} {step}")
@@ -267,7 +267,7 @@ def auroc(scores: np.ndarray, true: np.ndarray) -> float:
 
 
 def without(circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16) -> float:
-    """How far the logit difference falls, as a share of itself, with a head's output set to 0 or to its mean."""
+    """How far the logit difference falls, as a fraction of itself, with a head's output set to 0 or to its mean."""
     model, pairs = circuit.model(seed), circuit.prompts(2 * prompts, seed)
     means = head_means(model, [Prompt(tokens=p.tokens, id=p.id) for p in pairs[prompts:]]) if mean else None
     tried = pairs[:prompts]

@@ -55,7 +55,7 @@ def paths(
     """Patch paths exactly: from a head to another head's queries, keys or values, or directly to the logits.
 
     First the run is repeated with every head's output held at its own value, except the sender's, which is that of the
-    other run, while MLPs are computed anew; this gives what the receiver would get:
+    other run, while MLPs are computed again; this gives what the receiver would get:
     ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is repeated with r' in that place
     alone, and all that comes after is computed: ``effect = metric(run with r') − metric(run)``. For "logits" the first
     repetition's are measured.

@@ -46,7 +46,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     drawn.add_trace(
         go.Scatter(
             x=x, y=y, mode="markers+text", text=[_short(name) for name in places], hovertext=list(places),
-            hoverinfo="text", textposition="middle center", textfont=dict(size=10), showlegend=False,
+            hoverinfo="text", textfont=dict(size=10), showlegend=False,
             marker=dict(size=26, color=["#fff" if name in used else "#eee" for name in places],
                         line=dict(width=1.5, color=["#444" if name in used else "#ccc" for name in places])),
         )

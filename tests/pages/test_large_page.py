@@ -208,7 +208,7 @@ def test_groups_are_bagged_as_wholes(measured):
     dataset = result["received_attention"].drop_vars(["received_by_segment", "received_by_segment_uniform"])
     sign = np.where(np.arange(4200) % 2, 1.0, -1.0)
     values = np.exp(0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None])
-    values = np.broadcast_to(values, (4200, 3, 4, 8, 6)) * 0.01
+    values = np.broadcast_to(values, (4200, 3, 4, 8, dataset.sizes["segment"])) * 0.01
     dataset["received_by_segment"] = (("prompt", "condition", "layer", "head", "segment"), values.astype(np.float32))
     dataset["received_by_segment"].attrs = dict(measured["received_attention"].received_by_segment.attrs)
     sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
