@@ -568,7 +568,7 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
         ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
         ({"at": 3}, OptionError, "give heads such as"),
-        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
+        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
         ({"at": "resid"}, OptionError, "or one of 'z', 'v', 'pattern', 'resid_post'"),
