@@ -571,7 +571,7 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
-        ({"at": "resid"}, OptionError, "or one of 'z', 'v', 'pattern', 'resid_post'"),
+        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'"),
         ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
         ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
         ({"together": [(0, 1)]}, OptionError, "name the set in at="),
