@@ -82,7 +82,7 @@ def groups(tables: int) -> Iterator[Row]:
     for n in (12, 24, 64):
         units = Units(5 * n, np.repeat(np.arange(n), 5))
         ours, ignored = [], []
-        for seed in range(3 * tables):
+        for seed in range(tables):
             generator = np.random.default_rng(seed)
             between = np.exp(normal(n, HEADS, generator)) - np.exp(1 / 2)
             d = np.repeat(between, 5, axis=0) + generator.normal(size=(5 * n, HEADS))
@@ -98,7 +98,7 @@ def power(tables: int) -> Iterator[Row]:
     """One head with the effect that the table calls detectable."""
     for n in (20, 64):
         found, alone = [], []
-        for seed in range(3 * tables):
+        for seed in range(tables):
             d = np.random.default_rng(seed).normal(size=(n, HEADS))
             d[:, 0] += detectable_size(n, HEADS)
             found.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
@@ -112,7 +112,7 @@ def patching(tables: int) -> Iterator[Row]:
     """The printed heads, the largest of many without an effect."""
     for heads in (32, 256, 784):
         printed, chosen = [], []
-        for seed in range(2 * tables // 3 if heads < 784 else tables // 3):
+        for seed in range(tables // 3 if heads < 784 else tables // 5):
             generator = np.random.default_rng(seed)
             dims = ("prompt", "layer", "head")
             names = ("effect", "other_prompt", "random")
@@ -232,7 +232,7 @@ def claims(tables: int) -> Iterator[Row]:
     rule = Rule("above", 0.02, 0.0, 0.02)
     for kind, n in (("normal", 8), ("normal", 24), (SKEWED, 8), (SKEWED, 24)):
         ours, apart, page = [], [], []
-        for seed in range(tables):
+        for seed in range(max(1, tables // 5)):
             generator, cells = np.random.default_rng([seed, n]), []
             for _ in range(115):
                 values = 0.02 + 0.1 * KINDS[kind](normal(n, 3, generator), generator)
