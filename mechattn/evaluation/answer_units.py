@@ -94,7 +94,7 @@ def mediation(
             share = float(part.mean() / whole_change.estimate)
             drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        change = [float(value) for value in share_difference(part, level)]
+        change = [float(end) for end in share_difference(part, level)]
         rows.append([path, name, *change, share, float(low), float(high)])
     columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
     made = pd.DataFrame(rows, columns=columns)
