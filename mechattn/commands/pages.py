@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
-    "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "p", "q", "n", "unit",
+    "change", "change_low", "change_high", "change_null", "difference", "difference_low", "difference_high", "null",
+    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "n", "unit",
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 VIEW_TOKENS = 16

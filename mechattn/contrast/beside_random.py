@@ -79,7 +79,7 @@ class BesideRandom:
         head = self._dims.index("head") if "head" in self._dims else None
         found = against_draws(means, draws, head, table.attrs["level"], rounding)
         both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
-        both[cells] = np.maximum(table.p, found.p[cells])
+        both[cells] = np.maximum(table[f"p_{table.attrs['tested']}"], found.p[cells])
         columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
         columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]

@@ -180,7 +180,7 @@ class Contrast:
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = made.assign(n=units.n, conditions=len(given))
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
-        made.attrs |= {"unit": units.unit, "tested": tested[0].null, "level": self.level}
+        made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
 
@@ -226,7 +226,7 @@ class Contrast:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
         made, variable = self.table(), variable_of(self.result, self.quantity, self.by)
         signs = np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int)
-        found = made[made.q < 0.05]
+        found = made[made.q_beyond < 0.05]
         at = (variable.indexes[dim].get_indexer(found[dim]) for dim in ("layer", "head"))
         signs[tuple(at)] = np.sign(found.beyond)
         return Verdict(change, null, signs < 0, signs > 0, int(made.n.iloc[0]), made.attrs["unit"])

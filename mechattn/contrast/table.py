@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from mechattn.results.result import Result
 
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
-_FIRST = ["difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]  # shown if truncated
+_ENDS = [f"{end}{kind}" for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")]
+_NAMES = {end: f"difference_{end}" for end in _ENDS} | {"p": "p_beyond", "q": "q_beyond"}  # of a table's columns
+_CHANGE = ["change", "change_low", "change_high", "change_null"]
+_TESTS = ["q_beyond", "q_difference", "n"]
+_LOGS = ["difference", "difference_low", "difference_high", "null", "beyond", "beyond_low", "beyond_high"]
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
@@ -72,8 +76,14 @@ def table(
     found = _gone_through(asked, blocks, units, shown, masks, None if beside is None else beside.see)
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
     labels = [str(name) for name in found.means if name not in ("value", "reference")]
-    made = found.means.assign(**{name: getattr(found.numbers, name) for name in _COLUMNS}, n=found.numbers.n)
-    made = made[[*labels, *_FIRST, *made.columns.drop([*labels, *_FIRST])]].assign(scale=found.last.scale)
+    made = found.means.assign(**{_NAMES.get(n, n): getattr(found.numbers, n) for n in _COLUMNS}, n=found.numbers.n)
+    first = [*labels, *_LOGS, *_TESTS]
+    if found.last.expected is None:
+        made = made.assign(p_beyond=np.nan, q_beyond=np.nan)
+    if found.last.scale == "log-ratio":
+        ratios = made[["difference", "difference_low", "difference_high", "null"]].to_numpy()
+        made[_CHANGE], first = np.expm1(ratios), [*labels, *_CHANGE, *_TESTS, *_LOGS]
+    made = made[[*first, *made.columns.drop(first)]].assign(scale=found.last.scale)
     made.attrs = _about(asked, select, found, units)
     if margin is not None:
         made = with_equivalence(made, margin)
@@ -148,6 +158,7 @@ def _about(asked: Contrast, select: str | None, found: _Cells, units: Units) -> 
         | ({} if found.bags is None else {"resampled": found.bags.words})
         | {
             "null": found.last.null,
+            "tested": "difference" if found.last.expected is None else "beyond",
             "left_out": found.left_out,
             "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
             "unit": units.unit,
@@ -179,10 +190,9 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
         raise OptionError(f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)")
     relative = len(table) and table.scale.iloc[0] == "log-ratio"
     low, high = (-np.log1p(margin), np.log1p(margin)) if relative else (-margin, margin)
-    name = "difference" if table.beyond.isna().all() else "beyond"
-    ends = ("low", "high") if name == "difference" else ("beyond_low", "beyond_high")
+    name = table.attrs["tested"]
     tested, far = table[name], stats.t.ppf((1 + table.attrs["level"]) / 2, table.n - 1)
-    error = (table[ends[1]] - table[ends[0]]) / 2 / far
+    error = (table[f"{name}_high"] - table[f"{name}_low"]) / 2 / far
     p = np.maximum(stats.t.sf((tested - low) / error, table.n - 1), stats.t.cdf((tested - high) / error, table.n - 1))
     p = np.where(error > 0, p, np.where((low < tested) & (tested < high), 0.0, 1.0))
     made = table.assign(q_same=false_discovery(p))

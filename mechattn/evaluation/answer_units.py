@@ -97,7 +97,7 @@ def mediation(
         change = paired(part, level=level)
         figures: tuple[Any, ...] = (change.difference, change.low, change.high, share, low, high)
         rows.append([path, name, *map(float, figures)])
-    columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
+    columns = ["path", "condition", "change", "change_low", "change_high", "share", "share_low", "share_high"]
     made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
     made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}

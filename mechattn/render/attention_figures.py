@@ -233,15 +233,15 @@ def change_map(
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any())
     column, what = ("beyond", "beyond the null") if known else ("difference", "change")
-    low, high = (f"{column}_{end}".removeprefix("difference_") for end in ("low", "high"))
-    columns = {"shown": column, "change": "difference", "q": "q", "low": low, "high": high}
+    low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
+    columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less null' * known}", hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
-        f"{condition}; {int((table.q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
         f"{'null: ' * known}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
@@ -257,11 +257,11 @@ def change_map(
 def _map_words(table: pd.DataFrame, column: str) -> str:
     """The number of significant heads, and the head furthest from the null (without a null: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
-    sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
+    sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = (percent(np.expm1(part)) for part in (far.difference, far.low, far.high, far.null))
+        value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))
     else:
-        parts = (far.difference, far.low, far.high, far.null)
+        parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     head = f"layer {far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}]"
     picked = (

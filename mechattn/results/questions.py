@@ -73,14 +73,16 @@ class Questions:
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
         is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
 
-        Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
-        bootstrap-t and simultaneous intervals; null; and for the tested difference effect_size (d_z), skewness, p (the
-        larger of a sign-flip test's, p_flip, and from 10 prompts on of a bootstrap-t test's, which allows for
-        skewness), p_family (adjusted for the probability of any false finding), q (Benjamini-Hochberg over the table)
-        and detectable (what q finds with 80 % power if no other head has an effect); n. ``table.attrs`` has the unit
-        that n counts, the family of tests, the null, the smallest reachable q, and "skewed": where sign flips alone
-        would say more. The p are for a number of prompts fixed beforehand: if you look, and then run more prompts
-        because of what you saw, they are too small.
+        Columns: layer, head; change, change_low and change_high, fractions (−0.2 is a fifth less), and change_null,
+        under the null, where the scale is a log-ratio; difference and beyond, each with t (…_low, …_high), bootstrap-t
+        and simultaneous intervals; null; value and reference (means over prompts). p_beyond and q_beyond test whether
+        beyond is 0, p_difference and q_difference whether difference is (Benjamini-Hochberg over the table). p is the
+        larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows for skewness. What
+        is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign flips alone), p_family
+        (adjusted for the probability of any false finding) and detectable (what q finds with 80 % power if no other
+        head has an effect). n; ``table.attrs`` has the unit that it counts, the family of tests, the null, the smallest
+        reachable q, and "skewed": where sign flips alone would say more. The p are for a number of prompts fixed
+        beforehand: if you look, and then run more prompts because of what you saw, they are too small.
 
         Args:
             condition: A condition.
@@ -91,8 +93,8 @@ class Questions:
                 was selected for its effect on the same prompts, its interval is too narrow.
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (a prediction interval for a head of one more
-                such model), p_random, and q_random, for the larger of p and p_random, over all heads: below 0.05,
-                neither chance over prompts nor random weights explain the change.
+                such model), p_random, and q_random, for the larger of p_beyond and p_random, over all heads: below
+                0.05, neither chance over prompts nor random weights explain the change.
             margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same:
                 below 0.05, the tested difference lies within ± margin (t tests, which say so too often where
                 differences are skewed: lognormal ones, σ = 1, at the margin in 17 % of cases with 24 prompts).
@@ -261,8 +263,9 @@ class Questions:
 
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
         t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
-        low, high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low, beyond_high; n. The
-        first rows compare the two conditions, the following ones the first condition with each control.
+        cosine_low, cosine_high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low,
+        beyond_high; n. The first rows compare the two conditions, the following ones the first condition with each
+        control.
 
         Args:
             condition: A condition, such as "slash".

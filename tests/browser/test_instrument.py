@@ -62,9 +62,9 @@ def test_hover_says_what_compare_says(opened, place, result):
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
     np.testing.assert_allclose(shown, np.expm1([table.beyond, table.beyond_low, table.beyond_high]), atol=5.1e-4)
     assert "layer 2 head 5" in words
-    assert float(re.search(r"q = ([\d.e-]+)", words)[1]) == pytest.approx(table.q, rel=0.05)
+    assert float(re.search(r"q = ([\d.e-]+)", words)[1]) == pytest.approx(table.q_beyond, rel=0.05)
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
-    sure = int((result.compare("slash").q < 0.05).sum())
+    sure = int((result.compare("slash").q_beyond < 0.05).sum())
     assert page.locator("#map .mark").count() == sure
     about = result["received_attention"].received_by_segment.attrs
     assert page.locator("#about").inner_text() == f"{about['description']} ({about['units']})."

@@ -216,7 +216,7 @@ def test_groups_are_bagged_as_wholes(measured):
     table = made.compare("slash", resamples=99)
     assert table.attrs["unit"] == "groups (2100 of 4200 prompts)"
     assert table.attrs["resampled"] == "700 random bags of 3"
-    assert (table.high - table.low < 1e-6).all()
-    assert (table.low_bootstrap.sub(table.low).abs() < 1e-6).all()
+    assert (table.difference_high - table.difference_low < 1e-6).all()
+    assert (table.difference_low_bootstrap.sub(table.difference_low).abs() < 1e-6).all()
     alone = made.compare("slash", resamples=99, unit="prompt")
-    assert (alone.high - alone.low > 0.005).all()
+    assert (alone.difference_high - alone.difference_low > 0.005).all()
