@@ -44,7 +44,7 @@ slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens
 print(ma.render.verdict_words(result, "slash"))
 
 # %%
-ma.render.received_attention(result, layer=0, choose=3, condition="slash")
+ma.render.received_attention(result, layer=0, top=3, condition="slash")
 
 # %% [markdown]
 # The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, orange

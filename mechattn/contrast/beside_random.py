@@ -101,7 +101,7 @@ class BesideRandom:
     def _change(self, draw: Result, made: Differences) -> xr.DataArray:
         """The differences of a draw in the cells of the result; NaN where the draw has none."""
         if "layer" in made.difference.dims:
-            layers = variable_of(draw, self.asked.quantity, self.asked.by).layer.values
+            layers = variable_of(draw, self.asked.quantity).layer.values
             draw = part_of(draw, "layer", np.isin(layers, made.difference.layer.values))
         found = differences(replace(self.asked, result=draw, scale=made.scale, null="uniform"))
         if not found.cells.any() and found.ours.notnull().any():

@@ -96,12 +96,12 @@ def head_quantities(result: Result) -> list[str]:
 def check_memory(result: Result) -> None:
     """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "segment", "question", RESAMPLES, RESAMPLES)
+        layer_blocks(result, name, "question", RESAMPLES, RESAMPLES)
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
     """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head]."""
-    variable = variable_of(result, quantity, "segment")
+    variable = variable_of(result, quantity)
     of_segment = "segment" in variable.dims
     words = quantity_words(quantity, "question") if of_segment else quantity
     made: dict[str, Any] = {

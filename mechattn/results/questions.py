@@ -59,9 +59,10 @@ class Questions:
         condition: str,
         to: str = BASELINE,
         quantity: str = "received",
-        by: str = "segment",
         *,
         select: Literal["half"] | None = None,
+        top: int | None = None,
+        by: Literal["beyond", "difference"] | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
         **options: Unpack[Options],
@@ -88,9 +89,11 @@ class Questions:
             condition: A condition.
             to: The condition to compare it with.
             quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-            by: With ``by="segment"``, "received" means ``received_by_segment``.
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other. If a head
-                was selected for its effect on the same prompts, its interval is too narrow.
+            select: "half" selects heads on one half of the prompts and reports them on the other. If a head was
+                selected for its effect on the same prompts, its interval is too narrow. Do not select again from this
+                table (``.nsmallest(3)``): say ``top=3``.
+            top: With ``select``: the number of heads, the furthest from 0 first; by default those with q < 0.05.
+            by: What ranks the ``top`` heads: "beyond", the default where there is a null, or "difference".
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (a prediction interval for a head of one more
                 such model), p_random, and q_random, for the larger of p_beyond and p_random, over all heads: below
@@ -107,15 +110,14 @@ class Questions:
         Source:
             Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
-        asked = self._contrast(condition, to=to, quantity=quantity, by=by, **options)
-        return asked.table(select=select, random=random, margin=margin)
+        asked = self._contrast(condition, to=to, quantity=quantity, **options)
+        return asked.table(select=select, top=top, by=by, random=random, margin=margin)
 
     def across(
         self,
         conditions: Seq[str],
         to: str = BASELINE,
         quantity: str = "received",
-        by: str = "segment",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
@@ -129,7 +131,6 @@ class Questions:
             conditions: At least six conditions that could have been others, as from ``ma.sweep``.
             to: As for :meth:`compare`.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
             options: As for :meth:`compare`.
 
         Raises:
@@ -138,14 +139,13 @@ class Questions:
         Source:
             Clark 1973; Satterthwaite 1946.
         """
-        asked = self._contrast(None, to=to, quantity=quantity, by=by, **options)
+        asked = self._contrast(None, to=to, quantity=quantity, **options)
         return asked.across(conditions)
 
     def resolution(
         self,
         condition: str | None = None,
         quantity: str = "received",
-        by: str = "segment",
         *,
         select: Literal["half"] | None = None,
         q: float = 0.05,
@@ -159,7 +159,6 @@ class Questions:
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
@@ -167,7 +166,7 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, by=by, **options).resolution(select=select, q=q)
+        return self._contrast(condition, quantity=quantity, **options).resolution(select=select, q=q)
 
     def heads(
         self,
@@ -209,9 +208,8 @@ class Questions:
         self,
         condition: str | None = None,
         quantity: str = "received",
-        by: str = "segment",
         *,
-        choose: int | None = 10,
+        top: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
@@ -228,8 +226,7 @@ class Questions:
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
-            choose: The number of heads with the largest tested differences; None selects those with q < 0.05.
+            top: The number of heads with the largest tested differences; None selects those with q < 0.05.
             layer: Only heads of this layer; by default all.
             over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
                 selects on one half and the second on the other.
@@ -238,15 +235,15 @@ class Questions:
             options: As for :meth:`compare`; ``seed`` is that of the splits.
 
         Raises:
-            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``choose``.
+            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``top``.
 
         Source:
             Stability over resampled inputs, arXiv:2510.00845.
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
-        asked = self._contrast(condition, quantity=quantity, by=by, **options)
-        return asked.stability(choose=choose, layer=layer, over=over, splits=splits, patterns=patterns)
+        asked = self._contrast(condition, quantity=quantity, **options)
+        return asked.stability(top=top, layer=layer, over=over, splits=splits, patterns=patterns)
 
     def agreement(
         self,
@@ -317,7 +314,7 @@ class Questions:
         heads: Seq[int] | None = None,
         force: bool = False,
         *,
-        choose: int = 3,
+        top: int = 3,
     ) -> Path:
         """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 
@@ -326,7 +323,7 @@ class Questions:
             layer: The layer shown first, from 0.
             heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
             force: Replace a file that mechattn did not write.
-            choose: The number of heads to choose by the largest change on one half of the prompts and show on the
+            top: The number of heads to choose by the largest change on one half of the prompts and show on the
                 other. Without ``positions="prompts"`` in the run, the first heads are shown.
 
         Raises:
@@ -334,7 +331,7 @@ class Questions:
         """
         from mechattn.pages.page import page
 
-        return page(self._result, path, layer, heads, force, choose=choose)
+        return page(self._result, path, layer, heads, force, top=top)
 
     @property
     def _result(self) -> Result:

@@ -169,7 +169,7 @@ def test_values_of_another_kind(toy, call, message, no_forward):
     ("call", "message"),
     [
         (lambda r: ma.render.received_attention(r, 0, [1, 1]), "names a head twice"),
-        (lambda r: ma.render.received_attention(r, 0, None), "heads=None, choose=None: give one"),
+        (lambda r: ma.render.received_attention(r, 0, None), "heads=None, top=None: give one"),
         (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
         (lambda r: r.save(5), "5 is not a path"),

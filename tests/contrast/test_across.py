@@ -57,7 +57,7 @@ def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):
     with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
         longer.across(FILLERS, to="long")
     with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
-        Contrast(longer, "/", to="long").stability(choose=3)
+        Contrast(longer, "/", to="long").stability(top=3)
 
 
 def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():

@@ -200,6 +200,35 @@ def test_select_half_reports_what_the_other_half_says():
     assert len(nothing) == 0
 
 
+def test_top_ranks_on_one_half_and_reports_the_other_once():
+    """Three of 32 heads by a loop over both halves; those that no half would choose again are reported all the same."""
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(24, 2, 2, 16))
+    values[:, 1, 1, 4] -= 3.0
+    table = made_up(values).compare("other", quantity="quantity", select="half", top=3, by="difference")
+    d = (values[:, 1] - values[:, 0]).reshape(24, -1)
+    order = np.argsort(-abs(d[::2].mean(0)))[:3]
+    assert (16 * table.layer + table["head"]).tolist() == order.tolist()
+    np.testing.assert_allclose(table.difference, d[1::2].mean(0)[order])
+    np.testing.assert_allclose(table.q_difference, paired(d[1::2][:, order]).q)
+    assert table.attrs["top"] == 3
+    assert table.difference[0] < -1, "up to sign"
+    dipped = np.argsort(-abs(d.mean(0)))[:3].tolist()
+    assert order.tolist() != dipped, "negative control: all prompts would choose others"
+
+
+def test_top_ranks_by_what_is_asked(result):
+    beyond, difference = (result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference"))
+    first = replace(
+        result, datasets={name: data.isel(prompt=slice(0, None, 2)) for name, data in result.datasets.items()}
+    )
+    ranked = first.compare("slash").set_index(["layer", "head"])
+    for table, by in ((beyond, "beyond"), (difference, "difference")):
+        far = abs(ranked.loc[list(zip(table.layer, table["head"], strict=True))][by])
+        assert (far.diff().dropna() <= 0).all()
+    assert not beyond.equals(difference), "negative control"
+
+
 def test_two_results_of_the_same_prompts():
     values = np.random.default_rng(0).normal(size=(6, 2, 1, 3))
     one, two = made_up(values), made_up(values + 1)
@@ -220,6 +249,10 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", segment="inserted"), "12 of 12 prompts have no .received."),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),
+        (dict(condition="slash", top=3), 'top=3: say select="half" too'),
+        (dict(condition="slash", select="half", top=0), "top=0: give a number of heads"),
+        (dict(condition="slash", select="half", by="difference"), "so say top="),
+        (dict(condition="slash", select="half", top=3, by="q"), "by='q': give"),
         (dict(condition="slash", level=95), "level=95"),
         (dict(condition="slash", scale="ratio"), "scale='ratio': choose one of 'log-ratio', 'difference'"),
         (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),

@@ -124,7 +124,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(values), rtol=1e-9)
     with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
         result.compare("slash", select="half")
-    figure = ma.render.received_attention(result, 0, choose=2)
+    figure = ma.render.received_attention(result, 0, top=2)
     assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
 
 
