@@ -5,6 +5,7 @@
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make simulate  how often each statistical rule says yes where nothing is there (half an hour)
 # make bench     time and memory of the engines and their peers, on an idle machine
+# make gpu       what a card is needed for, in 9 minutes and without a network; says so where there is none
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask
 # make test-rest  what make test leaves out: slow tests, and those that were skipped
@@ -36,7 +37,7 @@ define tested
 	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 endef
 
-.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench lock clean
+.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -105,6 +106,10 @@ bench: .venv/dev
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384 --out out/bench.md
 	$(BIN)/python experiments/benchmarks/generate.py
 	$(BIN)/python experiments/benchmarks/workers.py
+
+# Installs nothing: with .venv, or where there is none, the python on the path. GPU="--parts received-1B" narrows it.
+gpu:
+	PYTHONPATH=.:out/bench $(or $(wildcard $(BIN)/python),$(PYTHON)) experiments/benchmarks/gpu.py $(GPU)
 
 .venv/core: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, but this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 …")'

@@ -7,6 +7,7 @@
 
 # %%
 import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
 
 model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=12)
@@ -259,6 +260,15 @@ ma.render.while_answering(answers)
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
 patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
+
+# %% [markdown]
+# Through which edges does it pass? Between two versions of a prompt, [edges](how-to/which-circuit.md) are ranked on one
+# half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
+
+# %%
+known = known_circuits()[0]
+circuit = ma.circuit(known.model(), known.prompts(12, 0), ma.conditions.Counterpart())
+ma.render.circuit_map(circuit, size=8)
 
 # %% [markdown]
 # ## Everything in one page

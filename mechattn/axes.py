@@ -7,7 +7,7 @@
 import re
 
 BASELINE = "baseline"  # the condition that every other is compared with
-SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer")
+SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer", "changed")
 _NAMED = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 

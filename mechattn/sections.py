@@ -122,12 +122,14 @@ class Prompts(Section):
     limit: _Int | None = None
     field: str = "question"
     system: str | None = None
-    template: Literal["plain", "chat"] = "plain"
+    template: Literal["plain", "chat", "joined"] = "plain"
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0
     answer: str = "answer"
     group: str | None = None
+    counterpart: str | None = None
+    other_answer: str | None = None
 
 
 class Figure(OpenSection):

@@ -230,8 +230,7 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
     what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
     subtitle = f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
     about = About("mechattn: attention under meaningless tokens", subtitle, command)
-    start = (config.output.layer or 0, _heads(config)[0])
-    each = [ShownModel(one.result, one.maps, start) for one in looked]
+    each = [ShownModel(one.result, one.maps) for one in looked]
     page = Path(str(config.output.page))
     return write_page(page, about, each, [section for one in looked for section in one.sections], force)
 

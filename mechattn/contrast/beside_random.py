@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from mechattn.results.provenance import stored_condition
 from mechattn.results.result import part_of
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
+from mechattn.stats.resolution import random_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,14 +84,12 @@ class BesideRandom:
         columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
         smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
-        alone = ceil(len(self.random) * (tests / 0.05 - 1) / found.compared) if found.compared else 0
         beside = table.assign(**columns)
         beside.attrs = table.attrs | {
             "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
             "smallest_p_random": smallest,
             "tests_random": tests,
-            "resolution_random": f"with {len(self.random)} draws the smallest q_random of one head alone is "
-            f"{min(1.0, smallest * tests):.2g}" + (f"; {alone} draws would do" if smallest * tests >= 0.05 else ""),
+            "resolution_random": random_words(len(self.random), tests, found.compared),
         }
         return beside
 

@@ -16,9 +16,9 @@ from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
-from mechattn.stats.random_effects import crossed
-from mechattn.stats.resolution import RESAMPLES, Resolution, resolution
-from mechattn.stats.units import Unit, check_unit
+from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
+from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
+from mechattn.stats.units import Unit, check_unit, check_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,8 @@ class Verdict:
 
     ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
     attention. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it (q < 0.05, by
-    Benjamini-Hochberg). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
+    Benjamini-Hochberg, two-sided tests). With a margin, ``same`` marks the heads whose change is the null's to within ±
+    margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
     """
 
     change: Interval
@@ -43,6 +44,8 @@ class Verdict:
     above: np.ndarray
     n: int
     unit: str = "prompts"
+    margin: float | None = None
+    same: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
@@ -217,8 +220,11 @@ class Contrast:
         of_null = relative_change(null, null_reference, units) if null.size else None
         return relative_change(values, reference, units), of_null
 
-    def verdict(self) -> Verdict:
+    def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
+
+        Args:
+            margin: The largest change that counts as none, as for :meth:`table`.
 
         Raises:
             OptionError: As for :meth:`table` and :meth:`overall`, or the quantity has no null.
@@ -226,18 +232,23 @@ class Contrast:
         change, null = self.overall()
         if null is None:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
-        made, variable = self.table(), variable_of(self.result, self.quantity)
-        signs = np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int)
-        found = made[made.q_beyond < 0.05]
-        at = (variable.indexes[dim].get_indexer(found[dim]) for dim in ("layer", "head"))
-        signs[tuple(at)] = np.sign(found.beyond)
-        return Verdict(change, null, signs < 0, signs > 0, int(made.n.iloc[0]), made.attrs["unit"])
+        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
+        at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
+        signs, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(2))
+        signs[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0)
+        if margin is not None:
+            same[at] = made.q_same < 0.05
+        n, unit = int(made.n.iloc[0]), made.attrs["unit"]
+        return Verdict(change, null, signs < 0, signs > 0, n, unit, margin, None if margin is None else same > 0)
 
-    def resolution(self, *, select: Literal["half"] | None = None, q: float = 0.05) -> Resolution:
+    def resolution(
+        self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
+    ) -> Resolution:
         """What the table can detect with these prompts, and how many would be enough.
 
         Args:
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show.
             q: The q below which a test counts as a finding.
 
         Raises:
@@ -251,7 +262,12 @@ class Contrast:
         check_cells(self, made.scale, sum(some.size for some in cells), left_out)
         units = units_of(self.result, made.ours.sizes["prompt"], self.unit)
         n = units.n if select is None else (units.n + 1) // 2
-        return resolution(n, sum(int(some.sum()) for some in cells), q, self.resamples, units.unit)
+        tests = sum(int(some.sum()) for some in cells)
+        found = resolution(n, tests, q, self.resamples, units.unit)
+        if draws is None:
+            return found
+        check_whole("draws", draws, FEWEST_DRAWS)
+        return replace(found, random=random_words(draws, tests, draws * tests, q))
 
     def stability(
         self,

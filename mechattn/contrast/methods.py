@@ -110,12 +110,16 @@ def _compared(table: pd.DataFrame) -> str:
     bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
     units = int(table.n.iloc[0]) if len(table) else 0
     skewed = " and bootstrap-t tests (the larger p)" if units >= FEWEST_FOR_ALL else ""
-    random = f"; beside {about['null_random']}, by the larger p of both" if "null_random" in about else ""
+    random = ""
+    if "null_random" in about:
+        random = (
+            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of {about['null_random']}"
+        )
     return (
         f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
         f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
-        f"({patterns}{bags}){skewed} against {about['null']}{random}; "
-        f"Benjamini-Hochberg over {about['family']}; seed {about['seed']}."
+        f"({patterns}{bags}){skewed} against {about['null']}; "
+        f"Benjamini-Hochberg over {about['family']}{random}; seed {about['seed']}."
     )
 
 

@@ -23,6 +23,7 @@ from mechattn.pages.first_screen import (
     explained,
     flat,
     picture,
+    premise,
     sentence,
     strip_words,
     time_words,
@@ -95,7 +96,7 @@ def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str,
         return {"heads": listed}
     if "received_per_prompt" in result.datasets.get("received_attention", {}):
         return {"top": number}
-    return {"heads": list(range(min(number, int(result.provenance["model"]["heads"]))))}
+    return {"heads": range(min(number, int(result.provenance["model"]["heads"])))}  # a list is what a reader named
 
 
 def browse(result: Result, maps: Result | None = None) -> View:
@@ -149,6 +150,7 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "data": instrument(models),
         "answer": sentence(rows),
         "picture": picture(rows),
+        "premise": premise(models),
         "verdicts": [words for shown in models for words in verdict_sentences(shown)],
         "verdict_columns": VERDICT_COLUMNS,
         "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
@@ -184,12 +186,10 @@ def results_page(
 
 
 def _first_shown(figures: Figures) -> tuple[int, int] | None:
-    """The layer and head that the first figure of received attention shows; head 0 if the data choose."""
+    """The first layer and head that are named for a figure of received attention; None if none is."""
     for draw, options in figures:
-        if draw is received_attention and "layer" in options:
-            heads = options.get("heads")
-            layer = int(np.atleast_1d(options["layer"])[0])
-            return layer, int(heads[0]) if isinstance(heads, list) and heads else 0
+        if draw is received_attention and isinstance(options.get("heads"), list) and options["heads"]:
+            return int(np.atleast_1d(options["layer"])[0]), int(options["heads"][0])
     return None
 
 
@@ -235,7 +235,7 @@ def drawn_section(
     title = html.unescape(heading)
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
-        how = "heads chosen by hand" if isinstance(options.get("heads"), list) else "heads chosen by the data"
+        how = "heads chosen by the data" if options.get("heads") is None else "heads chosen by hand"
         shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()
         title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
         notes = [_received_note(of[0], alone=shown == BASELINE)]
@@ -273,7 +273,7 @@ def _received_note(result: Result, alone: bool) -> str:
     return (
         f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
         f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
-        f"{beside}; compare with the uniform null."
+        f"{beside}; compare with uniform attention."
     )
 
 

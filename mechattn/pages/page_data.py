@@ -53,7 +53,7 @@ def model_data(shown: ShownModel) -> dict[str, Any]:
     on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
     found = _every_quantity(result, names, layers, heads)
     return model | {
-        "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
+        "start": start if start and start[0] in layers and start[1] < heads else None,  # else that which differs most
         "quantities": [quantity for quantity in found if quantity["values"]],
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
         "curves": head_curves(on_map),

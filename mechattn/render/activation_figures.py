@@ -331,7 +331,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         ]
         figure.add_scattergl(
             x=key, y=y[head, key].astype(np.float32), mode="markers", text=words,
-            marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
+            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=1 / heads)

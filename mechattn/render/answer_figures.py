@@ -98,10 +98,10 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
     figure = draw.panels()
     figure.add_heatmap(
-        z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
-        texttemplate="%{z:.1f}",
+        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach,
+        colorbar=dict(title="%"), texttemplate="%{z:.1f}",
     )  # fmt: skip
-    about = f"n = {_n([table])}; {base:.1f} % in the baseline, white; blue is better"
+    about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
     draw.title(figure, f"{model}: accuracy", about, 420)

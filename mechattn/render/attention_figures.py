@@ -233,10 +233,11 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
 def change_map(
     result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
-    """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
+    """Map the change of a quantity relative to uniform attention by layer and head; dots mark q < 0.05.
 
-    Red means that it rose more, or fell less, than the null; blue that it fell further, or rose less. Without a null
-    the map shows the change itself, and the title says so. q is Benjamini-Hochberg over the map.
+    Orange means that it rose more, or fell less, than under uniform attention; blue that it fell further, or rose less.
+    Where uniform attention is not known the map shows the change itself, and the title says so. q is
+    Benjamini-Hochberg over the map.
 
     Args:
         result: A result.
@@ -248,31 +249,31 @@ def change_map(
     table = Contrast(result, condition, quantity=quantity, segment=segment).table()
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
-    known = bool(table.null.notna().any())
-    column, what = ("beyond", "beyond the null") if known else ("difference", "change")
+    known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
+    column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
     low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
     columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less null' * known}", hover)
+    figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less uniform' * known}", hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
         f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
-        f"{'null: ' * known}{table.attrs['null']}"
+        f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; too few prompts for any head to reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     if table.attrs["left_out"]:
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
-    relative = "change relative to its null" if known else "change"
+    relative = f"change {what}" if known else what
     heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
     draw.title(figure, heading, note, _map_height(table), top=110)
     return says(figure, _map_words(table, column))
 
 
 def _map_words(table: pd.DataFrame, column: str) -> str:
-    """The number of significant heads, and the head furthest from the null (without a null: most changed)."""
+    """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
     sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
@@ -280,13 +281,15 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
     else:
         parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
-    head = f"layer {far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}]"
+    head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
     picked = (
         f"it was selected as the largest of {len(table)}, so its interval is too optimistic "
         '(select="half" avoids this).'
     )
     if column == "beyond":
-        return f"{sure} differ from the null at q < 0.05. The largest difference is in {head}, null {null}; {picked}"
+        times = f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
+        found = f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
+        return f"{found}, under uniform attention {null}{times}; {picked}"
     return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
 
 
@@ -294,7 +297,7 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
 def patching_map(patching: Patching) -> go.Figure:
     """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over the map).
 
-    Red means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
+    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
 
     Args:
         patching: The result of ``patch``.

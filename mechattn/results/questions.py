@@ -40,7 +40,12 @@ class Questions:
     """The methods of a result."""
 
     def verdict(
-        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+        self,
+        condition: str | None = None,
+        segment: str = "question",
+        *,
+        unit: Literal["auto", "prompt"] = "auto",
+        margin: float | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
@@ -48,11 +53,13 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             segment: A segment that every prompt has.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
+            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
+                change as under uniform attention, to within ± margin.
 
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
-        return self._contrast(condition, segment=segment, unit=unit).verdict()
+        return self._contrast(condition, segment=segment, unit=unit).verdict(margin=margin)
 
     def compare(
         self,
@@ -77,13 +84,13 @@ class Questions:
         Columns: layer, head; change, change_low and change_high, fractions (−0.2 is a fifth less), and change_null,
         under the null, where the scale is a log-ratio; difference and beyond, each with t (…_low, …_high), bootstrap-t
         and simultaneous intervals; null; value and reference (means over prompts). p_beyond and q_beyond test whether
-        beyond is 0, p_difference and q_difference whether difference is (Benjamini-Hochberg over the table). p is the
-        larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows for skewness. What
-        is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign flips alone), p_family
-        (adjusted for the probability of any false finding) and detectable (what q finds with 80 % power if no other
-        head has an effect). n; ``table.attrs`` has the unit that it counts, the family of tests, the null, the smallest
-        reachable q, and "skewed": where sign flips alone would say more. The p are for a number of prompts fixed
-        beforehand: if you look, and then run more prompts because of what you saw, they are too small.
+        beyond is 0, p_difference and q_difference whether difference is (q by Benjamini-Hochberg over the table). Each
+        p is two-sided, the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows
+        for skewness. What is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign
+        flips alone), p_family (adjusted for the probability of any false finding) and detectable (what q finds with
+        80 % power if no other head has an effect). n; ``table.attrs`` has the unit that it counts, the family of tests,
+        the null, the smallest reachable q, and "skewed": where sign flips alone would say more. The p are for a number
+        of prompts fixed beforehand: if you look, and then run more prompts because of what you saw, they are too small.
 
         Args:
             condition: A condition.
@@ -148,6 +155,7 @@ class Questions:
         quantity: str = "received",
         *,
         select: Literal["half"] | None = None,
+        draws: int | None = None,
         q: float = 0.05,
         **options: Unpack[Options],
     ) -> Resolution:
@@ -160,13 +168,15 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show: 3 of them nothing in one
+                head alone.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, **options).resolution(select=select, q=q)
+        return self._contrast(condition, quantity=quantity, **options).resolution(select=select, draws=draws, q=q)
 
     def heads(
         self,

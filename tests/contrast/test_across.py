@@ -73,6 +73,9 @@ def test_a_change_within_a_margin_is_the_same(result):
     table = result.compare("/", margin=0.5)
     assert (table.q_same < 0.05).all()
     assert (result.compare("/", margin=1e-5).q_same > 0.5).all()
+    for margin, said in ((0.5, "in 32 the change is the same as its null's to within ± 50\u00a0%"), (1e-5, "in 0 the")):
+        assert said in ma.render.verdict_words(result, "/", margin=margin)
+    assert "same" not in ma.render.verdict_words(result, "/")
     for wrong in (0, -0.1, True, "2 %"):
         with pytest.raises(OptionError, match="margin="):
             result.compare("/", margin=wrong)

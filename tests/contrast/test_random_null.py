@@ -81,6 +81,10 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     assert (
         "3 draws the smallest q_random of one head alone is 0.33; 20 draws would do" in table.attrs["resolution_random"]
     )
+    assert trained.resolution("slash", draws=3).random == table.attrs["resolution_random"]
+    said = trained.methods(table)
+    assert "; q_random, over 32 tests, is of the larger p of this and of random weights (initialised): 3 draws" in said
+    assert "q_random" not in trained.methods(trained.compare("slash")), "negative control"
     assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, "they fall less"
 
 

@@ -63,6 +63,16 @@ def test_a_drop_by_definition_alone_is_not_beyond_the_null():
     assert all(v.change.high < 0 for v in found)
 
 
+def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
+    """Half of the heads fall further by 0.2 in logs, the others as uniform attention does, with an error of 0.0125."""
+    result = simulated(-0.2)
+    for margin, same in ((0.08, [False] * 4 + [True] * 4), (0.4, [True] * 8), (0.001, [False] * 8)):
+        verdict, table = result.verdict("other", margin=margin), result.compare("other", margin=margin)
+        assert (verdict.same == same).all()
+        np.testing.assert_array_equal(verdict.same.reshape(-1), table.q_same < 0.05)
+    assert result.verdict("other").same is None
+
+
 @pytest.mark.filterwarnings("error")
 def test_heads_with_no_difference_at_all_are_not_beyond():
     values = np.full((5, 1, 2), 0.1)

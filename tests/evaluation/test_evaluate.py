@@ -422,6 +422,12 @@ def test_mediation_of_known_shares():
     nothing = made.mediation("baseline", {"scale": "scale"})
     assert nothing.share.isna().all()
     assert nothing.change[0] == pytest.approx(-0.25)
+    none = table.loc["none"]
+    assert none.change_low < 0 < none.change_high, "no answer differs: that is no difference of 0 for sure"
+    assert none.change_high < 0.05
+    wide, narrow = (made.mediation("slash", {"scale": "scale"}, level=level).loc[0] for level in (0.99, 0.8))
+    assert wide.change_low < narrow.change_low < narrow.change_high < wide.change_high
+    assert wide.low < narrow.low < narrow.high < wide.high
     assert table.change["scale"] == pytest.approx(-0.25)
 
 
