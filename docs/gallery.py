@@ -41,7 +41,7 @@ print(ma.render.verdict_words(result, "slash"))
 # At which tokens do these heads lose attention?
 
 # %%
-ma.render.received_attention(result, layer=0, choose=3, condition="slash")
+ma.render.received_attention(result, layer=0, top=3, condition="slash")
 
 # %% [markdown]
 # Which heads change by more, or by less, than a head with uniform attention?

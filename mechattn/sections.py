@@ -145,7 +145,7 @@ class Output(Section):
     page: str | None = None
     layer: int | None = None
     heads: list[int] | int | None = None
-    choose: int = PydanticField(3, ge=1)
+    top: int = PydanticField(3, ge=1)
 
 
 class ServerSection(Section):

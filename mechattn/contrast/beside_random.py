@@ -79,7 +79,7 @@ class BesideRandom:
         head = self._dims.index("head") if "head" in self._dims else None
         found = against_draws(means, draws, head, table.attrs["level"], rounding)
         both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
-        both[cells] = np.maximum(table.p, found.p[cells])
+        both[cells] = np.maximum(table[f"p_{table.attrs['tested']}"], found.p[cells])
         columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
         columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
@@ -99,7 +99,7 @@ class BesideRandom:
     def _change(self, draw: Result, made: Differences) -> xr.DataArray:
         """The differences of a draw in the cells of the result; NaN where the draw has none."""
         if "layer" in made.difference.dims:
-            layers = variable_of(draw, self.asked.quantity, self.asked.by).layer.values
+            layers = variable_of(draw, self.asked.quantity).layer.values
             draw = part_of(draw, "layer", np.isin(layers, made.difference.layer.values))
         found = differences(replace(self.asked, result=draw, scale=made.scale, null="uniform"))
         if not found.cells.any() and found.ours.notnull().any():

@@ -68,7 +68,6 @@ class Contrast:
         condition: A condition.
         to: The condition to compare it with.
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-        by: With ``by="segment"``, "received" means ``received_by_segment``.
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
         null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
@@ -91,7 +90,6 @@ class Contrast:
     condition: str
     to: str = BASELINE
     quantity: str = "received"
-    by: str = "segment"
     segment: str | None = "question"
     other: Result | None = None
     null: Null = "uniform"
@@ -134,7 +132,7 @@ class Contrast:
         """The same question of one layer; of all where it is None."""
         if layer is None:
             return self
-        variable = variable_of(self.result, self.quantity, self.by)
+        variable = variable_of(self.result, self.quantity)
         check_layer(layer, variable)
         at = variable.layer.values.tolist().index(layer)
         return self.part("layer", slice(at, at + 1))
@@ -143,20 +141,24 @@ class Contrast:
         self,
         *,
         select: Literal["half"] | None = None,
+        top: int | None = None,
+        by: table.Ranking | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
         """One row for each layer and head; see :meth:`mechattn.Result.compare`.
 
         Args:
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other.
+            select: "half" selects cells on one half of the prompts and reports them on the other.
+            top: With ``select``, how many cells; by default those with q < 0.05.
+            by: What ranks the ``top`` cells, up to sign: "beyond" (where there is a null) or "difference".
             random: The results of ``run_random`` for this run.
             margin: The largest change that counts as none.
 
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
         """
-        return table.table(self, select, random, margin)
+        return table.table(self, table.Selection(select, top, by), random, margin)
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
@@ -183,7 +185,7 @@ class Contrast:
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = made.assign(n=units.n, conditions=len(given))
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
-        made.attrs |= {"unit": units.unit, "tested": tested[0].null, "level": self.level}
+        made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
 
@@ -198,7 +200,7 @@ class Contrast:
         """
         quantity, variable, asked = (
             self.quantity,
-            variable_of(self.result, self.quantity, self.by),
+            variable_of(self.result, self.quantity),
             self.at_layer(layer),
         )
         if variable.attrs.get("compared") == "difference":
@@ -230,10 +232,10 @@ class Contrast:
         change, null = self.overall()
         if null is None:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
-        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity, self.by)
+        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
         at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
         signs, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(2))
-        signs[at] = np.where(made.q < 0.05, np.sign(made.beyond), 0)
+        signs[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0)
         if margin is not None:
             same[at] = made.q_same < 0.05
         n, unit = int(made.n.iloc[0]), made.attrs["unit"]
@@ -270,14 +272,14 @@ class Contrast:
     def stability(
         self,
         *,
-        choose: int | None = 10,
+        top: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return stability.stability(self, choose, layer, over, splits, patterns)
+        return stability.stability(self, top, layer, over, splits, patterns)
 
 
 def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:

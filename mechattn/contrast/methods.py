@@ -102,7 +102,8 @@ def _compared(table: pd.DataFrame) -> str:
     about = table.attrs
     of = "" if about["segment"] == "all" else f" of the {about['segment']}"
     n = f" (n = {table.n.iloc[0]})" if len(table) else ""
-    half = ", found on one half and reported on the other" if about["select"] == "half" else ""
+    chosen = f"the {about['top']} largest" if "top" in about else "found"
+    half = f", {chosen} on one half and reported on the other" if about["select"] == "half" else ""
     scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
     tried = about["patterns"]
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"

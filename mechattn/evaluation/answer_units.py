@@ -96,7 +96,7 @@ def mediation(
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
         change = [float(end) for end in share_difference(part, level)]
         rows.append([path, name, *change, share, float(low), float(high)])
-    columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
+    columns = ["path", "condition", "change", "change_low", "change_high", "share", "share_low", "share_high"]
     made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
     made.attrs = {"total": float(whole_change.estimate), **ends, "of": total, "n": len(base), "unit": units.unit}

@@ -79,23 +79,23 @@ def page(
     heads: Seq[int] | None = None,
     force: bool = False,
     *,
-    choose: int = 3,
+    top: int = 3,
 ) -> Path:
     """Write a result's page; see :meth:`mechattn.Result.page`."""
     check_page_place(path, force)
-    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
+    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, top)
     options = [{"layer": layer, "condition": name} | which for name in names]
     figures = [(received_attention, some) for some in options]
     return results_page([result], path, figures, force=force)
 
 
-def heads_options(result: Result, heads: Seq[int] | None, choose: int) -> dict[str, Any]:
+def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
     """The options of ``received_attention`` that select heads; the first heads if the data cannot choose."""
-    listed, number = listed_or_chosen(heads, None if heads is not None else choose)
+    listed, number = listed_or_chosen(heads, None if heads is not None else top)
     if number is None:
         return {"heads": listed}
     if "received_per_prompt" in result.datasets.get("received_attention", {}):
-        return {"choose": number}
+        return {"top": number}
     return {"heads": range(min(number, int(result.provenance["model"]["heads"])))}  # a list is what a reader named
 
 
@@ -239,9 +239,9 @@ def drawn_section(
         shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()
         title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
         notes = [_received_note(of[0], alone=shown == BASELINE)]
-        choose = options.get("choose")
-        if isinstance(choose, int) and shown != BASELINE:
-            notes += [choice_words(of[0], shown, layer, choose) for layer in layers]
+        top = options.get("top")
+        if isinstance(top, int) and shown != BASELINE:
+            notes += [choice_words(of[0], shown, layer, top) for layer in layers]
         note = " ".join(filter(None, notes))
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]

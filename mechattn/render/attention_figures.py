@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -33,6 +33,7 @@ from mechattn.results.result import Result, units_of
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+    import xarray as xr
 
     from mechattn.patching.effects import Patching
 
@@ -42,11 +43,11 @@ NAME = "received_attention"
 @declare(NAME, report=[{}])
 def received_attention(
     result: Result,
-    layer: int | Seq[int],
-    heads: Seq[int] | None = None,
+    layer: int | Seq[int] | None,
+    heads: Seq[int | str] | None = None,
     condition: str | None = None,
     *,
-    choose: int | None = None,
+    top: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
@@ -58,10 +59,12 @@ def received_attention(
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each.
-        heads: The heads, from 0.
-        choose: In place of heads: the number of heads to choose by the largest change (in the baseline: the largest
-            distance) from the null on one half of the prompts. The figure then shows the other half; the run must have
+        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each; None for
+            heads of any layer.
+        heads: The heads, from 0, or by name, such as "L1H2".
+        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance) from
+            the null on one half of the prompts, of each layer or, with None, of all; as
+            ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
             used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
@@ -71,17 +74,18 @@ def received_attention(
     """
     dataset, condition = result[NAME], result.shown_condition(condition)
     layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
-    for one in layers or [layer]:
-        check_layer(one, dataset)
-    listed, choose = listed_or_chosen(heads, choose)
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
-    of_layers = dict.fromkeys(layers, listed)
-    if choose is not None:
+    listed, top = listed_or_chosen(heads, top)
+    if top is not None:
         chosen, shown = units_of(result, len(shown)).halves()
-        of_layers = {one: choose_heads(result, one, choose, condition, chosen) for one in layers}
         how = "chosen on the other half of the prompts"
-    for some in of_layers.values():
-        check_heads(some, dataset.sizes["head"])
+    of_layers: dict[int, list[int]] = {}
+    for one in layers or [layer]:
+        if one is not None:
+            check_layer(one, dataset)
+        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen)
+        for at, head in some:
+            of_layers.setdefault(at, []).append(head)
     alone = condition == BASELINE
     base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"w/o {condition}", WITHOUT)
     aligned = _Line("received_by_origin", condition, f"w/ {condition}", WITH)
@@ -103,6 +107,19 @@ def received_attention(
     over += f"; dotted: uniform attention; heads {how}{where}"
     draw.title(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
     return says(figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items()))
+
+
+def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
+    """The listed heads with their layers; of any layer, they have to be named."""
+    if layer is not None:
+        return [(layer, head) for head in check_heads(heads, dataset.sizes["head"], layer)]
+    named = list(filter(None, map(head_named, heads)))
+    if len(named) < len(heads) or not named:
+        raise OptionError(f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]')
+    for at in {at for at, _ in named}:
+        check_layer(at, dataset)
+        check_heads([head for of, head in named if of == at], dataset.sizes["head"])
+    return named
 
 
 def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
@@ -171,7 +188,7 @@ def received_by_model(
     panels = []
     for result, head in zip(results, chosen, strict=True):
         check_layer(layer, result[NAME])
-        check_heads([head], result[NAME].sizes["head"])
+        (head,) = check_heads([head], result[NAME].sizes["head"], layer)
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
         panels.append(_Panel(result, layer, head, where))
     colours = zip(conditions, (WITHOUT, THIRD), strict=False)
@@ -234,15 +251,15 @@ def change_map(
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
     column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
-    low, high = (f"{column}_{end}".removeprefix("difference_") for end in ("low", "high"))
-    columns = {"shown": column, "change": "difference", "q": "q", "low": low, "high": high}
+    low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
+    columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less uniform' * known}", hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
-        f"{condition}; {int((table.q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
         f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
@@ -258,11 +275,11 @@ def change_map(
 def _map_words(table: pd.DataFrame, column: str) -> str:
     """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
-    sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
+    sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = (percent(np.expm1(part)) for part in (far.difference, far.low, far.high, far.null))
+        value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))
     else:
-        parts = (far.difference, far.low, far.high, far.null)
+        parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
     picked = (

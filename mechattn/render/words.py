@@ -113,17 +113,17 @@ def band_words(result: Result) -> str:
     return "" if alone else ", which treat prompts as independent"
 
 
-def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
+def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
     """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
     try:
-        table = result.stability(condition, choose=choose, layer=layer)
+        table = result.stability(condition, top=top, layer=layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts, or every head is chosen
         return ""
     shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
     return (
-        f"Chosen on random halves of the prompts, {choose} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
+        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
         f"both choices in common ({100 * chance:.0f}\u00a0% by chance)."
     )
 

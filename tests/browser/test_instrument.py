@@ -64,16 +64,18 @@ def test_hover_says_what_compare_says(opened, place, result):
     words = page.locator("#tip").inner_text()
     table = result.compare("slash").set_index(["layer", "head"]).loc[(2, 5)]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
-    np.testing.assert_allclose(shown, np.expm1([table.difference, table.low, table.high, table.null]), atol=5.1e-4)
+    np.testing.assert_allclose(
+        shown, np.expm1([table.difference, table.difference_low, table.difference_high, table.null]), atol=5.1e-4
+    )
     times = re.search(r"([\d.]+)\u00a0× uniform \[([\d.]+), ([\d.]+)\]", words).groups()
     ratios = np.exp([table.beyond, table.beyond_low, table.beyond_high])
     np.testing.assert_allclose([float(part) for part in times], ratios, atol=5.1e-3)
     assert ratios[0] == pytest.approx((1 + shown[0]) / (1 + shown[3]), rel=2e-3), "what it is a multiple of"
     assert "layer 2 head 5" in words
     tested = re.search(r"q = ([\d.e-]+) against uniform attention", words)
-    assert float(tested[1]) == pytest.approx(table.q, rel=0.05)
+    assert float(tested[1]) == pytest.approx(table.q_beyond, rel=0.05)
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
-    sure = int((result.compare("slash").q < 0.05).sum())
+    sure = int((result.compare("slash").q_beyond < 0.05).sum())
     assert page.locator("#map .mark").count() == sure
     about = result["received_attention"].received_by_segment.attrs
     assert page.locator("#about").inner_text().startswith(f"{about['description']} ({about['units']}).")

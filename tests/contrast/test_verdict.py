@@ -54,7 +54,7 @@ def test_a_known_effect_is_found_and_nothing_else():
     assert verdict.beyond[:, :4].all()
     assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
     assert verdict.n == 64
-    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q < 0.05)
+    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q_beyond < 0.05)
 
 
 def test_a_drop_by_definition_alone_is_not_beyond_the_null():

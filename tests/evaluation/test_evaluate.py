@@ -416,8 +416,8 @@ def test_mediation_of_known_shares():
     made = Evaluation((*rows("baseline", base), *rows("slash", total), *rows("scale", half)), {})
     table = made.mediation("slash", {"scale": "scale", "all": "slash", "none": "baseline"}).set_index("path")
     assert table.share["scale"] == pytest.approx(0.5)
-    assert table.low["scale"] < 0.5 < table.high["scale"]
-    assert table.share["all"] == 1 == table.low["all"] == table.high["all"]
+    assert table.share_low["scale"] < 0.5 < table.share_high["scale"]
+    assert table.share["all"] == 1 == table.share_low["all"] == table.share_high["all"]
     assert table.share["none"] == 0
     nothing = made.mediation("baseline", {"scale": "scale"})
     assert nothing.share.isna().all()

@@ -97,7 +97,9 @@ def test_several_conditions_are_one_family():
     np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
     other = evaluation.comparisons()
     assert ma.adjust([table, other]).condition.tolist() == ["slash", "dots", "slash"]
-    assert ma.adjust([table, other]).q.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+    assert (
+        ma.adjust([table, other]).q_difference.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+    )
     with pytest.raises(OptionError, match="no condition other than 'only'"):
         Evaluation(tuple(replace(a, condition="only") for a in third), evaluation.provenance).comparisons("only")
 

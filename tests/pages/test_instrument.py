@@ -71,10 +71,11 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
             ends(found["mean"], found["half"], square(table, "low", [1, 3]), square(table, "high", [1, 3]))
         for condition, found in held["changes"].items():
             table = focused.compare(condition, quantity=name)
+            table["q"] = table[f"q_{table.attrs['tested']}"]
             for column in ("difference", "null", "beyond", "q"):
                 np.testing.assert_allclose(held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6)
             for middle, of in (("difference", ""), ("beyond", "beyond_")):
-                low, high = (square(table, f"{of}{end}", [1, 3]) for end in ("low", "high"))
+                low, high = (square(table, f"{middle}_{end}", [1, 3]) for end in ("low", "high"))
                 ends(found[middle], found[f"{of}half"], low, high)
             assert found["known"] == bool(table.null.notna().any())
             compared += 1

@@ -110,7 +110,7 @@ def test_a_result_says_what_it_can_show(slash_result):
     table = slash_result.compare("slash")
     assert table.attrs["resolution"] == str(made)
     assert table.attrs["smallest_q"] == made.smallest_p == 2**-11
-    assert table.q.min() >= made.smallest_p
+    assert table.q_beyond.min() >= made.smallest_p
     half = slash_result.resolution("slash", select="half")
     assert (half.n, half.together) == (6, 21)
     assert half.tests == 32
