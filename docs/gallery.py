@@ -7,6 +7,7 @@
 
 # %%
 import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
 
 model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=12)
@@ -265,8 +266,6 @@ ma.render.patching_map(patched)
 # half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
 
 # %%
-from mechattn.known_answers.known_circuits import known_circuits
-
 known = known_circuits()[0]
 circuit = ma.circuit(known.model(), known.prompts(12, 0), ma.conditions.Counterpart())
 ma.render.circuit_map(circuit, size=8)
