@@ -127,7 +127,7 @@ class EdgePair:
         pair, device = self.pair, next(self.model.parameters()).device
         last: list[Tensor] = []
 
-        def keep(place: tuple[str, int], x: Tensor, written: Tensor) -> Tensor:
+        def keep(place: tuple[str, int], x: Tensor, written: Any) -> Tensor:
             if place[0] == "logits":
                 last.append(x[0, :, 0].detach())
             return x
@@ -171,7 +171,7 @@ class EdgePair:
         """The gradient of the metric with respect to what each reader reads, averaged over the steps."""
         added: dict[tuple[str, int], Tensor] = {}
 
-        def reading(place: tuple[str, int], x: Tensor, written: Tensor) -> Tensor:
+        def reading(place: tuple[str, int], x: Tensor, written: Any) -> Tensor:
             added[place] = torch.zeros_like(x, requires_grad=True)
             return x + added[place]
 

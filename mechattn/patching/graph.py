@@ -21,8 +21,8 @@ from mechattn.patching.two_runs import logits_of
 from mechattn.prompts.sequences import Sequence
 
 Written = Float[Tensor, "row pos writer d_model"]
-# Receives a reading place (such as ("q", 3)), what the readers there read, and what was written before it.
-Reading = Callable[[tuple[str, int], Float[Tensor, "row pos reader d_model"], Written], Tensor]
+# Receives a reading place (such as ("q", 3)), what the readers there read, and a function for what was written before.
+Reading = Callable[[tuple[str, int], Float[Tensor, "row pos reader d_model"], Callable[[], Written]], Tensor]
 _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in")
 
 
@@ -135,8 +135,8 @@ def run_edges(
 
     def reads(place: tuple[str, int], module: Any, given: Any, x: Tensor) -> Tensor:
         assert reading is not None
-        before = all_written()[:, :, : graph.before(place)]
-        return reading(place, x if x.ndim == 4 else x[:, :, None], before).reshape(x.shape)
+        made = reading(place, x if x.ndim == 4 else x[:, :, None], lambda: all_written()[:, :, : graph.before(place)])
+        return made.reshape(x.shape)
 
     with ExitStack() as stack:
 
@@ -172,9 +172,11 @@ def replaced(
     """
     cut = ~torch.as_tensor(kept) & torch.as_tensor(graph.exists)
 
-    def reading(place: tuple[str, int], x: Tensor, written: Tensor) -> Tensor:
-        there = cut[:, : written.shape[2], graph.places[place]].to(x)
-        step = put[None, :, : written.shape[2]].to(x) - written
-        return x + torch.einsum("nwr,npwd->nprd", there, step)
+    def reading(place: tuple[str, int], x: Tensor, written: Callable[[], Written]) -> Tensor:
+        there = cut[:, : graph.before(place), graph.places[place]]
+        if not there.any():
+            return x
+        step = put[None, :, : there.shape[1]].to(x) - written()
+        return x + torch.einsum("nwr,npwd->nprd", there.to(x), step)
 
     return reading
