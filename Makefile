@@ -3,7 +3,7 @@
 # make selftest   check against known answers; about a minute
 # make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
-# make simulate  how often each statistical rule says yes where nothing is there (half an hour)
+# make simulate  how often each statistical rule says yes where nothing is there (ten minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make gpu       what a card is needed for, in 9 minutes and without a network; says so where there is none
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9

@@ -7,6 +7,7 @@
 
 # %%
 import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
 
 model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=12)
@@ -40,7 +41,7 @@ print(ma.render.verdict_words(result, "slash"))
 # At which tokens do these heads lose attention?
 
 # %%
-ma.render.received_attention(result, layer=0, choose=3, condition="slash")
+ma.render.received_attention(result, layer=0, top=3, condition="slash")
 
 # %% [markdown]
 # Which heads change by more, or by less, than a head with uniform attention?
@@ -259,6 +260,15 @@ ma.render.while_answering(answers)
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
 patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
+
+# %% [markdown]
+# Through which edges does it pass? Between two versions of a prompt, [edges](how-to/which-circuit.md) are ranked on one
+# half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
+
+# %%
+known = known_circuits()[0]
+circuit = ma.circuit(known.model(), known.prompts(12, 0), ma.conditions.Counterpart())
+ma.render.circuit_map(circuit, size=8)
 
 # %% [markdown]
 # ## Everything in one page

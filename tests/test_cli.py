@@ -237,19 +237,17 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     for quantity in ("received", "mass"):
         rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(drop=True)
         compared = slash_result.compare("slash", quantity=quantity)
+        of = ("difference", "change", "beyond")
         for name in (
             "layer",
             "head",
-            "difference",
-            "low",
-            "high",
             "null",
-            "beyond",
-            "beyond_low",
-            "beyond_high",
-            "p",
-            "q",
+            "change_null",
+            *of,
+            *(f"{n}_{end}" for n in of for end in ("low", "high")),
         ):
+            np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
+        for name in ("p_beyond", "q_beyond", "p_difference", "q_difference"):
             np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
         np.testing.assert_allclose(rows.value, compared.value, rtol=1e-12)
         np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)

@@ -73,6 +73,7 @@ def sentences(stored: dict) -> list[str]:
     assert all(one["verdict"] == "supported" for one in little.values())
     assert not any(one["verdict"] in ("supported", "contradicted") for one in falls.values())
     assert not any(one["verdict"] == "supported" for one in fewer.values())
+    denied = ("none", "one", "two")[sum(one["verdict"] == "contradicted" for one in fewer.values())]
     toys = {name: one["parts"][0] for name, one in by_key["tokens_help"].items() if one["parts"]}
     solved = sorted(100 * part["levels"][0] for part in toys.values())
     untestable = [one["why"] for c in stated for one in c["verdicts"].values() if one["verdict"] == "not testable here"]
@@ -84,7 +85,7 @@ def sentences(stored: dict) -> list[str]:
         f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights come as far",
         "In all five an inserted token gets less attention than a token of the question",
         "in none further than with untrained weights",
-        "That activations near zero become fewer is supported in none",
+        f"near zero become fewer is supported in none and contradicted in {denied}",
         f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",
         " points and ".join(lost),
     ]

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
-    "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "p", "q", "n", "unit",
+    "change", "change_low", "change_high", "change_null", "difference", "difference_low", "difference_high", "null",
+    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "n", "unit",
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 VIEW_TOKENS = 16
@@ -81,7 +82,7 @@ def report(
     heads: Seq[int] | None = None,
     command: str = "",
     force: bool = False,
-    choose: int = 3,
+    top: int = 3,
     memory: str = MEMORY,
 ) -> list[str]:
     """Write a page of stored results with all their figures; return what could not be shown and why."""
@@ -93,14 +94,14 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
+    results_page(results, out, figures_of(results[0], layer, heads, top), command, missing, force)
     return missing
 
 
-def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, choose: int = 3) -> Figures:
+def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3) -> Figures:
     """The figures for the analyses of a result, in the order of the analyses, with their options."""
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
-    given = {"layer": layer} | heads_options(result, heads, choose)
+    given = {"layer": layer} | heads_options(result, heads, top)
     found = [(at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)]
     order = [make().name for make in ANALYSES]
     found.sort(key=lambda each: (order.index(each[0]) if each[0] in order else len(order), each[1].compares))
@@ -229,8 +230,7 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
     what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
     subtitle = f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
     about = About("mechattn: attention under meaningless tokens", subtitle, command)
-    start = (config.output.layer or 0, _heads(config)[0])
-    each = [ShownModel(one.result, one.maps, start) for one in looked]
+    each = [ShownModel(one.result, one.maps) for one in looked]
     page = Path(str(config.output.page))
     return write_page(page, about, each, [section for one in looked for section in one.sections], force)
 
@@ -268,7 +268,7 @@ def _looked_at(
     layer, heads = config.output.layer or 0, _heads(config)
     one = min(prompts, key=lambda prompt: len(prompt.question))
     maps, views = _of_one(hooked, result, one, fitted, layer, heads, config.seed)
-    options: list[dict[str, Any]] = [{"choose": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
+    options: list[dict[str, Any]] = [{"top": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
     drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
     title = f"{model_caption(result)}: attention received in the first prompt"
     text = view_section(received_text(result, layer, heads), title, READ_TEXT)

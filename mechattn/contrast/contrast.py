@@ -16,9 +16,9 @@ from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
-from mechattn.stats.random_effects import crossed
-from mechattn.stats.resolution import RESAMPLES, Resolution, resolution
-from mechattn.stats.units import Unit, check_unit
+from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
+from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
+from mechattn.stats.units import Unit, check_unit, check_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,8 @@ class Verdict:
 
     ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
     attention. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it (q < 0.05, by
-    Benjamini-Hochberg). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
+    Benjamini-Hochberg, two-sided tests). With a margin, ``same`` marks the heads whose change is the null's to within ±
+    margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
     """
 
     change: Interval
@@ -43,6 +44,8 @@ class Verdict:
     above: np.ndarray
     n: int
     unit: str = "prompts"
+    margin: float | None = None
+    same: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
@@ -65,7 +68,6 @@ class Contrast:
         condition: A condition.
         to: The condition to compare it with.
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-        by: With ``by="segment"``, "received" means ``received_by_segment``.
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
         null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
@@ -88,7 +90,6 @@ class Contrast:
     condition: str
     to: str = BASELINE
     quantity: str = "received"
-    by: str = "segment"
     segment: str | None = "question"
     other: Result | None = None
     null: Null = "uniform"
@@ -131,7 +132,7 @@ class Contrast:
         """The same question of one layer; of all where it is None."""
         if layer is None:
             return self
-        variable = variable_of(self.result, self.quantity, self.by)
+        variable = variable_of(self.result, self.quantity)
         check_layer(layer, variable)
         at = variable.layer.values.tolist().index(layer)
         return self.part("layer", slice(at, at + 1))
@@ -140,20 +141,24 @@ class Contrast:
         self,
         *,
         select: Literal["half"] | None = None,
+        top: int | None = None,
+        by: table.Ranking | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
         """One row for each layer and head; see :meth:`mechattn.Result.compare`.
 
         Args:
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other.
+            select: "half" selects cells on one half of the prompts and reports them on the other.
+            top: With ``select``, how many cells; by default those with q < 0.05.
+            by: What ranks the ``top`` cells, up to sign: "beyond" (where there is a null) or "difference".
             random: The results of ``run_random`` for this run.
             margin: The largest change that counts as none.
 
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
         """
-        return table.table(self, select, random, margin)
+        return table.table(self, table.Selection(select, top, by), random, margin)
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
@@ -180,7 +185,7 @@ class Contrast:
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = made.assign(n=units.n, conditions=len(given))
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
-        made.attrs |= {"unit": units.unit, "tested": tested[0].null, "level": self.level}
+        made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
 
@@ -195,7 +200,7 @@ class Contrast:
         """
         quantity, variable, asked = (
             self.quantity,
-            variable_of(self.result, self.quantity, self.by),
+            variable_of(self.result, self.quantity),
             self.at_layer(layer),
         )
         if variable.attrs.get("compared") == "difference":
@@ -215,8 +220,11 @@ class Contrast:
         of_null = relative_change(null, null_reference, units) if null.size else None
         return relative_change(values, reference, units), of_null
 
-    def verdict(self) -> Verdict:
+    def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
+
+        Args:
+            margin: The largest change that counts as none, as for :meth:`table`.
 
         Raises:
             OptionError: As for :meth:`table` and :meth:`overall`, or the quantity has no null.
@@ -224,18 +232,23 @@ class Contrast:
         change, null = self.overall()
         if null is None:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
-        made, variable = self.table(), variable_of(self.result, self.quantity, self.by)
-        signs = np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int)
-        found = made[made.q < 0.05]
-        at = (variable.indexes[dim].get_indexer(found[dim]) for dim in ("layer", "head"))
-        signs[tuple(at)] = np.sign(found.beyond)
-        return Verdict(change, null, signs < 0, signs > 0, int(made.n.iloc[0]), made.attrs["unit"])
+        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
+        at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
+        signs, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(2))
+        signs[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0)
+        if margin is not None:
+            same[at] = made.q_same < 0.05
+        n, unit = int(made.n.iloc[0]), made.attrs["unit"]
+        return Verdict(change, null, signs < 0, signs > 0, n, unit, margin, None if margin is None else same > 0)
 
-    def resolution(self, *, select: Literal["half"] | None = None, q: float = 0.05) -> Resolution:
+    def resolution(
+        self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
+    ) -> Resolution:
         """What the table can detect with these prompts, and how many would be enough.
 
         Args:
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show.
             q: The q below which a test counts as a finding.
 
         Raises:
@@ -249,19 +262,24 @@ class Contrast:
         check_cells(self, made.scale, sum(some.size for some in cells), left_out)
         units = units_of(self.result, made.ours.sizes["prompt"], self.unit)
         n = units.n if select is None else (units.n + 1) // 2
-        return resolution(n, sum(int(some.sum()) for some in cells), q, self.resamples, units.unit)
+        tests = sum(int(some.sum()) for some in cells)
+        found = resolution(n, tests, q, self.resamples, units.unit)
+        if draws is None:
+            return found
+        check_whole("draws", draws, FEWEST_DRAWS)
+        return replace(found, random=random_words(draws, tests, draws * tests, q))
 
     def stability(
         self,
         *,
-        choose: int | None = 10,
+        top: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return stability.stability(self, choose, layer, over, splits, patterns)
+        return stability.stability(self, top, layer, over, splits, patterns)
 
 
 def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:

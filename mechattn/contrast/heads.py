@@ -49,8 +49,8 @@ def ranked_heads(
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     parts, known = [], ""
-    for some in layer_blocks(result, quantity, "segment", segment):
-        values, null = values_of(part_of(result, "layer", some), condition, quantity, "segment", segment)
+    for some in layer_blocks(result, quantity, segment):
+        values, null = values_of(part_of(result, "layer", some), condition, quantity, segment)
         if more := sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})):
             raise OptionError(
                 f"{quantity!r} does not have one number per head ({', '.join(more)}), so it cannot rank heads"

@@ -31,7 +31,7 @@ PROMPTS = 3
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 _NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
 # A t interval is symmetric, so half of it is enough.
-_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")
+_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")  # q is of what is tested
 
 
 def instrument(models: Seq[ShownModel]) -> str:
@@ -53,7 +53,7 @@ def model_data(shown: ShownModel) -> dict[str, Any]:
     on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
     found = _every_quantity(result, names, layers, heads)
     return model | {
-        "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
+        "start": start if start and start[0] in layers and start[1] < heads else None,  # else that which differs most
         "quantities": [quantity for quantity in found if quantity["values"]],
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
         "curves": head_curves(on_map),
@@ -96,12 +96,12 @@ def head_quantities(result: Result) -> list[str]:
 def check_memory(result: Result) -> None:
     """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "segment", "question", RESAMPLES, RESAMPLES)
+        layer_blocks(result, name, "question", RESAMPLES, RESAMPLES)
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
     """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head]."""
-    variable = variable_of(result, quantity, "segment")
+    variable = variable_of(result, quantity)
     of_segment = "segment" in variable.dims
     words = quantity_words(quantity, "question") if of_segment else quantity
     made: dict[str, Any] = {
@@ -141,7 +141,8 @@ def _changes(
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
     table = Contrast(of, condition, quantity=quantity, other=reference).table()
-    table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    table = table.assign(half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    table = table.assign(q=table[f"q_{table.attrs['tested']}"])
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
     tested = f", tested by {table.attrs['resampled']}" if "resampled" in table.attrs else ""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CONTROLS = ("other_prompt", "random")
 _SHOWN = 8  # heads that are printed
+_COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +30,9 @@ class Patching:
 
     Args:
         effects: "effect", "other_prompt" and "random" [prompt layer head], [prompt layer] or [prompt set], with
-            "segment" after them if segments were patched one by one, in the units of the metric; NaN where not
-            requested, and in "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
-            of the other run minus that of the unpatched run.
+            "segment" or "position" after them if patched one by one, in the units of the metric; NaN where not
+            requested or without a partner, and in "other_prompt" for a prompt that is longer than all others. "whole"
+            [prompt]: the metric of the other run minus that of the unpatched run.
         units: The units of replication.
         about: The model, the prompts, the condition, the metric, the direction, the method.
         checked: If all heads are attributed: exact and attributed effects of some of them, by prompt.
@@ -91,7 +92,8 @@ class Patching:
         ranked = half or top is not None
         order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))
         order = order[:top] if half else order
-        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *CONTROLS)}
+        controls = [name for name in CONTROLS if name in self.effects]
+        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *controls)}
         beyond = values["effect"] - values["random"]
         found, further = t_interval(values["effect"], level), t_interval(beyond, level)
         rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
@@ -107,15 +109,17 @@ class Patching:
                 "share": share.estimate,
                 "share_low": share.low,
                 "share_high": share.high,
-                **{name: np.nanmean(values[name], 0) for name in CONTROLS},
+                **{name: np.nanmean(values[name], 0) for name in controls},
                 "beyond_random": further.estimate,
                 "beyond_random_low": further.low,
                 "beyond_random_high": further.high,
                 "n": len(beyond),
             }
         )[:top]
-        noun, count = [label for label in self.labels if label != "segment"][-1], len(order)
-        cells_words = f"pairs of {noun} and segment" if "segment" in self.labels else f"{noun}{'s' * (count > 1)}"
+        slot = next((label for label in self.labels if label in ("segment", "position")), None)
+        noun, count = [label for label in self.labels if label != slot][-1], len(order)
+        noun = "edge" if noun == "reader" else noun
+        cells_words = f"pairs of {noun} and {slot}" if slot else f"{noun}{'s' * (count > 1)}"
         family = f"{count} {cells_words} {self.about['method']}"
         made.attrs = {
             "tested": "beyond_random" if rises else "effect",
@@ -147,13 +151,13 @@ class Patching:
         """A copy with the exact effects of some cells on the first prompts."""
         import pandas as pd
 
-        cells = self._cells("effect")[1]
+        cells, there = self._cells("effect")[1], ~np.isnan(self.effects.effect.values).any(0)
         rows = [
             {
                 "prompt": str(prompt),
                 **dict(zip(self.labels, cells[cell], strict=True)),
                 "exact": value,
-                "attributed": float(attributed.ravel()[cell]),
+                "attributed": float(attributed[there][cell]),
             }
             for prompt, attributed, values in zip(
                 self.effects.prompt.values, self.effects.effect.values, exact, strict=False
@@ -168,7 +172,7 @@ class Patching:
         if self.units.n < FEWEST:
             return "\n".join([*lines, f"no interval from fewer than {FEWEST}: .effects has the numbers"])
         mean, low, high = self.whole
-        table = self.table(top=_SHOWN if "head" in self.labels else None)
+        table = self.table(top=_SHOWN if {"head", "reader"} & set(self.labels) else None)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
@@ -179,3 +183,12 @@ class Patching:
                 f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
             )
         return "\n".join(lines)
+
+
+def checked_sample(made: Patching, seed: int) -> list[int]:
+    """The cells on which attribution is checked: those with the largest effects, and as many drawn at random."""
+    mean = abs(made._cells("effect")[0].mean(0))
+    largest = np.argsort(-mean, kind="stable")[: (_COMPARED + 1) // 2].tolist()
+    rest = [cell for cell in range(len(mean)) if cell not in largest]
+    drawn = np.random.default_rng(seed).permutation(len(rest))[: _COMPARED // 2]
+    return [*largest, *(rest[i] for i in drawn)]

@@ -160,7 +160,7 @@ def agreement(
     figure, series, said = draw.panels(), [], []
     for result in results:
         table = result.agreement(condition, others[0], controls=others[1:])
-        made = table.loc[table.layer == layer, ["cosine", "low", "high"]].to_numpy()
+        made = table.loc[table.layer == layer, ["cosine", "cosine_low", "cosine_high"]].to_numpy()
         said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(others, made, strict=True)]
         series.append((model_caption(result), made.T))
     draw.side_by_side(figure, others, series, COLOURS[1:], **_POINTS)
@@ -331,7 +331,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         ]
         figure.add_scattergl(
             x=key, y=y[head, key].astype(np.float32), mode="markers", text=words,
-            marker=dict(size=4, color=head, colorscale="Viridis", colorbar=dict(title="head"), opacity=0.7),
+            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=dict(title="head"), opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=1 / heads)

@@ -98,10 +98,10 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
     figure = draw.panels()
     figure.add_heatmap(
-        z=z, x=columns, y=rows, colorscale="RdBu", zmin=base - reach, zmax=base + reach, colorbar=dict(title="%"),
-        texttemplate="%{z:.1f}",
+        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach,
+        colorbar=dict(title="%"), texttemplate="%{z:.1f}",
     )  # fmt: skip
-    about = f"n = {_n([table])}; {base:.1f} % in the baseline, white; blue is better"
+    about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
     draw.title(figure, f"{model}: accuracy", about, 420)
@@ -182,8 +182,8 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         )  # fmt: skip
     beyond = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
     draw.points(
-        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9), meta=["pairs", "p"],
-        customdata=table[["pairs", "p"]].values,
+        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9),
+        meta=["pairs", "p_beyond"], customdata=table[["pairs", "p_beyond"]].values,
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
     )  # fmt: skip
     draw.rule(figure, x=0, colour="#444", column=2)
@@ -277,6 +277,6 @@ def _said(table: pd.DataFrame) -> str:
         else:
             parts.append(
                 f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
-                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p:.2g}"
+                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p_beyond:.2g}"
             )
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -33,6 +33,7 @@ from mechattn.results.result import Result, units_of
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+    import xarray as xr
 
     from mechattn.patching.effects import Patching
 
@@ -42,11 +43,11 @@ NAME = "received_attention"
 @declare(NAME, report=[{}])
 def received_attention(
     result: Result,
-    layer: int | Seq[int],
-    heads: Seq[int] | None = None,
+    layer: int | Seq[int] | None,
+    heads: Seq[int | str] | None = None,
     condition: str | None = None,
     *,
-    choose: int | None = None,
+    top: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
@@ -58,10 +59,12 @@ def received_attention(
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each.
-        heads: The heads, from 0.
-        choose: In place of heads: the number of heads to choose by the largest change (in the baseline: the largest
-            distance) from the null on one half of the prompts. The figure then shows the other half; the run must have
+        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each; None for
+            heads of any layer.
+        heads: The heads, from 0, or by name, such as "L1H2".
+        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance) from
+            the null on one half of the prompts, of each layer or, with None, of all; as
+            ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
             used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
@@ -71,17 +74,18 @@ def received_attention(
     """
     dataset, condition = result[NAME], result.shown_condition(condition)
     layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
-    for one in layers or [layer]:
-        check_layer(one, dataset)
-    listed, choose = listed_or_chosen(heads, choose)
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
-    of_layers = dict.fromkeys(layers, listed)
-    if choose is not None:
+    listed, top = listed_or_chosen(heads, top)
+    if top is not None:
         chosen, shown = units_of(result, len(shown)).halves()
-        of_layers = {one: choose_heads(result, one, choose, condition, chosen) for one in layers}
         how = "chosen on the other half of the prompts"
-    for some in of_layers.values():
-        check_heads(some, dataset.sizes["head"])
+    of_layers: dict[int, list[int]] = {}
+    for one in layers or [layer]:
+        if one is not None:
+            check_layer(one, dataset)
+        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen)
+        for at, head in some:
+            of_layers.setdefault(at, []).append(head)
     alone = condition == BASELINE
     base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"w/o {condition}", WITHOUT)
     aligned = _Line("received_by_origin", condition, f"w/ {condition}", WITH)
@@ -103,6 +107,19 @@ def received_attention(
     over += f"; dotted: uniform attention; heads {how}{where}"
     draw.title(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
     return says(figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items()))
+
+
+def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
+    """The listed heads with their layers; of any layer, they have to be named."""
+    if layer is not None:
+        return [(layer, head) for head in check_heads(heads, dataset.sizes["head"], layer)]
+    named = list(filter(None, map(head_named, heads)))
+    if len(named) < len(heads) or not named:
+        raise OptionError(f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]')
+    for at in {at for at, _ in named}:
+        check_layer(at, dataset)
+        check_heads([head for of, head in named if of == at], dataset.sizes["head"])
+    return named
 
 
 def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
@@ -171,7 +188,7 @@ def received_by_model(
     panels = []
     for result, head in zip(results, chosen, strict=True):
         check_layer(layer, result[NAME])
-        check_heads([head], result[NAME].sizes["head"])
+        (head,) = check_heads([head], result[NAME].sizes["head"], layer)
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
         panels.append(_Panel(result, layer, head, where))
     colours = zip(conditions, (WITHOUT, THIRD), strict=False)
@@ -216,10 +233,11 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
 def change_map(
     result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
 ) -> go.Figure:
-    """Map the change of a quantity minus that of its null by layer and head; dots mark q < 0.05.
+    """Map the change of a quantity relative to uniform attention by layer and head; dots mark q < 0.05.
 
-    Red means that it rose more, or fell less, than the null; blue that it fell further, or rose less. Without a null
-    the map shows the change itself, and the title says so. q is Benjamini-Hochberg over the map.
+    Orange means that it rose more, or fell less, than under uniform attention; blue that it fell further, or rose less.
+    Where uniform attention is not known the map shows the change itself, and the title says so. q is
+    Benjamini-Hochberg over the map.
 
     Args:
         result: A result.
@@ -231,45 +249,47 @@ def change_map(
     table = Contrast(result, condition, quantity=quantity, segment=segment).table()
     if set(table) & {"segment", "to_segment"}:
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
-    known = bool(table.null.notna().any())
-    column, what = ("beyond", "beyond the null") if known else ("difference", "change")
-    low, high = (f"{column}_{end}".removeprefix("difference_") for end in ("low", "high"))
-    columns = {"shown": column, "change": "difference", "q": "q", "low": low, "high": high}
+    known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
+    column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
+    low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
+    columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less null' * known}", hover)
+    figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less uniform' * known}", hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
-        f"{condition}; {int((table.q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
-        f"{'null: ' * known}{table.attrs['null']}"
+        f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; too few prompts for any head to reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     if table.attrs["left_out"]:
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
-    relative = "change relative to its null" if known else "change"
+    relative = f"change {what}" if known else what
     heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
     draw.title(figure, heading, note, _map_height(table), top=110)
     return says(figure, _map_words(table, column))
 
 
 def _map_words(table: pd.DataFrame, column: str) -> str:
-    """The number of significant heads, and the head furthest from the null (without a null: most changed)."""
+    """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
-    sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
+    sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = (percent(np.expm1(part)) for part in (far.difference, far.low, far.high, far.null))
+        value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))
     else:
-        parts = (far.difference, far.low, far.high, far.null)
+        parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
-    head = f"layer {far.layer:.0f} head {far['head']:.0f}: {value} [{low}, {high}]"
+    head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
     picked = (
         f"it was selected as the largest of {len(table)}, so its interval is too optimistic "
         '(select="half" avoids this).'
     )
     if column == "beyond":
-        return f"{sure} differ from the null at q < 0.05. The largest difference is in {head}, null {null}; {picked}"
+        times = f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
+        found = f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
+        return f"{found}, under uniform attention {null}{times}; {picked}"
     return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
 
 
@@ -277,7 +297,7 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
 def patching_map(patching: Patching) -> go.Figure:
     """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over the map).
 
-    Red means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
+    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
 
     Args:
         patching: The result of ``patch``.

@@ -21,10 +21,15 @@ WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
+NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
+# The colour scales of all figures and pages; either is told apart with any colour blindness.
+DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
+SEQUENTIAL = "Cividis"
 DARK = {
     WITHOUT: "#56b4e9",
     WITH: "#ff9a4d",
     THIRD: "#3fcf9f",
+    NEUTRAL: "#262b31",
     "#000000": "#e6e6e3",
     "#7a5c00": "#c9a227",
     "#444": "#bbb",
@@ -133,7 +138,7 @@ def rule(
 def head_map(
     table: pd.DataFrame, columns: Mapping[str, str], name: str, unit: str, hover: str, across: str = "head"
 ) -> go.Figure:
-    """Heads by layer in red and blue, and a dot where q < 0.05.
+    """Heads by layer in orange and blue, and a dot where q < 0.05.
 
     The first of the columns, which are given by their labels, is the colour; the others are there on hover.
     """
@@ -144,7 +149,7 @@ def head_map(
     reach = float(np.nanmax(abs(shown.values))) or 1.0
     figure = panels()
     figure.add_heatmap(
-        z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale="RdBu_r", name=name,
+        z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale=DIVERGING, name=name,
         meta=[label for label, _ in others], customdata=np.dstack([cells.values for _, cells in others]),
         hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>", colorbar=dict(title=unit),
     )  # fmt: skip

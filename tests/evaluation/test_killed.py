@@ -42,7 +42,7 @@ def test_killed_and_continued(tmp_path):
     had = 1
     for more in (3, 25):
         run = start(part)
-        until = time.monotonic() + 120
+        until = time.monotonic() + 900  # of a machine that does much else
         while run.poll() is None and time.monotonic() < until:
             if part.exists() and part.read_bytes().count(b"\n") >= had + more:
                 run.send_signal(signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_killed_and_continued(tmp_path):
         found = part.read_bytes().count(b"\n")
         assert found > had, "nothing was lost, something was added"
         had = found
-    assert start(part).wait(120) == 0
+    assert start(part).wait(900) == 0
     expected, got = by_question(whole), by_question(part)
     assert got.keys() == expected.keys()
     for key, answer in got.items():

@@ -330,7 +330,7 @@ def test_killed_and_continued(engine, tmp_path):
         had = 1
         for more in (3, 15):
             run = start(part)
-            until = time.monotonic() + 120
+            until = time.monotonic() + 900  # of a machine that does much else
             while run.poll() is None and time.monotonic() < until:
                 if part.exists() and part.read_bytes().count(b"\n") >= had + more:
                     run.kill()
@@ -339,7 +339,7 @@ def test_killed_and_continued(engine, tmp_path):
             assert run.wait(60) == -9, "it ended before it could be killed"
             assert part.read_bytes().count(b"\n") > had
             had = part.read_bytes().count(b"\n")
-        assert start(part).wait(120) == 0
+        assert start(part).wait(900) == 0
     rows = [json.loads(line) for line in part.read_text().splitlines()[1:]]
     assert len({(r["prompt"], r["condition"], r["sample"]) for r in rows}) == len(rows) == 48
     expected = {(a.prompt, a.condition, a.sample): a for a in ma.load_evaluation(whole).answers}

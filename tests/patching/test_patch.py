@@ -15,6 +15,7 @@ from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
+from mechattn.patching.pairs import Pair
 from mechattn.patching.sites import Target
 from mechattn.patching.two_runs import read
 from mechattn.render import words
@@ -347,14 +348,18 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
 
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
-    run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
-    one = patching._Prompt(model, None, Target("z", ((1, 2),), False, False, False), [None], 7)
+    own = ma.Baseline().apply(some[0], model, 0)
+    run, source = (read(model, c.apply(some[0], model, 0), [1], "z", own.origin) for c in (SLASH, ma.Baseline()))
+    target = Target("z", ((1, 2),), None, False, False)
+    one, another = (
+        patching._Prompt(model, target, [None], Pair(name, own, own, own.origin, None, True), 7) for name in ("a", "b")
+    )
     value = patching._aligned(run, source, (1, 2))
     own = run.z[1][run.places, 2]
-    drawn = one._random("a", run, (1, 2), value)
+    drawn = one._random(run, (1, 2), value)
     torch.testing.assert_close((drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4)
-    assert torch.equal(drawn, one._random("a", run, (1, 2), value))
-    assert not torch.equal(drawn, one._random("b", run, (1, 2), value))
+    assert torch.equal(drawn, one._random(run, (1, 2), value))
+    assert not torch.equal(drawn, another._random(run, (1, 2), value))
     cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
     assert cosine.abs().mean() < 0.5
 
@@ -375,15 +380,18 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
 
     short, long = sequences[by_length[0]], sequences[by_length[-1]]
-    run, source = read(model, SLASH.apply(some[int(by_length[0])], model, 0), [1]), read(model, long, [1])
+    receiver = SLASH.apply(some[int(by_length[0])], model, 0)
+    run, source = (read(model, *each) for each in ((receiver, [1], "z", short.origin), (long, [1], "z", long.origin)))
     same = next(i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b)
     assert 0 < same < len(short) < len(long)
     mixed = patching._aligned(run, source, (1, 2))
     assert torch.equal(mixed[:same], source.z[1][:same, 2])
     assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
-    rows = patching._aligned(*(read(model, each, [1], "pattern") for each in (short, long)), (1, 2), "pattern")
+    rows = patching._aligned(
+        *(read(model, each, [1], "pattern", each.origin) for each in (short, long)), (1, 2), "pattern"
+    )
     assert rows.shape == (len(short), len(short))
-    assert rows[-1, -1] == read(model, long, [1], "pattern").z[1][-1, 2, -1]
+    assert rows[-1, -1] == read(model, long, [1], "pattern", long.origin).z[1][-1, 2, -1]
 
     found, again = (ma.patch(model, each, SLASH, at=[(1, 2)]) for each in (some, some[::-1]))
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
@@ -396,12 +404,13 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
 def test_the_random_pattern_stays_inside_the_window():
     """And keeps each token's probabilities."""
     model, prompt = ma.load_model("toy:gemma3"), prompts(1)[0]
-    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern") for c in (SLASH, ma.Baseline()))
-    window = attention_window(model, 0)
+    own = ma.Baseline().apply(prompt, model, 0)
+    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin) for c in (SLASH, ma.Baseline()))
+    window, pair = attention_window(model, 0), Pair("a", own, own, own.origin, None, True)
     assert window < len(run.places)
     value = patching._aligned(run, source, (0, 1), "pattern")
-    drawn = patching._Prompt(model, None, Target("pattern", ((0, 1),), False, False, False), [None], 7)._random(
-        "a", run, (0, 1), value
+    drawn = patching._Prompt(model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 7)._random(
+        run, (0, 1), value
     )
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
@@ -413,12 +422,16 @@ def test_metrics_against_their_formulas():
     model, some = ma.load_model("toy:llama"), prompts(3)
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
-        runs = [read(model, c.apply(prompt, model, 0), [1]) for c in (SLASH, ma.Baseline())]
+        runs = [
+            read(model, c.apply(prompt, model, 0), [1], "z", ma.Baseline().apply(prompt, model, 0).origin)
+            for c in (SLASH, ma.Baseline())
+        ]
         margins, divergences = [], []
         for run in runs:
             logits = run.logits[0].double()
             each = [
-                float(row[t] - max(row[w] for w in range(len(row)) if w != t)) for row, t in zip(logits, run.answer)
+                float(row[t] - max(row[w] for w in range(len(row)) if w != t))
+                for row, t in zip(logits, run.sequence.tokens[run.sequence.of_segment("answer")])
             ]
             margins.append(sum(each) / len(each))
             expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
@@ -555,10 +568,10 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
         ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
         ({"at": 3}, OptionError, "give heads such as"),
-        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
+        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
-        ({"at": "resid"}, OptionError, "or one of 'z', 'v', 'pattern', 'resid_post'"),
+        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'"),
         ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
         ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
         ({"together": [(0, 1)]}, OptionError, "name the set in at="),

@@ -65,7 +65,7 @@ def test_change_map_marks_what_is_significant(result):
     heat, dots = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
-    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q < 0.05}
+    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q_beyond < 0.05}
     assert len(marked) > 0
     assert "uniform attention" in figure.layout.title.text
 

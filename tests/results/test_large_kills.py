@@ -18,7 +18,7 @@ from mechattn.store.objects import Store
 from mechattn.store.pieces import copied
 from mechattn.store.result_bytes import packed
 from mechattn.store.saving import merge_stored
-from tests.kills import Killed, each_kill
+from tests.kills import Killed, each_kill, killed_at
 from tests.results.test_kills import Ready, emptied, names, numbers, one, smallest_results  # noqa: F401
 
 AT = "memory://killed"
@@ -295,3 +295,15 @@ def test_two_runs_of_one_folder(job, shards, tmp_path):
 
     made = ma.run_job(job, tmp_path / "r.zarr", executor=Meanwhile([*map(packed, shards)], []))
     assert numbers(made) == numbers(ma.merge_results(shards))
+
+
+def test_a_finished_run_changes_nothing(job, shards, tmp_path):
+    """So that it can be used where nothing can be written."""
+    path, executor = tmp_path / "r.zarr", Ready([*map(packed, shards)], [])
+    made = numbers(ma.run_job(job, path, executor=executor))
+    with killed_at(tmp_path, 0) as died:
+        assert numbers(ma.run_job(job, path, executor=executor)) == made
+    assert not died
+    with killed_at(tmp_path, 0) as died:  # negative control
+        ma.run_job(job, path, executor=executor, fresh=True)
+    assert died
