@@ -140,7 +140,7 @@ def score_biases(
         with weights_here(attention := model.blocks[layer].attn):
             found = getattr(attention, name, None)
         if found is None:
-            return torch.zeros(heads, int(model.cfg.d_head), device=device_of(model))
+            return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
         return rearrange(found.detach().flatten(), "(head d_head) -> head d_head", head=heads).float()
 
     return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))

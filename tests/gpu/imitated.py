@@ -31,6 +31,20 @@ def laid(tensor, device):
 class Imitated(TorchFunctionMode):
     """While it is active, operations of torch check where their tensors lie, and the result lies there too."""
 
+    def __enter__(self):
+        self.new = torch.nn.Parameter.__new__
+
+        def new(cls, data=None, requires_grad=True):
+            made = self.new(cls, data, requires_grad)
+            return made if data is None else laid(made, where(data))
+
+        torch.nn.Parameter.__new__ = new
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.nn.Parameter.__new__ = self.new
+        return super().__exit__(*error)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (_DEVICE, _CUDA):
@@ -42,6 +56,8 @@ class Imitated(TorchFunctionMode):
         if func == _SET_DATA:
             laid(args[0], where(args[1]))
             return func(*args)
+        if func is torch.histc:  # of the CPU takes no integers; transformers asks for the device
+            args = (args[0].float(), *args[1:])
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if asked is not None:
