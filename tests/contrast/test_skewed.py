@@ -40,4 +40,4 @@ def flips(made):
 
 def test_of_symmetric_differences_and_of_many_nothing_is_said():
     assert not any("not controlled" in _skewed_words(made) for made in tables("normal", 12))
-    assert not any("not controlled" in _skewed_words(made) for made in tables("rare", 48, 5))
+    assert not any("not controlled" in _skewed_words(made) for made in tables("rare", 96, 5))
