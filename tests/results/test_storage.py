@@ -260,9 +260,9 @@ def test_the_verdict_equals_scipy_on_the_table(slash_result):
     np.testing.assert_allclose(verdict.change, expected, rtol=1e-5)
     assert verdict.beyond.shape == (4, 8)
     assert -0.6 < verdict.null.estimate < -0.3
-    percents = ", ".join(f"{100 * end:.1f}" for end in expected)
-    assert repr(verdict).startswith(f"Verdict(change and ends of its interval: {percents} %")
-    assert f"{verdict.beyond.sum()} of 32 heads beyond" in repr(verdict)
+    fractions = "{:.3f} [{:.3f}, {:.3f}]".format(*expected)  # one unit, in fields and in print
+    assert repr(verdict).startswith(f"Verdict(change={fractions}, null=")
+    assert f"{verdict.beyond.sum()} of 32 heads below the null" in repr(verdict)
     with pytest.raises(OptionError, match="'anser'"):
         slash_result.verdict("slash", segment="anser")
     with pytest.raises(OptionError, match="no condition 'slsh'"):
