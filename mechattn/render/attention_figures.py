@@ -308,7 +308,9 @@ def patching_map(patching: Patching) -> go.Figure:
     known = bool(table.share.notna().all())
     hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
-    columns = {name: name for name in ("effect", "low", "high", "q", "share", "random")}
+    q = f"q_{table.attrs['tested']}"
+    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
+    columns |= {"share": "share", "random": "random"}
     figure = draw.head_map(table, columns, "effect", "effect", hover, across)
     about, (whole, low, high) = patching.about, patching.whole
     note = (
@@ -318,11 +320,11 @@ def patching_map(patching: Patching) -> go.Figure:
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, _map_height(table), top=110)
     largest = table.effect.abs().idxmax()
-    top = table.loc[largest]
+    top, sure = table.loc[largest], f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s"
     return says(
         figure,
-        f"{int((table.q < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{table[across][largest]}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
+        f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
+        f"{table[across][largest]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )

@@ -180,7 +180,7 @@ class Questions:
 
     def heads(
         self,
-        quantity: str,
+        quantity: str | None = None,
         top: int | None = 10,
         *,
         condition: str = BASELINE,
@@ -196,7 +196,8 @@ class Questions:
         interval), uniform (NaN where there is no such null), n.
 
         Args:
-            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
+            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude"; by
+                default "received", or the first that there is.
             top: The number of heads; None for all.
             condition: The condition.
             segment: The segment of queries or keys, for quantities by segment.
