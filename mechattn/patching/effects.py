@@ -59,9 +59,9 @@ class Patching:
 
         ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows,
         whatever ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the
-        whole effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects
-        of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its interval
-        and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so ``q_effect`` is
+        whole effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean
+        effects of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its
+        interval and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so ``q_effect`` is
         NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print say.
 
         Args:
