@@ -68,6 +68,13 @@ ma.render.received_by_model(result, layer=0, heads=1)
 ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 
 # %% [markdown]
+# Is it so in other models?
+
+# %%
+other = ma.run("toy:qwen2", prompts, {"slash": slash})
+ma.render.verdicts([result, other], "slash")
+
+# %% [markdown]
 # Does the effect grow with the number of inserted tokens?
 
 # %%

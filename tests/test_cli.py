@@ -253,6 +253,11 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
         np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
         values = slash_result.heads(quantity, None, condition="slash").sort_values(["layer", "head"])
         np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
+    both = here("export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "both.csv")
+    assert both.returncode == 0, both.stderr
+    assert pd.read_csv(tmp_path / "both.csv").equals(pd.concat([table, table], ignore_index=True))
+    assert set(table.model) == {"toy:llama"}
+    assert set(table.result) == {str(tmp_path / "r.zarr")}
     again = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
     assert again.returncode == 0, "its own file is replaced"
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")

@@ -64,7 +64,9 @@ other.apply(pairs[0], model)
 # %%
 heads = [(layer, head) for layer in range(2) for head in range(4)]
 print(
-    ma.patch(model, pairs, other, at=heads, metric="answers").table()[["layer", "head", "effect", "low", "high", "q"]]
+    ma.patch(model, pairs, other, at=heads, metric="answers").table()[
+        ["layer", "head", "effect", "effect_low", "effect_high", "q_effect"]
+    ]
 )
 
 # %% [markdown]
@@ -81,7 +83,7 @@ print(circuit)
 ma.render.circuit_map(circuit)
 
 # %%
-print(circuit.table()[["writer", "reader", "effect", "low", "high", "q"]].to_string(index=False))
+print(circuit.table()[["writer", "reader", "effect", "effect_low", "effect_high", "q_effect"]].to_string(index=False))
 
 # %% [markdown]
 # ## Is this the induction circuit?

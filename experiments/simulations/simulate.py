@@ -121,7 +121,7 @@ def patching(tables: int) -> Iterator[Row]:
             data = data.assign_coords(prompt=np.arange(24), layer=[0], head=np.arange(heads))
             about = {"metric": "log-probability", "direction": "denoising", "method": "patched"}
             table = Patching(data, Units(24), about).table(top=8)
-            printed.append(bool((table.q < 0.05).any()))
+            printed.append(bool((table.q_effect < 0.05).any()))
             shown = data.effect.values[:, 0, table["head"].to_numpy()]
             chosen.append(bool((paired(shown).q < 0.05).any()))
         yield row(
@@ -269,8 +269,8 @@ def verdicts(tables: int) -> Iterator[Row]:
         asked = Contrast(Result({"received_attention": data, "sequences": origin}, about), "other", resamples=RESAMPLES)
         verdict = asked.verdict()
         marked = (verdict.beyond | verdict.above).ravel()
-        differ.append(bool((marked != (asked.table().q < 0.05)).any()))
-        seeds.append(bool((marked != (replace(asked, seed=1).table().q < 0.05)).any()))
+        differ.append(bool((marked != (asked.table().q_beyond < 0.05)).any()))
+        seeds.append(bool((marked != (replace(asked, seed=1).table().q_beyond < 0.05)).any()))
     data = f"24 prompts, {HEADS} heads, d_z = 0.33"
     yield row("a verdict and its table mark different heads", data, differ, "0")
     yield row("two tables with other draws do", data, seeds, "no promise")

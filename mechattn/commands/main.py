@@ -323,7 +323,7 @@ def report(
 
 @app.command()
 def export(
-    result: Annotated[str, typer.Argument(help="A stored result.")],
+    results: Annotated[list[str], typer.Argument(help="Stored results; their rows are in one table.")],
     csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
     netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
     memory: Memory = "2GiB",
@@ -332,9 +332,9 @@ def export(
     from mechattn.commands.pages import export_csv, export_netcdf
 
     if netcdf is not None:
-        _say(f"Wrote {export_netcdf(result, netcdf)}")
+        _say(f"Wrote {export_netcdf(results, netcdf)}")
         return
-    path, missing = export_csv(result, csv, memory)
+    path, missing = export_csv(results, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)
     _say(f"Wrote {path}")

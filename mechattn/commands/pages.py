@@ -18,7 +18,7 @@ from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.commands.run_config import prepared
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import kept
+from mechattn.contrast.quantities import head_quantities, kept
 from mechattn.engine.run import run
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.jobs.kinds import made_conditions
@@ -37,7 +37,6 @@ from mechattn.pages.page import (
     view_section,
     write_page,
 )
-from mechattn.pages.page_data import head_quantities
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.attention_figures import received_attention
@@ -55,8 +54,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
-    "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
-    "change", "change_low", "change_high", "change_null", "difference", "difference_low", "difference_high", "null",
+    "result", "model", "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform",
+    "baseline", "scale", "change", "change_low", "change_high", "change_null", "difference", "difference_low",
+    "difference_high", "null",
     "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "n", "unit",
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
@@ -127,8 +127,10 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
-    """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why."""
+def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
+    """Write a CSV row per result, quantity, condition, layer and head; return the file, and what has no row and why."""
+    import pandas as pd
+
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
@@ -137,14 +139,20 @@ def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path
             ours = there.readline().strip() == ",".join(COLUMNS)
         if not ours:
             raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
-    result = load_result(place, memory=memory)
-    table, missing = heads_table(result)
-    write_whole(out, lambda new: table.to_csv(new, index=False))
+    tables, missing = [], []
+    for place in places:
+        result = load_result(place, memory=memory)
+        table, lacking = heads_table(result)
+        tables.append(table.assign(result=str(place), model=result.provenance["model"]["name"]))
+        missing += [f"{place}: {words}" if len(places) > 1 else words for words in lacking]
+    write_whole(out, lambda new: pd.concat(tables).to_csv(new, index=False))
     return out, missing
 
 
-def export_netcdf(place: str | Path, out: Path) -> Path:
+def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
     """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
+    if len(places) > 1:
+        raise OptionError(f"a NetCDF file holds one result, and {len(places)} are given; export each to its own file")
     if out.suffix != ".nc":
         raise OptionError(f'"{out.name}" should end with .nc')
     check_writable(out)
@@ -156,7 +164,7 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
     import xarray as xr
 
-    result = load_result(place)
+    result = load_result(places[0])
     datasets = {}
     for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
         texts = {n: v for n, v in one.variables.items() if v.dtype.kind in TEXT}

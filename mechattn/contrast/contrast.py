@@ -32,16 +32,20 @@ FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution wi
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
-    ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
-    attention. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it (q < 0.05, by
-    Benjamini-Hochberg, two-sided tests). With a margin, ``same`` marks the heads whose change is the null's to within ±
-    margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
+    ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean over layers and heads
+    (geometric mean over prompts), so that heads count by how much they receive; the mean of ``compare``'s column
+    ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
+    the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
+    those in which the quantity rises, whatever the null does. With a margin, ``same`` marks the heads whose change is
+    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of
+    prompts.
     """
 
     change: Interval
     null: Interval
     beyond: np.ndarray
     above: np.ndarray
+    rises: np.ndarray
     n: int
     unit: str = "prompts"
     margin: float | None = None
@@ -49,11 +53,10 @@ class Verdict:
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
-        change, null = (", ".join(f"{100 * float(end):.1f}" for end in of) for of in (self.change, self.null))
+        change, null = ("{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null))
         return (
-            f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
-            f"{int(self.beyond.sum())} of {self.beyond.size} heads beyond the null, {int(self.above.sum())} above; "
-            f"{self.n} {self.unit})"
+            f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
+            f"null, {int(self.above.sum())} above it, {self.n} {self.unit})"
         )
 
 
@@ -192,6 +195,8 @@ class Contrast:
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.
 
+        A head counts by how much it receives, unlike in the mean of the table's ``change``, where all count alike.
+
         Args:
             layer: One layer; by default all.
 
@@ -234,12 +239,13 @@ class Contrast:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
         made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
         at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
-        signs, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(2))
-        signs[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0)
+        signs, up, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
+        signs[at], up[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0), made.difference > 0
         if margin is not None:
             same[at] = made.q_same < 0.05
         n, unit = int(made.n.iloc[0]), made.attrs["unit"]
-        return Verdict(change, null, signs < 0, signs > 0, n, unit, margin, None if margin is None else same > 0)
+        of_same = None if margin is None else same > 0
+        return Verdict(change, null, signs < 0, signs > 0, up > 0, n, unit, margin, of_same)
 
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Null = Literal["uniform", "blind"]
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
+_A_HEAD = {"prompt", "condition", "layer", "head"}
 _COPIES = 8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 _SHARE = 4  # of the memory: a quantity that is kept takes at most this fraction
@@ -59,6 +60,19 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
             f"quantity=…{''.join(f', or run it with ma.analyses.{other}()' for other in others)}"
         )
     return found[0]
+
+
+def head_quantities(result: Result) -> list[str]:
+    """The quantities with one number per head and prompt, named as in ``result.compare``."""
+    found = {
+        str(name).removesuffix("_by_segment"): None
+        for at, dataset in result.datasets.items()
+        for name, variable in dataset.data_vars.items()
+        if at != "sequences"
+        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
+        and not str(name).endswith((*(f"_{kind}" for kind in NULLS), "_per_prompt"))
+    }
+    return sorted(found, key=lambda name: name != "received")
 
 
 def values_of(

@@ -15,7 +15,7 @@ import xarray as xr
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
-from mechattn.contrast.quantities import NULLS, kept, layer_blocks, variable_of
+from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
@@ -28,8 +28,6 @@ from mechattn.stats.resolution import RESAMPLES
 NAME = "received_attention"
 PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
 PROMPTS = 3
-_A_HEAD = {"prompt", "condition", "layer", "head"}
-_NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
 # A t interval is symmetric, so half of it is enough.
 _CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")  # q is of what is tested
 
@@ -78,19 +76,6 @@ def _every_quantity(result: Result, names: Seq[str], layers: list[int], heads: i
 def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
     """Extend a dataset to all layers of the map, with missing values for layers that were not measured."""
     return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
-
-
-def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number per head and prompt, named as in ``result.compare``."""
-    found = {
-        str(name).removesuffix("_by_segment"): None
-        for at, dataset in result.datasets.items()
-        for name, variable in dataset.data_vars.items()
-        if at != "sequences"
-        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
-        and not str(name).endswith(_NOT_SHOWN)
-    }
-    return sorted(found, key=lambda name: name != "received")
 
 
 def check_memory(result: Result) -> None:

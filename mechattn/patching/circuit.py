@@ -90,7 +90,7 @@ class Circuit:
         if q is not None:
             table = self.edges.table()
             kept = np.zeros(self.graph.exists.shape, dtype=bool)
-            for writer, reader in table.loc[table.q < q, ["writer", "reader"]].values:
+            for writer, reader in table.loc[table[f"q_{table.attrs['tested']}"] < q, ["writer", "reader"]].values:
                 kept[self.graph.writers.index(writer), self.graph.readers.index(reader)] = True
         else:
             kept = _first(self.graph, _ranked(self.edges), self.size() if size is None else size)

@@ -57,16 +57,16 @@ class Patching:
     def table(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
         """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest effect first.
 
-        ``effect`` with its interval and ``q`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows, whatever
-        ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the whole
-        effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects
-        of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its interval
-        and ``q_beyond_random``. With "kl" and "noising" no effect is below 0: ``q`` tests ``beyond_random``, as
-        ``.attrs`` and the print say.
+        ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows,
+        whatever ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the
+        whole effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean
+        effects of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its
+        interval and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so ``q_effect`` is
+        NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print say.
 
         Args:
             top: The number of rows to return; all by default.
-            select: "half" ranks rows on one half of the prompts and reports them on the other; ``q`` is then over the
+            select: "half" ranks rows on one half of the prompts and reports them on the other; q is then over the
                 ``top`` rows, as other prompts have chosen them.
             level: The level of the intervals.
 
@@ -102,9 +102,9 @@ class Patching:
             {
                 **{label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)},
                 "effect": found.estimate,
-                "low": found.low,
-                "high": found.high,
-                "q": paired(beyond if rises else values["effect"], None).q,
+                "effect_low": found.low,
+                "effect_high": found.high,
+                "q_effect": np.nan if rises else paired(values["effect"], None).q,
                 "q_beyond_random": paired(beyond, None).q,
                 "share": share.estimate,
                 "share_low": share.low,
@@ -174,6 +174,8 @@ class Patching:
         mean, low, high = self.whole
         table = self.table(top=_SHOWN if {"head", "reader"} & set(self.labels) else None)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
+        every = int((~np.isnan(self.effects.effect.values)).any(0).sum())
+        tested += f"; {len(table)} of {every} shown, the largest" if len(table) < every else ""
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
         if self.agreement is not None and self.checked is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.attention_figures import changes
+from mechattn.render.change_figures import changes
 from mechattn.render.declared import figure as declare
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.words import model_caption, quantity_words, says

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,12 +15,10 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import check_heads, listed_or_chosen
 from mechattn.render.declared import figure as declare
-from mechattn.render.draw import OTHERS, SHADE, THIRD, WITH, WITHOUT
+from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.words import (
     band_words,
-    beside_null,
     change_words,
-    count_words,
     mean_words,
     model_caption,
     percent,
@@ -311,7 +308,9 @@ def patching_map(patching: Patching) -> go.Figure:
     known = bool(table.share.notna().all())
     hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
-    columns = {name: name for name in ("effect", "low", "high", "q", "share", "random")}
+    q = f"q_{table.attrs['tested']}"
+    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
+    columns |= {"share": "share", "random": "random"}
     figure = draw.head_map(table, columns, "effect", "effect", hover, across)
     about, (whole, low, high) = patching.about, patching.whole
     note = (
@@ -321,11 +320,11 @@ def patching_map(patching: Patching) -> go.Figure:
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, _map_height(table), top=110)
     largest = table.effect.abs().idxmax()
-    top = table.loc[largest]
+    top, sure = table.loc[largest], f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s"
     return says(
         figure,
-        f"{int((table.q < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{table[across][largest]}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
+        f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
+        f"{table[across][largest]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
@@ -333,75 +332,3 @@ def patching_map(patching: Patching) -> go.Figure:
 
 def _map_height(table: pd.DataFrame) -> int:
     return max(320, 160 + 24 * table.layer.nunique())
-
-
-@declare(compares=True, report=[{}])
-def changes(
-    result: Result,
-    conditions: Seq[str] | None = None,
-    quantity: str = "received",
-    segment: str = "question",
-    layer: int | None = None,
-    *,
-    over: str = "",
-) -> go.Figure:
-    """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
-
-    Of a condition and its variants: as inserted, tokens receive attention and move the others apart; masked, they only
-    move them apart; unshifted, they only receive attention.
-
-    Args:
-        result: A result; with ``over`` one whose conditions come from ``ma.sweep``.
-        conditions: Names of conditions, in the order shown; all but the baseline by default.
-        quantity: A positive quantity.
-        segment: The segment that it is about.
-        layer: One layer; the mean over all by default.
-        over: The swept option on the horizontal axis, such as "count"; each combination of other options gives a line.
-
-    Raises:
-        OptionError: There is no such condition, or none that is named after the option.
-    """
-    names = list((result.conditions[1:] or [result.condition()]) if conditions is None else conditions)
-    lines = _swept(names, over) if over else {"": {name: name for name in names}}
-    figure, said, mode = draw.panels(), [], "lines+markers" if over else "markers"
-    for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
-        found = [Contrast(result, n, quantity=quantity, segment=segment).overall(layer) for n in named.values()]
-        numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
-        x = [0, *map(int, named)] if numeric else list(named)
-        start = [(0.0, 0.0, 0.0)] * numeric  # nothing inserted, so nothing changed
-        ends = 100 * np.array([*start, *(change for change, _ in found)], dtype=np.float64).T
-        label = words or (quantity if over else "measured")
-        draw.points(figure, x, ends, label, colour, mode=mode, hovertemplate="%{x}: %{y:.1f} %<extra></extra>")
-        nulls = [null for _, null in found if null is not None]
-        if len(nulls) == len(found):
-            y = [0.0] * numeric + [100 * float(null.estimate) for null in nulls]
-            null_name = "uniform attention" + (f", {words}" if words and len(lines) > 1 else "")
-            if over:
-                draw.dotted(figure, x, y, null_name, colour, mode=mode)
-            else:
-                marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
-                figure.add_scatter(x=x, y=y, mode=mode, name=null_name, marker=marker)
-        shown = list(zip(named.values(), found, strict=True))[-1 if over else 0 :]  # of a sweep the last
-        said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")
-    where = "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
-    note = f"{where}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    what = f"{quantity_words(quantity, segment)}{f', by {over}' * bool(over)}"
-    draw.rule(figure, y=0)
-    draw.title(figure, f"{model_caption(result)}: change of {what}", note, 440)
-    figure.update_yaxes(title_text="change from the baseline (%)")
-    figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
-    return says(figure, *said)
-
-
-def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
-    """The conditions of a sweep by the value of the option, for each combination of the others."""
-    lines: dict[str, dict[str, str]] = {}
-    for name in names:
-        parts = name.split(", ")
-        swept = [part for part in parts if part.startswith(f"{option}=")]
-        if swept:
-            others = ", ".join(part for part in parts if part not in swept)
-            lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
-    if not lines:
-        raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
-    return lines

@@ -76,8 +76,10 @@ def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) ->
     x1 += _ASIDE.get(part, 0.0)
     t = np.linspace(0, 1, _POINTS)
     bend = 0.35 * np.sin(np.pi * t) * (1 if x1 >= x0 else -1) * min(1.0, (y1 - y0) / 2)
+    q = row.q_beyond_random if np.isnan(row.q_effect) else row.q_effect
     said = (
-        f"{row.writer} → {row.reader}<br>{row.effect:+.3g} [{row.low:+.3g}, {row.high:+.3g}]<br>q = {row.q:.2g}"
+        f"{row.writer} → {row.reader}<br>{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
+        f"<br>q = {q:.2g}"
         f"<br>random direction {row.random:+.3g}"
     )
     return go.Scatter(

@@ -160,16 +160,37 @@ def stated(
     beside, sizes = "", result["received_attention"].sizes
     if of_control is not None:
         beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
-    beyond, above, same = int(verdict.beyond.sum()), int(verdict.above.sum()), ""
+    same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
         same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. Mean over {sizes['layer']} layers × {sizes['head']} heads, "
-        f"{count_words(result)}; {beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it "
-        f"(q < 0.05){same}."
+        f"attention {percent(verdict.null.estimate)} (changes of the mean over {sizes['layer']} layers × "
+        f"{sizes['head']} heads, {count_words(result)}). {heads_words(verdict)}{same}."
     )
+
+
+def heads_words(verdict: Verdict) -> str:
+    """How many heads differ from uniform attention, and in which direction their own attention changes."""
+    null, size = round(float(verdict.null.estimate), 3), verdict.above.size
+    kinds = {  # of heads above and below what uniform attention would do, and that fall or rise themselves
+        "lose less": verdict.above & ~verdict.rises,
+        "gain more" if null > 0 else "gain": verdict.above & verdict.rises,
+        "lose more" if null < 0 else "lose": verdict.beyond & ~verdict.rises,
+        "gain less": verdict.beyond & verdict.rises,
+    }
+    counts = {words: int(mask.sum()) for words, mask in kinds.items() if mask.any()}
+    if not counts:
+        return "No head differs from uniform attention (q < 0.05)"
+    would = "lose" if null < 0 else "gain" if null > 0 else "change nothing"
+    said: list[str] = []
+    for words, count in counts.items():
+        verb, _, how = words.partition(" ")
+        who = str(count) if said else f"All {size} heads" if count == size > 1 else f"{count} of {size} heads"
+        than = "" if said else " than uniform attention would" if how else f", where uniform attention would {would}"
+        said.append(f"{who} {verb}{'s' * (count == 1)}{' ' * bool(how)}{how}{than}")
+    return f"{', '.join(said)} (q < 0.05)"
 
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:

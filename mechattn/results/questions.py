@@ -162,7 +162,7 @@ class Questions:
         """Report what the table of :meth:`compare` can detect with these prompts, and how many would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
-        (smallest p 0.00049): 8 tests have to reach it together; from 19 prompts on one test alone can".
+        (smallest p 0.00049): 8 tests must reach it together, or use 19 prompts".
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
@@ -180,7 +180,7 @@ class Questions:
 
     def heads(
         self,
-        quantity: str,
+        quantity: str | None = None,
         top: int | None = 10,
         *,
         condition: str = BASELINE,
@@ -196,7 +196,8 @@ class Questions:
         interval), uniform (NaN where there is no such null), n.
 
         Args:
-            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
+            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude"; by
+                default "received", or the first that there is.
             top: The number of heads; None for all.
             condition: The condition.
             segment: The segment of queries or keys, for quantities by segment.

@@ -61,12 +61,12 @@ class Resolution:
         needs = f"the smallest effect that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
         if self.n >= self.fewest:
             return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {needs}"
-        more = f"from {self.fewest} {unit} on one test alone can"
+        more = f"one test alone can with {self.fewest} {unit} or more"
         if self.together is None:
             return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
         if self.together > 1:
             alone = f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
-            return f"{alone}: {self.together} tests have to reach it together; {more}"
+            return f"{alone}: {self.together} tests must reach it together, or use {self.fewest} {unit}"
         return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
 
 

@@ -458,7 +458,7 @@ def test_the_table(tmp_path):
         each = made.effects.effect.sel(layer=int(row.layer), head=int(row["head"])).values
         assert row.effect == pytest.approx(each.mean())
         assert row.share == pytest.approx(each.mean() / made.effects.whole.values.mean())
-        assert row.low < row.effect < row.high
+        assert row.effect_low < row.effect < row.effect_high
     assert [(row.layer, row["head"]) for _, row in table.iterrows()] == sorted(HEADS)
     assert (abs(made.table(top=4).effect).diff().dropna() <= 0).all()
     halves = made.table(select="half", top=1)
@@ -488,9 +488,9 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
         made = drawn(144, rng)
         table = made.table(top=8)
         assert len(table) == 8
-        assert table.q.tolist() == made.table(top=144).q[:8].tolist()
-        over_all += bool((table.q < 0.05).any())
-        halves += bool((made.table(top=8, select="half").q < 0.05).any())
+        assert table.q_effect.tolist() == made.table(top=144).q_effect[:8].tolist()
+        over_all += bool((table.q_effect < 0.05).any())
+        halves += bool((made.table(top=8, select="half").q_effect < 0.05).any())
         shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
         over_shown += bool((paired(shown, None).q < 0.05).any())
     assert over_all <= 5
@@ -517,12 +517,13 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     made = drawn(32, np.random.default_rng(2), metric="kl", direction="noising")
     made = replace(made, effects=abs(made.effects))
     table = made.table()
-    assert (table.low > 0).all()
+    assert (table.effect_low > 0).all()
     assert (paired(made.effects.effect.values, None).q < 0.05).all()
-    assert (table.q > 0.05).all()
+    assert (table.q_beyond_random > 0.05).all()
+    assert table.q_effect.isna().all()
     assert "q of beyond_random, over 32 heads" in str(made)
     other = replace(made, about={**made.about, "direction": "denoising"})
-    assert (other.table().q < 0.05).all()
+    assert (other.table().q_effect < 0.05).all()
 
 
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
@@ -539,7 +540,7 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty():
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
-    assert len(marks.x) == int((made.table().q < 0.05).sum())
+    assert len(marks.x) == int((made.table().q_effect < 0.05).sum())
 
 
 def test_the_table_of_layers():

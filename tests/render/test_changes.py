@@ -114,3 +114,25 @@ def test_scale_and_rank(result):
     assert set(ranks) == {"slash", "sentence", "other"}, "masked has no shift"
     with pytest.raises(OptionError, match="no condition"):
         ma.render.by_layer(result, "shift_rank_one_share", conditions=["dash"])
+
+
+def test_one_figure_of_several_models(slash_result, toy, prompts):
+    """A row a model: the numbers of each one's verdict, beside those of uniform attention."""
+    other = ma.run(toy, prompts[:6], {"dots": ma.MeaninglessTokens(".", 5)})
+    figure = ma.render.verdicts([slash_result, other])
+    found = [slash_result.verdict("slash"), other.verdict("dots")]
+    measured, uniform = (next(t for t in figure.data if t.name and t.name.startswith(n)) for n in ("meas", "if every"))
+    np.testing.assert_allclose(measured.x, [100 * v.change.estimate for v in found])
+    np.testing.assert_allclose(uniform.x, [100 * v.null.estimate for v in found])
+    bars = measured.error_x
+    np.testing.assert_allclose(measured.x + bars.array, [100 * v.change.high for v in found])
+    np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])
+    assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
+    assert list(figure.layout.yaxis.ticktext) == [f"toy:llama (toy, 1.0 M parameters), {n}" for n in ("slash", "dots")]
+    twice = ma.render.verdicts([slash_result, slash_result], "slash")
+    assert [row.partition(", result ")[2] for row in twice.layout.yaxis.ticktext] == ["1", "2"]
+    assert "“slash”" in twice.layout.title.text
+    with pytest.raises(OptionError, match=r"results=\[\] is empty"):
+        ma.render.verdicts([])
+    with pytest.raises(OptionError, match="no condition 'slash'"):
+        ma.render.verdicts([slash_result, other], "slash")

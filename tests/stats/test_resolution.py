@@ -77,11 +77,11 @@ def test_what_draws_of_random_weights_can_show_is_what_they_show_of_a_head_far_o
 @pytest.mark.parametrize(
     ("n", "tests", "words"),
     [
-        (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests have to reach it "
-         "together; from 19 prompts on one test alone can"),
-        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); from 19 prompts on one test alone can"),
-        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; from 19 prompts "
-             "on one test alone can"),
+        (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests must reach it "
+         "together, or use 19 prompts"),
+        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); one test alone can with 19 prompts or more"),
+        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; one test "
+             "alone can with 19 prompts or more"),
         (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001); the smallest effect "
          "that q finds in one test alone, with 80 % power, is d_z = 0.52"),
     ],
