@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.answer_metrics import Metric
@@ -124,7 +125,7 @@ class EdgePair:
 
     def runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The logits of both runs; what the receiver writes, and what it would write with the donor's outputs."""
-        pair, device = self.pair, next(self.model.parameters()).device
+        pair, device = self.pair, device_of(self.model)
         last: list[Tensor] = []
 
         def keep(place: tuple[str, int], x: Tensor, written: Any) -> Tensor:
