@@ -18,7 +18,7 @@ const PICKED =
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
-const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
+const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "", prompt: 0 };
 let brushed = null,
   rows = FEW,
   sort = { by: "", down: true },
@@ -175,8 +175,15 @@ function draw() {
   if (!made) part("map").replaceChildren(quantity().missing[state.condition] ?? "");
   drawBeside(measure);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
+  announce();
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
+}
+
+/** Tell the widget around the page, if any, what is chosen. */
+function announce() {
+  const { layer, head, prompt, condition, quantity } = state;
+  if (parent !== window) parent.postMessage({ chosen: { selected: `L${layer}H${head}`, prompt, condition, quantity } }, "*");
 }
 
 /** The same measure of another model; a click there goes over to it. */
@@ -246,6 +253,14 @@ function listen() {
     fromAddress();
     controls();
     draw();
+  });
+  addEventListener("message", ({ source, data }) => {
+    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
+    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
+  });
+  part("room").addEventListener("click", ({ target }) => {
+    if (target.dataset.prompt) state.prompt = Number(target.dataset.prompt);
+    if (target.dataset.prompt) announce();
   });
   let wide = innerWidth;
   addEventListener("resize", () => {
