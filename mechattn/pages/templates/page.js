@@ -18,8 +18,9 @@ const PICKED =
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
-const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "", prompt: 0 };
+const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
 let brushed = null,
+  prompt = 0,
   rows = FEW,
   sort = { by: "", down: true },
   redrawFigures = () => {};
@@ -182,8 +183,21 @@ function draw() {
 
 /** Tell the widget around the page, if any, what is chosen. */
 function announce() {
-  const { layer, head, prompt, condition, quantity } = state;
-  if (parent !== window) parent.postMessage({ chosen: { selected: `L${layer}H${head}`, prompt, condition, quantity } }, "*");
+  const { layer, head, condition, quantity } = state;
+  const chosen = { selected: `L${layer}H${head}`, prompt, condition, quantity };
+  if (parent !== window) parent.postMessage({ chosen }, "*");
+}
+
+/** Take what the widget selects, and the prompt whose pattern is clicked. */
+function listenToWidget() {
+  addEventListener("message", ({ source, data }) => {
+    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
+    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
+  });
+  part("room").addEventListener("click", ({ target }) => {
+    if (target.dataset.prompt) prompt = Number(target.dataset.prompt);
+    if (target.dataset.prompt) announce();
+  });
 }
 
 /** The same measure of another model; a click there goes over to it. */
@@ -254,14 +268,6 @@ function listen() {
     controls();
     draw();
   });
-  addEventListener("message", ({ source, data }) => {
-    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
-    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
-  });
-  part("room").addEventListener("click", ({ target }) => {
-    if (target.dataset.prompt) state.prompt = Number(target.dataset.prompt);
-    if (target.dataset.prompt) announce();
-  });
   let wide = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth !== wide) draw();
@@ -291,6 +297,7 @@ async function start() {
     controls();
     draw();
     listen();
+    listenToWidget();
   } else {
     const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
     part("heads").replaceChildren(
