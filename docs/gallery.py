@@ -287,7 +287,7 @@ some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
 few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts")
 
 # %%
-ma.browse(few)
+ma.browse(few, live=False)
 
 # %% [markdown]
 # ## For a paper

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from mechattn.render.declared import listed_or_chosen
 from mechattn.render.views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    from mechattn.pages.widget import Browser
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
 
@@ -99,19 +102,28 @@ def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str,
     return {"heads": range(min(number, int(result.provenance["model"]["heads"])))}  # a list is what a reader named
 
 
-def browse(result: Result, maps: Result | None = None) -> View:
-    """Show the map of all heads as a view in a notebook.
+def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> View | Browser:
+    """Show the map of all heads in a notebook: a widget where the extra ``widget`` is installed, else a view.
+
+    The widget's ``selected`` is the head clicked, such as "L1H2"; setting it selects the head. ``table()`` returns its
+    rows of ``result.compare``, ``pattern(model)`` its attention on the prompt whose pattern was clicked.
 
     Args:
         result: A result.
         maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        live: Whether to return the widget; a view also shows on a site, where no Python listens.
     """
     about = About(f"mechattn: {model_caption(result)}", _subtitle([result]))
     parts = _parts(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(parts)
     scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
 <script type="module">{parts["script"]}</script>"""
-    return View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+    view = View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+    try:
+        from mechattn.pages.widget import Browser
+    except ModuleNotFoundError:
+        return view
+    return Browser(view, result, maps) if live else view
 
 
 def write_page(

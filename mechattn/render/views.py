@@ -316,10 +316,14 @@ class View:
         drawn = f", drawn by {self.script}" if self.script else ""
         return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
 
-    def _repr_html_(self) -> str:
+    def packed(self) -> str:
+        """Return a document that unpacks itself into the page, for a frame's ``srcdoc``."""
         # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it, without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
-        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
+        return _UNPACKS.replace("PACKED", packed)
+
+    def _repr_html_(self) -> str:
+        source = html.escape(self.packed(), quote=True)
         return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
 
 

@@ -376,7 +376,7 @@ def test_too_few_prompts_say_why_there_is_no_map(opened, toy, prompts, tmp_path)
 
 
 def test_in_a_notebook_every_head_is_a_click_away(opened, result, tmp_path):
-    view = ma.browse(result)
+    view = ma.browse(result, live=False)
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
     inside = opened(tmp_path / "notebook.html").frame_locator("iframe")
     inside.locator("#head-11").click()

@@ -24,6 +24,7 @@ let wanted = asked(""), // what the reader asked for
   /** @type {any} */
   state = {}, // and what this model shows of it
   brushed = null,
+  prompt = 0,
   rows = FEW,
   sort = { by: "", down: true },
   redrawFigures = () => {};
@@ -137,8 +138,29 @@ function draw() {
   }
   drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
+  announce();
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
+}
+
+/** Tell the widget around the page, if any, what is chosen. */
+function announce() {
+  const { layer, head, condition, quantity } = state;
+  const chosen = { selected: `L${layer}H${head}`, prompt, condition, quantity };
+  if (parent !== window) parent.postMessage({ chosen }, "*");
+}
+
+/** Take what the widget selects, and the prompt whose pattern is clicked. */
+function listenToWidget() {
+  addEventListener("message", ({ source, data }) => {
+    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
+    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
+  });
+  part("room").addEventListener("click", ({ target }) => {
+    const pattern = target.closest("[data-prompt]");
+    if (pattern) prompt = Number(pattern.dataset.prompt);
+    if (pattern) announce();
+  });
 }
 
 /** The same measure of another model, on the same scale; a click there goes over to it. */
@@ -254,6 +276,7 @@ function drawHeads(held) {
     controls();
     draw();
     listen();
+    listenToWidget();
     return;
   }
   const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];

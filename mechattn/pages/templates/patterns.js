@@ -33,7 +33,9 @@ export function patterns(model, layer, head, condition) {
       else {
         const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
         const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
-        place.append(note(`${about}: ${counts}; queries down, keys across`), pattern(one, at, head, label));
+        const drawn = pattern(one, at, head, label);
+        drawn.dataset.prompt = String(number); // a click selects the prompt
+        place.append(note(`${about}: ${counts}; queries down, keys across`), drawn);
       }
     }
   });
