@@ -497,7 +497,8 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
     assert halves <= 5
     assert over_shown >= 15
     assert table.attrs["family"] == "144 heads attributed"
-    assert "q of effect, over 144 heads attributed" in str(made)
+    assert "q of effect, over 144 heads attributed; 8 of 144 shown" in str(made)
+    assert "shown" not in str(drawn(8, rng)), "where all are"
 
 
 def test_no_share_of_a_whole_effect_that_may_be_nothing():
