@@ -43,7 +43,7 @@ def test_a_click_comes_back_to_python_and_a_selection_goes_to_the_page(opened, r
     page.wait_for_function("window.sent.at(-1)?.selected === 'L1H3'")
     assert heard() == ("L1H3", 0)
     inside.locator("#room details[data-part=pattern] summary").click()
-    inside.locator("#room canvas[data-prompt='1']").first.click()
+    inside.locator("#room [data-prompt='1']").first.click()
     page.wait_for_function("window.sent.at(-1)?.prompt === 1")
     assert heard() == ("L1H3", 1)
     page.evaluate("set('selected', 'L0H2')")
