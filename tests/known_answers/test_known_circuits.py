@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mechattn.known_answers import known_circuits as known
+from mechattn.patching.edges import edges
+from mechattn.prompts.counterparts import Counterpart
 
 CIRCUITS = {circuit.name: circuit for circuit in known.known_circuits()}
 
@@ -65,3 +67,18 @@ def test_the_selftest_fails_for_other_edges(monkeypatch):  # negative control
         known, "known_circuits", lambda: [wrong, CIRCUITS["induction that needs a constant, two layers"]]
     )
     assert [answer.outcome for answer in known.found_circuits()][:2] == ["failed"] * 2
+
+
+def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
+    """With its own answers the same pairs find the circuit (negative control)."""
+    circuit = CIRCUITS["induction, two layers"]
+    model, pairs = circuit.model(), circuit.prompts(16, 3)
+    others = [
+        replace(pair, answer_tokens=(a,), other_answer=(b,))
+        for pair, (a, b) in zip(pairs, np.random.default_rng(0).integers(0, 15, (99, 2)), strict=False)
+        if a != b
+    ]
+    q = [edges(model, some, Counterpart(), steps=5).table(top=4) for some in (others, pairs)]
+    assert not (q[0].q < 0.05).any()
+    assert set(zip(q[1].writer, q[1].reader, strict=True)) == circuit.true
+    assert (q[1].q < 0.05).all()
