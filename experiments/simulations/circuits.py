@@ -58,7 +58,9 @@ def nothing(models: int) -> Iterator[dict[str, Any]]:
             pairs = ma.pairs(model, "repeated-random", PROMPTS, span=SPAN, seed=seed)
             if shuffled:
                 pairs = with_other_answers(pairs, seed)
-            found.append(bool((ma.edges(model, pairs, Counterpart(), steps=STEPS, seed=seed).table().q_effect < 0.05).any()))
+            found.append(
+                bool((ma.edges(model, pairs, Counterpart(), steps=STEPS, seed=seed).table().q_effect < 0.05).any())
+            )
         low, high = wilson_interval(sum(found), len(found))
         share = f"{np.mean(found):.2f} [{low:.2f}, {high:.2f}]"
         yield {"trials": name, "found": f"{sum(found)} of {len(found)}", "share": share, "should be": should}
