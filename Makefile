@@ -105,6 +105,7 @@ bench: .venv/dev
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384 --out out/bench.md
 	$(BIN)/python experiments/benchmarks/generate.py
+	$(BIN)/python experiments/benchmarks/circuits.py
 	$(BIN)/python experiments/benchmarks/workers.py
 
 # Installs nothing: with .venv, or where there is none, the python on the path. GPU="--parts received-1B" narrows it.
