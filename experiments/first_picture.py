@@ -33,4 +33,6 @@ def numbers(results: list[ma.Result]) -> dict[str, dict[str, float]]:
 if __name__ == "__main__":
     target, results = Path(sys.argv[1]), measured()
     target.with_suffix(".json").write_text(json.dumps(numbers(results), indent=1) + "\n", encoding="utf-8")
-    ma.render.verdicts(results).update_layout(width=900, height=420).write_image(target, scale=2)
+    figure = ma.render.verdicts(results).update_layout(width=900, height=420)
+    figure.layout.title.text = figure.layout.title.text.replace("with “slash”", "with 55 “/” before it")
+    figure.write_image(target, scale=2)
