@@ -126,7 +126,7 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     for row, value in enumerate(change[:, 0]):
         line = dict(color=faint(WITH, 0.35), width=14)
         figure.add_scatter(x=[0, value], y=[row, row], mode="lines", line=line, showlegend=False, hoverinfo="skip")
-    text: dict[str, Any] = dict(mode="markers+text", textposition="top center")
+    text: dict[str, Any] = dict(mode="markers+text", textposition=draw.ABOVE)
     shown = [percent(value / 100) for value in change[:, 0]]
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True, text=shown, **text)
     figure.add_scatter(
