@@ -427,7 +427,7 @@ def test_mediation_of_known_shares():
     assert none.change_high < 0.05
     wide, narrow = (made.mediation("slash", {"scale": "scale"}, level=level).loc[0] for level in (0.99, 0.8))
     assert wide.change_low < narrow.change_low < narrow.change_high < wide.change_high
-    assert wide.low < narrow.low < narrow.high < wide.high
+    assert wide.share_low < narrow.share_low < narrow.share_high < wide.share_high
     assert table.change["scale"] == pytest.approx(-0.25)
 
 
