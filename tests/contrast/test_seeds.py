@@ -30,7 +30,9 @@ def test_results_of_several_seeds_are_stacked_with_the_seed_as_a_dimension(runs)
 def test_tables_of_several_seeds_are_one_family(runs):
     tables = [run.compare("slash") for run in runs.values()]
     made = ma.adjust(tables)
-    np.testing.assert_allclose(made.q, stats.false_discovery_control(np.concatenate([table.p for table in tables])))
+    np.testing.assert_allclose(
+        made.q_beyond, stats.false_discovery_control(np.concatenate([table.p_beyond for table in tables]))
+    )
     assert made.groupby("table").size().tolist() == [32, 32, 32]
 
 

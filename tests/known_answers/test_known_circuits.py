@@ -79,6 +79,6 @@ def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
         if a != b
     ]
     q = [edges(model, some, Counterpart(), steps=5).table(top=4) for some in (others, pairs)]
-    assert not (q[0].q < 0.05).any()
+    assert not (q[0].q_effect < 0.05).any()
     assert set(zip(q[1].writer, q[1].reader, strict=True)) == circuit.true
-    assert (q[1].q < 0.05).all()
+    assert (q[1].q_effect < 0.05).all()
