@@ -236,9 +236,18 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     rows = list(csv.DictReader((tmp_path / "heads.csv").open()))
     for name in ("value", "reference", "difference", "null", "beyond", "beyond_low", "beyond_high"):
         np.testing.assert_allclose([float(row[name]) for row in rows], table[name], rtol=1e-6, atol=1e-7)
-    for name, of in {"difference_low": "low", "difference_high": "high", "q_beyond": "q"}.items():
+    for name, of in {
+        "difference_low": "difference_low",
+        "difference_high": "difference_high",
+        "q_beyond": "q_beyond",
+    }.items():
         np.testing.assert_allclose([float(row[name]) for row in rows], table[of], rtol=1e-6, atol=1e-7)
-    for name, of in {"change": "difference", "change_low": "low", "change_high": "high", "change_null": "null"}.items():
+    for name, of in {
+        "change": "difference",
+        "change_low": "difference_low",
+        "change_high": "difference_high",
+        "change_null": "null",
+    }.items():
         np.testing.assert_allclose([float(row[name]) for row in rows], np.expm1(table[of]), rtol=1e-6, atol=1e-7)
     names = list(rows[0])
     for name in ("change", "difference", "beyond"):
