@@ -194,7 +194,7 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """Replace zeros with NaN: on a logarithmic axis an empty bin is a gap."""
+    """Replace zeros with NaN: an empty bin is a gap."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -245,14 +245,14 @@ def update_histogram(
             share = 100 * here.values / here.values.sum(-1, keepdims=True)
         x = _middles(bins)[shown]
         figure.add_heatmap(
-            x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=_seen(share[:, shown]),
+            x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=_positive(share[:, shown]),
             **_HEAT, colorbar=dict(title="% of<br>tokens"),
             customdata=np.broadcast_to(_ranges(bins)[shown], (heads, len(x))),
             hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
         )  # fmt: skip
     uniform = np.log10(1 / heads) if quantity == "magnitude" else 0.0
     draw.rule(figure, **_RULE, x=uniform)
-    figure.update_xaxes(title_text=_AXIS[quantity], **_reach(figure, "x", uniform, quantity == "magnitude"))
+    figure.update_xaxes(title_text=_AXIS[quantity], **draw.reach(figure, "x", uniform, quantity == "magnitude"))
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _finished(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
 
@@ -282,15 +282,15 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
         figure.add_heatmap(
             x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:],
-            z=_seen(100 * z / max(1, every.sum())),
+            z=_positive(100 * z / max(1, every.sum())),
             **_HEAT, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=0)
     uniform = np.log10(1 / int(result.provenance["model"]["heads"]))
     draw.rule(figure, **_RULE, x=uniform)
-    figure.update_xaxes(title_text=_AXIS["magnitude"], **_reach(figure, "x", uniform, True))
-    figure.update_yaxes(title_text=_AXIS["orientation"], **_reach(figure, "y", 0.0))
+    figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
+    figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
     return _finished(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
 
 
@@ -319,6 +319,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         first = result["sequences"].first_prompt_text.sel(condition=condition).values
         texts = [html.escape(str(text)).replace("\n", "⏎") for text in first]
     heads, figure = values.sizes["head"], draw.panels()
+    bar = dict(title="head", **draw.steps(heads))
     for layer in values.layer.values:
         y = values.sel(layer=layer).transpose("head", "key").values
         many = n.sel(layer=layer).transpose("head", "key").values
@@ -329,29 +330,13 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         ]
         figure.add_scattergl(
             x=key, y=y[head, key].astype(np.float32), mode="markers", text=words,
-            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=dict(title="head", **draw.steps(heads)), opacity=0.7),
+            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
     return _finished(figure, result, condition, reading, "head updates by position", values, 500)
-
-
-def _seen(share: np.ndarray) -> np.ndarray:
-    """Cells in which there is nothing stay empty."""
-    return np.where(share > 0, share, np.nan)
-
-
-def _reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
-    """An axis from the first to the last bin that any layer fills, and to the null; of decades in steps of three."""
-    filled = [t[axis][np.isfinite(t.z).any(0 if axis == "x" else 1)] for t in figure.data]
-    step = np.diff(figure.data[0][axis]).min()
-    ends = np.array([null, *np.concatenate(filled)])
-    low, high = ends.min() - step, ends.max() + step
-    half = range(-8, 5)  # half decades
-    ticks = dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half]) if decades else {}
-    return dict(range=[low, high], **ticks)
 
 
 def _prefix(reading: str) -> str:

@@ -97,9 +97,10 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
     reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
     figure = draw.panels()
+    marks = dict(title="%", tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100], tickformat=".0f")
     figure.add_heatmap(
-        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach, texttemplate="%{z:.1f}",
-        colorbar=dict(title="%", tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100], tickformat=".0f"),
+        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach, colorbar=marks,
+        texttemplate="%{z:.1f}",
     )  # fmt: skip
     about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")

@@ -63,6 +63,17 @@ def steps(count: int) -> dict[str, Any]:
     return dict(tick0=0, dtick=max(1, -(-count // 16)))
 
 
+def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
+    """An axis from the first to the last bin that any layer fills, and to the null; of decades in steps of three."""
+    filled = [t[axis][np.isfinite(t.z).any(0 if axis == "x" else 1)] for t in figure.data]
+    step = np.diff(figure.data[0][axis]).min()
+    ends = np.array([null, *np.concatenate(filled)])
+    low, high = ends.min() - step, ends.max() + step
+    half = range(-8, 5)  # half decades
+    ticks = dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half]) if decades else {}
+    return dict(range=[low, high], **ticks)
+
+
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
     """Panels side by side, or below each other, with their titles; one without a title by default."""
     import plotly.graph_objects as go

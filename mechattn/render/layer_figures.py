@@ -34,9 +34,9 @@ _WORDS = {
     "inserted_mass": "attention to the inserted tokens",
     "span_mass": "attention to all inserted tokens",
     "block_magnitude": "magnitude of the block's update",
-    "distance": "mean distance to the attended tokens",
+    "distance": "mean distance",
     "concentration": "p(1) − p(2)",
-    "shift_rank_one_share": "share of rank one in the shift Σσ, s₁² / Σ s²",
+    "shift_rank_one_share": "rank-one share of the shift Σσ",
 }
 _AFFINE = "affine_shift"
 

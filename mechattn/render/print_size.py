@@ -51,7 +51,7 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made.update_traces(colorbar=bar | {"nticks": 5}, selector=dict(type="heatmap"))
     made.update_traces(marker_colorbar=bar, selector=dict(type="scattergl"))
     _lay_out(made, width, heading, column == "single")
-    tall = made.layout.height / _PIXELS * 25.4
+    tall = (made.layout.height - _LINE * len(heading)) / _PIXELS * 25.4  # a title stands in for the caption
     if tall > _PAGE:
         raise OptionError(
             f"{len(_panels(made))} panels below each other are {tall:.0f} mm tall, but a page has {_PAGE}: draw fewer, "
@@ -65,7 +65,7 @@ def _heading(figure: go.Figure, width: float, title: bool) -> list[str]:
     heading, _, note = str(figure.layout.title.text or "").partition("<br>")
     note = note.removeprefix("<sup>").removesuffix("</sup>")
     if title:
-        return _lines(heading, width / 1.2) + [f"<sup>{line}</sup>" for line in _lines(note, width / 0.9)]
+        return _lines(heading, width / 1.2) + [f"<sup>{line}</sup>" for line in _lines(note, width)]
     return _lines(note.partition(";")[0], width) if figure.layout.sliders else []
 
 

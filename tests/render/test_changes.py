@@ -54,7 +54,7 @@ def test_several_layers(result):
     figure = ma.render.received_attention(result, [0, 2], heads=[5], condition="slash")
     assert [a.text for a in figure.layout.annotations][:2] == ["Layer 0 head 5", "Layer 2 head 5"]
     assert figure.layout.meta["says"].count("Attention received by the question's tokens in layer") == 2
-    none = next(t for t in figure.data if t.name == "w/o slash" and t.yaxis == "y2")
+    none = next(t for t in figure.data if t.name == "without slash" and t.yaxis == "y2")
     expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
     np.testing.assert_allclose(none.y, expected.values[none.x])
 
@@ -62,11 +62,15 @@ def test_several_layers(result):
 def test_change_map_marks_what_is_significant(result):
     figure = ma.render.change_map(result, "slash", quantity="scale")
     table = result.compare("slash", quantity="scale")
-    heat, dots = figure.data
+    heat, dots, faded, key = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
     assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q < 0.05}
     assert len(marked) > 0
+    q = table.pivot(index="layer", columns="head", values="q").values
+    np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
+    assert 0 < (q >= 0.05).sum() < q.size, "both kinds are there, so the test would notice either alone"
+    assert key.name == "faded: q ≥ 0.05"
     assert "uniform attention" in figure.layout.title.text
 
 
